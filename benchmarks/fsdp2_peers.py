@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers.ways import FLASH_ATTENTION
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-
-from chronicals.benchmark.arms.ways import FLASH_ATTENTION
 
 WAY = "fsdp2"
 PARTS = {"compile", "liger", "recompute"}

@@ -4,8 +4,8 @@
 fault survives. The faults are listed in ``tests/mutations/*.toml``, one ``[[mutant]]`` each:
 
 - ``name``: what is wrong.
-- ``file``: the module below ``src/chronicals``. Where it does not define what ``in`` names, the
-  only module that does is taken.
+- ``file``: the module below ``src/chronicals``, or one of ``benchmarks/peers/``. If it does not
+  define what ``in`` names, the only module there that does is taken.
 - ``in``: a function, class or constant, as ``Class.method``; left out for other code of a module.
 - ``old``: an expression or statements that occur once in it. How they are written does not matter.
 - ``new``: what stands there instead, ``pass`` for nothing.
@@ -62,12 +62,15 @@ def check(mutants: list[dict]) -> None:
 def outcome(mutant: dict) -> str:
     """``killed``, ``SURVIVED``, or what kept the tests from running."""
     with tempfile.TemporaryDirectory(prefix="chronicals-") as folder:
-        source = Path(folder) / "src"
-        shutil.copytree(
-            ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-        )
+        copies = [Path(folder) / "src", Path(folder) / "benchmarks" / "peers"]
+        for copied in copies:
+            shutil.copytree(
+                ROOT / copied.relative_to(folder),
+                copied,
+                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+            )
         path = path_of(mutant, SOURCE)
-        copy = source / "chronicals" / path.relative_to(SOURCE)
+        copy = Path(folder) / path.relative_to(ROOT)
         copy.write_text(plant(path.read_text(), mutant))
         command = [
             sys.executable,
@@ -79,7 +82,8 @@ def outcome(mutant: dict) -> str:
             "no:cacheprovider",
             *mutant["tests"],
         ]
-        places = filter(None, [str(source), os.environ.get("PYTHONPATH")])
+        # Tests import ``peers`` from beside the copy of ``chronicals``.
+        places = filter(None, [str(copies[0]), os.environ.get("PYTHONPATH")])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         try:
             run = subprocess.run(

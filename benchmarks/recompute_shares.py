@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import PARTS, ReferenceStep
+from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep
 from chronicals.benchmark.profile import category_of
 from chronicals.benchmark.record import current_commit, write
 
@@ -47,7 +47,7 @@ def recomputed(result: dict[str, Any]) -> dict[str, Any]:
                 f"{name} ran at {share:.1%} of the reference step: measure the row again"
             )
         arm["share_of_floor"] = None if arm["fp8"] or share > 1 else share
-    by_itself = {part: by_itself_of(result["floor"])[part] for part in PARTS}
+    by_itself = {part: by_itself_of(result["floor"])[part] for part in STEP_PARTS}
     return {**result, "floor": {**step.to_dict(), "by_itself": by_itself}, "arms": arms}
 
 
@@ -58,7 +58,7 @@ def by_itself_of(floor: dict[str, Any]) -> dict[str, float]:
 
 def reference_step(floor: dict[str, Any], ours: dict[str, Any]) -> ReferenceStep:
     measured = ReferenceStep(
-        **{part: by_itself_of(floor)[part] for part in PARTS}, tokens=floor["tokens"]
+        **{part: by_itself_of(floor)[part] for part in STEP_PARTS}, tokens=floor["tokens"]
     )
     profile = (ours.get("profile") or {}).get("milliseconds_a_step")
     if not profile or ours["fp8"] or "tokens_per_second" not in ours:

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from chronicals.benchmark import record
-from chronicals.lifeline import BoundProcess
+from chronicals.bound_process import BoundProcess
 
 SMALL = ["--model", "qwen2.5-0.5b"]
 LARGE = ["--model", "llama-3.1-8b"]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import rows as one_card
 
-from chronicals.lifeline import BoundProcess
+from chronicals.bound_process import BoundProcess
 
 NOTE = "rows on other cards of the machine ran at the same time"
 LEAST = 60.0

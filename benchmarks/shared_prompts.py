@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from chronicals.attention import document_attention
 from chronicals.attention.shared_keys import gather_keys
 from chronicals.batch import SharedKeys
-from chronicals.benchmark.shapes import MEDIAN, SHORTEST, SPREAD
+from chronicals.benchmark.shapes import LENGTH_SPREAD, MEDIAN_LENGTH, SHORTEST_LENGTH
 from chronicals.data.making.shared_prompts import IS_SHARED
 from chronicals.data.packs.prompt_keys import shared_keys
 
@@ -68,8 +68,13 @@ def drawn(tokens: int, share: float, device: torch.device, seed: int = 1) -> Pac
     generator = np.random.default_rng(seed)
     lengths: list[tuple[int, int]] = []
     left = tokens
-    while left >= 6 * SHORTEST:
-        row = min(max(int(np.exp(generator.normal(np.log(MEDIAN), SPREAD))), SHORTEST), left // 3)
+    while left >= 6 * SHORTEST_LENGTH:
+        row = min(
+            max(
+                int(np.exp(generator.normal(np.log(MEDIAN_LENGTH), LENGTH_SPREAD))), SHORTEST_LENGTH
+            ),
+            left // 3,
+        )
         prompt = max(round(share * row), 1)
         lengths.append((prompt, row - prompt))
         left -= prompt + 2 * (row - prompt)

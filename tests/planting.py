@@ -277,15 +277,22 @@ def module_at(path: Path) -> Module:
     return Module(path.read_text())
 
 
-def path_of(fault: dict, folder: Path) -> Path:
-    """The module below ``folder`` in which a fault belongs.
+PEERS = "benchmarks/peers/"
 
-    It is the fault's ``file``, or the only one that defines what it is ``in``.
+
+def path_of(fault: dict, folder: Path) -> Path:
+    """The module below ``folder`` (``src/chronicals`` of a checkout) in which a fault belongs.
+
+    It is the fault's ``file``, or the only one that defines what it is ``in``. A file that begins
+    with ``benchmarks/peers/`` is one of the checkout's package of peers.
 
     Raises:
         Unfit: no module defines it, or several do.
     """
     path = folder / fault["file"]
+    if fault["file"].startswith(PEERS):
+        path = folder.parent.parent / fault["file"]
+        folder = folder.parent.parent / PEERS
     name = fault.get("in", "")
     if path.exists() and module_at(path).defining(name):
         return path

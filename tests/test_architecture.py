@@ -28,8 +28,8 @@ LEAVES = [
     "model_shape",
     "standard_json",
     "deferred_imports",
-    "beforehand",
-    "lifeline",
+    "precompilation",
+    "bound_process",
     "auto_classes",
     "versions",
 ]

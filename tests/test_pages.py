@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chronicals.cli.app import app
-from chronicals.cli.options import SETTING, SHORT, values_of, without_option
+from chronicals.cli.options import SETTING_FLAG, SHORT_FLAGS, values_of, without_option
 from chronicals.config import Recipe
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.export import FORMATS
@@ -98,11 +98,11 @@ def test_commands_and_flags_exist(shown):
     command, _, rest = command_of(shown.words)
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
     flags = {
-        SHORT.get(word, word)
+        SHORT_FLAGS.get(word, word)
         for word in (word.partition("=")[0] for word in rest)
         if word.startswith("--")
     }
-    settings = {word for word in flags if SETTING.match(word)}
+    settings = {word for word in flags if SETTING_FLAG.match(word)}
     for word in settings:
         section, _, setting = word.removeprefix("--").partition(".")
         known_settings = BESIDE[section] if section in BESIDE else OBJECTIVES[section].Settings

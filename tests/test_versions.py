@@ -145,7 +145,7 @@ def test_the_lowest_version_that_is_admitted_is_the_one_that_is_tested(requireme
 
 def test_the_lowest_versions_that_are_checked_are_those_of_the_package():
     admitted = {requirement.name: lowest(requirement) for requirement in requirements()}
-    checked = {**versions.LOWEST, **versions.LOWEST_OF_EXTRAS}
+    checked = {**versions.LOWEST_VERSIONS, **versions.LOWEST_OF_EXTRAS}
     assert {name: Version(version) for name, version in checked.items()} == {
         name: admitted[name] for name in checked
     }

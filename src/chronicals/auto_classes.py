@@ -1,10 +1,9 @@
-"""Lets transformers' Auto classes know our own models, without importing transformers before
-somebody else does.
+"""Registers our own models in transformers' Auto classes, without importing transformers.
 
-``install`` is called when chronicals is imported. It registers our classes (``AutoConfig.register``
-and those of the models) when the modules of transformers that hold the tables have been imported,
-and none of it is being imported: at once where that is so, else by a finder before Python's own,
-which runs our function after the module's.
+``install`` is called when chronicals is imported. Our classes are registered as soon as the modules
+of transformers with the tables are imported and none of its modules is being imported: at once if
+that is so, otherwise by an import hook, a finder that comes before Python's own and registers after
+a module has run.
 """
 
 from __future__ import annotations
@@ -20,23 +19,25 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CONFIGURATIONS = "transformers.models.auto.configuration_auto"
-MODELS = "transformers.models.auto.modeling_auto"
-OURS = "chronicals.moe"
-WATCHED = ("transformers.", f"{OURS}.")
+_CONFIGURATION_TABLES = "transformers.models.auto.configuration_auto"
+_MODEL_TABLES = "transformers.models.auto.modeling_auto"
+_OUR_MODELS = "chronicals.moe"
+_WATCHED_PREFIXES = ("transformers.", f"{_OUR_MODELS}.")
+
 _waiting = {"configuration", "models"}
+"""Tables in which our classes are not registered yet."""
 
 
 def install() -> None:
-    """Register now, or as soon as that is possible. Calling it again changes nothing."""
+    """Register now, or as soon as possible. Calling it again changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _register()
 
 
 def _register() -> None:
-    """What can be registered by now; whoever imports transformers is not stopped by a failure of
-    ours.
+    """Register what can be registered by now. A failure is logged and does not stop the import of
+    transformers.
     """
     try:
         _register_what_is_there()
@@ -48,19 +49,19 @@ def _register() -> None:
 
 
 def _register_what_is_there() -> None:
-    if any(_is_partial(name) for name in list(sys.modules) if name.startswith(WATCHED)):
-        return  # ours may need it, and the next to be whole asks again
-    if "configuration" in _waiting and CONFIGURATIONS in sys.modules:
+    if any(_is_partial(name) for name in list(sys.modules) if name.startswith(_WATCHED_PREFIXES)):
+        return  # our modules may need it; the next module that has run tries again
+    if "configuration" in _waiting and _CONFIGURATION_TABLES in sys.modules:
         _waiting.discard("configuration")
-        auto = sys.modules[CONFIGURATIONS]
-        ours = importlib.import_module(f"{OURS}.configuration")
+        auto = sys.modules[_CONFIGURATION_TABLES]
+        ours = importlib.import_module(f"{_OUR_MODELS}.configuration")
         auto.AutoConfig.register(
             ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True
         )
-    if "models" in _waiting and MODELS in sys.modules:
+    if "models" in _waiting and _MODEL_TABLES in sys.modules:
         _waiting.discard("models")
-        auto = sys.modules[MODELS]
-        ours = importlib.import_module(f"{OURS}.model")
+        auto = sys.modules[_MODEL_TABLES]
+        ours = importlib.import_module(f"{_OUR_MODELS}.model")
         auto.AutoModel.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeModel, exist_ok=True)
         auto.AutoModelForCausalLM.register(
             ours.ChronicalsMoeConfig, ours.ChronicalsMoeForCausalLM, exist_ok=True
@@ -72,18 +73,18 @@ def _register_what_is_there() -> None:
 
 
 def _is_partial(name: str) -> bool:
-    """Whether the module is being imported right now."""
+    """Return whether the module is being imported right now."""
     module = sys.modules.get(name)
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class _Finder(MetaPathFinder):
-    """Finds what is watched as the other finders do, with a loader that registers afterwards."""
+    """Finds watched modules as the other finders do, with a loader that registers afterwards."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not _waiting or not name.startswith(WATCHED):
+        if not _waiting or not name.startswith(_WATCHED_PREFIXES):
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -105,9 +106,10 @@ class _After(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
-        if spec is not None:  # as if we had not been there, for whoever reads it
+        if spec is not None:  # hide this loader from code that reads the spec
             spec.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         if spec is not None:
-            spec._initializing = False  # type: ignore[attr-defined]  # it has run; Python itself says so just after us
+            # The module has run; Python itself notes that only after this method.
+            spec._initializing = False  # type: ignore[attr-defined]
         self.then()

@@ -1,4 +1,4 @@
-"""Batch: the one thing that travels from data to kernel."""
+"""Batch: packed documents, as all code between the data and the kernels takes them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """What documents attend to where some stand behind a prompt that they share: the keys and
-    values of document n are those of the tokens ``index[cu_seqlens[n]:cu_seqlens[n + 1]]``, the
-    prompt's first.
+    """Keys of documents of which some share a prompt. The keys and values of document n are those
+    of the tokens ``index[cu_seqlens[n]:cu_seqlens[n + 1]]``, the prompt's first.
 
     Attributes:
-        index: int64 ``[K]``, tokens of the Batch; entries behind the last bound are of no document.
+        index: int64 ``[K]``, tokens of the Batch; entries after the last bound belong to no
+            document.
         cu_seqlens: int32 ``[N + 1]``.
-        places: int64 ``[S + 1, T]``, where each token stands in ``index``: as a document's own, and
-            for each of S answers as part of its prompt; -1 where it does not.
+        places: int64 ``[S + 1, T]``, the position of each token in ``index``: as a token of its own
+            document, and for each of S answers as a token of their prompt; -1 if there is none.
         max_seqlen: bound on the keys of a document; on the host, bucketed.
     """
 
@@ -42,18 +42,18 @@ class SharedKeys:
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks that share each micro-batch: every one has some of its documents, and a part of those
-    that are too long for one.
+    """Ranks that share each micro-batch. Each rank has some of its documents, and a part of those
+    that are too long for one rank.
 
-    Neighbours exchange heads, so that each attends with some of them for all these neighbours; from
-    others keys are gathered.
+    Neighbours exchange heads: each computes attention of some heads for all of them. Keys are
+    gathered from the other ranks.
 
     Attributes:
-        rank, count: the place of this rank among them.
-        inner: how many neighbours exchange heads; 1 where none do, ``count`` where no keys are
-            gathered.
-        inner_group, outer_group: of ``torch.distributed``: those neighbours, and the ranks in the
-            same place among theirs.
+        rank, count: number of this rank among them; how many they are.
+        inner: number of neighbours that exchange heads; 1 without an exchange, ``count`` if no keys
+            are gathered.
+        inner_group, outer_group: groups of ``torch.distributed``: those neighbours, and the ranks
+            with the same number among their neighbours.
     """
 
     rank: int
@@ -64,13 +64,15 @@ class Context:
 
     @property
     def outer(self) -> int:
-        """From how many keys are gathered."""
+        """Number of ranks whose keys are gathered."""
         return self.count // self.inner
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Which two of the ``2 * count`` chunks of a split document that rank has: neighbours
-        where heads alone are exchanged; where keys are gathered one from the front and one from
-        the back, so that all see as many keys."""
+        """Return the two of the ``2 * count`` chunks of a split document that a rank has.
+
+        They are adjacent if only heads are exchanged. If keys are gathered, one is from the front
+        and one from the back, so that causal attention costs all ranks the same.
+        """
         if self.outer == 1:
             return 2 * rank, 2 * rank + 1
         outer, inner = divmod(rank, self.inner)
@@ -79,24 +81,24 @@ class Context:
 
 @dataclass(frozen=True)
 class SplitDocuments:
-    """Documents that several ranks have parts of, at the beginning of each one's Batch.
+    """Documents divided among ranks, at the beginning of each rank's Batch.
 
-    Each is filled up to a multiple of 2 c tokens, of c ranks, and cut into 2 c chunks, of which a
-    rank has two.
+    Among c ranks each document is padded to a multiple of 2 c tokens and cut into 2 c chunks, of
+    which a rank has two.
 
     Attributes:
         context: the ranks.
-        tokens: of them on each rank, n; on the host.
-        cu_seqlens: int32, bounds of what queries are, among the tokens of the ranks that exchange
-            heads: of the documents, or where keys are gathered of two pieces of each that these
-            ranks have, one from its front and one from its back.
+        tokens: n, tokens of these documents on each rank; on the host.
+        cu_seqlens: int32, bounds of the queries' sequences among the tokens of the ranks that
+            exchange heads. A sequence is a document, or if keys are gathered one of the two pieces
+            of it that these ranks have, from its front and from its back.
         max_seqlen: bound on their lengths; on the host.
         whole: int32, bounds of the rank's other documents, counted from its token n on.
         max_whole: bound on their lengths; on the host.
-        order: int64 ``[inner · n]``, where the tokens of those ranks, document after document, lie
-            among what they send, rank after rank; None where that is the same.
+        order: int64 ``[inner · n]``, for the tokens of those ranks in the order of documents, their
+            positions in the order of ranks, as they are sent; None if both orders are the same.
         back: int64 ``[inner · n]``, the inverse of ``order``.
-        keys: what the queries attend to, among the tokens that are gathered; None where none are.
+        keys: keys of the queries, among the gathered tokens; None if no keys are gathered.
     """
 
     context: Context
@@ -128,25 +130,25 @@ class Batch:
     Attributes:
         input_ids: int64 ``[T]``.
         targets: int64 ``[T]``, already shifted: ``targets[t]`` is what position t must predict;
-            ``IGNORED`` where nothing is, always so at a document's last token.
+            ``IGNORED`` if it predicts nothing, as at every document's last token.
         position_ids: int64 ``[T]``, from zero in each document.
         cu_seqlens: int32 ``[N + 1]``: document n is ``cu_seqlens[n]:cu_seqlens[n + 1]``. The tail
-            of a pack is made of filler documents without targets, unused entries repeat T: of N
-            there are few values in a run.
+            of a pack is made of filler documents without targets, and unused entries repeat T, so
+            that N has few values in a run.
         max_seqlen: bound on the length of any document, filler included; on the host, bucketed.
-        trained: at least so many as targets that are not ``IGNORED``, where it is known; on the
-            host.
-        weights: optional float32 ``[T]``, what each target's loss is multiplied by.
-        segments: further columns of the documents by name, ``[N]`` each, of which entry n is
-            document n's; -1 for filler. ``side`` is a document's place in its item (0 chosen, 1
-            rejected), ``group`` numbers the items of the Batch; a reference model's
-            log-probabilities are another. Empty where every document is an item of its own.
+        trained: upper bound on the number of targets that are not ``IGNORED``, if it is known; on
+            the host.
+        weights: optional float32 ``[T]``, a factor for the loss of each target.
+        segments: further columns of the documents by name, ``[N]`` each, with -1 for filler.
+            ``side`` is the number of a document in its item (0 chosen, 1 rejected), ``group`` the
+            number of the item; log-probabilities of a reference model are another. Empty if every
+            document is an item of its own.
         tokens: further columns of the tokens by name, ``[T, ...]`` each, zero where there is no
-            target: what was stored of a teacher's predictions.
-        keys: what documents attend to, where that is more than their own tokens. ``position_ids``
-            go on from the prompt's then.
-        split: documents of which this rank has a part, where there are some. They come first, and
-            in ``cu_seqlens`` such a part is a document.
+            target: stored predictions of a teacher.
+        keys: keys of the documents, if they attend to more than their own tokens. Their
+            ``position_ids`` then continue the prompt's.
+        split: documents of which this rank has a part, if there are any. They come first, and in
+            ``cu_seqlens`` such a part is a document.
     """
 
     input_ids: Tensor

@@ -1,10 +1,10 @@
 """Imports transformers without two packages that only other tasks use.
 
-Where scikit-learn and SciPy are installed, transformers' generation imports
+If scikit-learn and SciPy are installed, transformers' generation imports
 ``sklearn.metrics.roc_curve`` (for assisted generation) and its losses
 ``scipy.optimize.linear_sum_assignment`` (for object detection): more than a second of every start.
-Importing this module imports transformers with functions in their place that import the true ones
-when they are called.
+Importing this module imports transformers with stand-ins, which import the real functions when they
+are called.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 from chronicals.versions import check_versions
 
-DEFERRED = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assignment"}
-"""By module, the function that transformers imports from it."""
+DEFERRED_FUNCTIONS = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assignment"}
+"""Function that transformers imports, by its module."""
 
 
 def _stand_in(module: str, function: str) -> ModuleType:
-    """A module with ``function`` alone; any other name imports the true module, but those that
-    Python itself looks for.
+    """Return a module with a deferred ``function``. Any other name, except those that Python itself
+    looks up, imports the real module.
     """
 
-    def true(name: str) -> Any:
+    def real(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if sys.modules.get(module) is stand_in:
@@ -35,33 +35,33 @@ def _stand_in(module: str, function: str) -> ModuleType:
         return getattr(import_module(module), name)
 
     def deferred(*args: Any, **options: Any) -> Any:
-        return true(function)(*args, **options)
+        return real(function)(*args, **options)
 
     stand_in = ModuleType(module)
-    vars(stand_in).update({function: deferred, "__getattr__": true})
+    vars(stand_in).update({function: deferred, "__getattr__": real})
     return stand_in
 
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Within: importing the modules of ``DEFERRED`` that are not imported yet gives stand-ins,
-    which are gone afterwards.
+    """Put stand-ins in the place of the modules of ``DEFERRED_FUNCTIONS`` that are not imported
+    yet, for the duration of the context.
     """
-    put = {
+    stand_ins = {
         module: _stand_in(module, function)
-        for module, function in DEFERRED.items()
+        for module, function in DEFERRED_FUNCTIONS.items()
         if module not in sys.modules
     }
-    sys.modules.update(put)
+    sys.modules.update(stand_ins)
     try:
         yield
     finally:
-        for module, stand_in in put.items():
+        for module, stand_in in stand_ins.items():
             if sys.modules.get(module) is stand_in:
                 del sys.modules[module]
 
 
-check_versions()  # an older transformers lacks what is imported of it further on
+check_versions()  # before imports that an older transformers does not have
 
 with deferring():
     import transformers.generation.utils

@@ -1,5 +1,5 @@
-"""The sizes of a model, read from its configuration in one place; without torch, for what runs
-before it is imported.
+"""Sizes of a model, read from its configuration in one place. It imports no torch, for code that
+runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of configurations that hold the number of experts."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder; 0 where the configuration has no single one.
+    """Sizes of a decoder; a size that the configuration does not have, or that differs between
+    layers, is 0.
 
     Attributes:
-        layers: decoder layers.
+        layers: number of decoder layers.
         width: of the hidden states.
-        heads, kv_heads: of queries; of keys and values.
+        heads, kv_heads: heads of queries; of keys and values.
         head_dim: width of a head.
-        inner: width between the products of an MLP; four times the hidden width where the
-            configuration does not say.
+        inner: width of the hidden activations of an MLP; by default four times ``width``.
         vocabulary: rows of the embedding.
-        experts: in a layer that has some.
+        experts: experts of a layer that has some.
     """
 
     layers: int
@@ -38,8 +38,9 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Of a transformers configuration, or of what its ``config.json`` holds, whose fields
-        must then have their usual names; of a model of images and text, that of the text."""
+        """Read the sizes of a transformers configuration, or of the content of a ``config.json``
+        whose fields have their usual names. A model of images and text has those of its text model.
+        """
         config = (
             config.get("text_config") or config
             if isinstance(config, Mapping)
@@ -55,13 +56,13 @@ class ModelShape:
             head_dim=_number(config, "head_dim") or (width // heads if heads else 0),
             inner=_number(config, "intermediate_size") or 4 * width,
             vocabulary=_number(config, "vocab_size"),
-            experts=next((number for name in EXPERTS if (number := _number(config, name))), 0),
+            experts=next(filter(None, (_number(config, name) for name in EXPERT_FIELDS)), 0),
         )
 
 
 def _number(config: Any, name: str) -> int:
     try:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    except RuntimeError:  # what transformers raises where it is another one in other layers
+    except RuntimeError:  # raised by transformers if layers differ in it
         return 0
     return value if isinstance(value, int) else 0

@@ -1,6 +1,4 @@
-"""JSON as RFC 8259 has it, which knows no NaN and no infinity: such a number is written as
-``null``.
-"""
+"""JSON by RFC 8259, which has no NaN and no infinity: they are written as ``null``."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """``value`` as JSON text; NaN and infinities in it, at any depth, as ``null``."""
+    """Return ``value`` as JSON text, with NaN and infinities at any depth as ``null``."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Versions of other packages: the lowest that chronicals runs with, and what differs among those it
-admits, decided here.
+"""Versions of other packages: the lowest that chronicals runs with, and the differences among those
+that it supports.
 
 The lowest versions are those of pyproject.toml and constraints-lowest.txt, with which the tests
-pass. Each difference is named below by the version of transformers that made it; code that depends
-on it asks ``transformers_before``.
+pass. Each difference has a constant below, the version of transformers that made it; code that
+depends on it calls ``transformers_before``.
 """
 
 from __future__ import annotations
@@ -14,32 +14,29 @@ from typing import Any
 
 from packaging.version import Version
 
-LOWEST = {"torch": "2.11", "transformers": "5.17"}
-"""Packages without which nothing runs, and the lowest version of each."""
+LOWEST_VERSIONS = {"torch": "2.11", "transformers": "5.17"}
+"""Required packages, and the lowest version of each."""
 
 LOWEST_OF_EXTRAS = {"peft": "0.19.1"}
-"""Packages that are needed only where something comes from them. transformers 5.17 itself works
-with PEFT from 0.19.1 on; before 0.19, PEFT lost the sign of a negative weight where it adds
-adapters up."""
+"""Optional packages, and the lowest version of each. transformers 5.17 itself works with PEFT from
+0.19.1 on; before 0.19, PEFT lost the sign of a negative weight when it adds adapters up."""
 
 CACHE_RENAMED = "5.24"
-"""From here on arguments and outputs call the keys and values of earlier tokens ``cache``; before,
-``past_key_values``."""
+"""First version whose arguments and outputs name the keys and values of earlier tokens ``cache``;
+before, ``past_key_values``."""
 
 QUANTIZER_SAYS_DTYPE = "5.21"
-"""From here on a quantizer says into which dtype a tensor of a checkpoint is cast
-(``get_new_dtype``); before, it is cast to that of its parameter, but for tensors that are
-renamed, which keep the dtype of the file. A tensor goes to the longest pattern that matches its
-name; before, to the first."""
+"""First version in which a quantizer decides the dtype that a tensor of a checkpoint is cast to
+(``get_new_dtype``). Before, it is that of the parameter; tensors that are renamed keep the dtype of
+the file. A tensor belongs to the longest pattern that matches its name; before, to the first."""
 
 ROUTERS_RECORDED = "5.19"
-"""From here on all classes record the logits of their routers; before, DeepSeek's, GLM's and a
-dozen others do not."""
+"""First version in which all classes record the logits of their routers; before, DeepSeek's, GLM's
+and a dozen others do not."""
 
 EXPERTS_SAY_PARALLEL = "5.18"
-"""From here on a module of experts says that they are divided over ranks
-(``_is_expert_parallel``).
-"""
+"""First version in which a module of experts has a flag for experts divided over ranks
+(``_is_expert_parallel``)."""
 
 
 class VersionError(ImportError):
@@ -47,7 +44,7 @@ class VersionError(ImportError):
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -55,20 +52,20 @@ def installed(package: str) -> str | None:
 
 
 def is_older(version: str, lowest: str) -> bool:
-    """Whether a version comes before ``lowest``, of which a development build or pre-release
-    counts as the release.
+    """Return whether a version comes before ``lowest``. A development build or pre-release counts
+    as its release.
     """
     return Version(Version(version).base_version) < Version(lowest)
 
 
 def why_too_old(extras: Iterable[str] = ()) -> str | None:
-    """The first package that is too old, the version found, the one needed and the remedy; None
-    where none is.
+    """Return the first package that is too old, its version, the one needed and the remedy; None if
+    none is.
 
     Args:
         extras: packages of ``LOWEST_OF_EXTRAS`` that are about to be used.
     """
-    needed = LOWEST | {package: LOWEST_OF_EXTRAS[package] for package in extras}
+    needed = LOWEST_VERSIONS | {package: LOWEST_OF_EXTRAS[package] for package in extras}
     for package, lowest in needed.items():
         version = installed(package)
         if version is not None and is_older(version, lowest):
@@ -78,7 +75,7 @@ def why_too_old(extras: Iterable[str] = ()) -> str | None:
 
 
 def check_versions(extras: Iterable[str] = ()) -> None:
-    """Raise where a package is too old for chronicals to be right, those of ``extras`` included.
+    """Check that no required package, and none of ``extras``, is too old.
 
     Raises:
         VersionError: names the package, the version found and the one needed.
@@ -89,20 +86,20 @@ def check_versions(extras: Iterable[str] = ()) -> None:
 
 
 def check_versions_for(model: Any) -> None:
-    """As ``check_versions``, and of PEFT where the model is wrapped by it."""
+    """Check the required packages, and PEFT if it wraps the model."""
     check_versions(["peft"] if hasattr(model, "get_base_model") else [])
 
 
 def transformers_before(version: str) -> bool:
-    """Whether the transformers that runs is older than ``version``."""
+    """Return whether the installed transformers is older than ``version``."""
     import transformers
 
     return is_older(transformers.__version__, version)
 
 
 def remedy_for_routers() -> str:
-    """The end of an error about routers whose logits are not there: empty where no newer version
-    records them.
+    """Return the end of an error about missing router logits; empty if no newer version records
+    them.
     """
     if not transformers_before(ROUTERS_RECORDED):
         return ""
@@ -114,5 +111,5 @@ def remedy_for_routers() -> str:
 
 
 def cache_name() -> str:
-    """The name of arguments and outputs that hold the keys and values of earlier tokens."""
+    """Return the name of arguments and outputs that hold the keys and values of earlier tokens."""
     return "past_key_values" if transformers_before(CACHE_RENAMED) else "cache"

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.benchmark.measurement import Measurement
-from chronicals.benchmark.work import Work, plan_work
+from chronicals.benchmark.plan import plan_work
+from chronicals.benchmark.work import Work
 
 FP32 = {"mixed_precision": "fp32"}
 

@@ -6,20 +6,23 @@ from types import ModuleType, SimpleNamespace
 import made
 import pytest
 import torch
+from peers import trl, unsloth
+from peers.models import load_for_peers
+from peers.names import missing_packages_of
 
 import families
 import tiny
-from chronicals.benchmark.arms import ours, trl, unsloth
+from chronicals.benchmark.arms import ours
 from chronicals.benchmark.arms.weights import (
     load_dequantised,
-    load_for_peers,
     load_in_4_bits,
     with_peft,
 )
 from chronicals.benchmark.measurement import ArmPlan
-from chronicals.benchmark.processes import missing
+from chronicals.benchmark.plan import plan_work
+from chronicals.benchmark.preparation import prepare, start_of, starting_values
 from chronicals.benchmark.shapes import byte_tokenizer
-from chronicals.benchmark.work import STEPS, plan_work, prepare, start_of, starting_values
+from chronicals.benchmark.work import STEP_FIELDS
 from chronicals.cli import benchmark as command
 from chronicals.config import ConfigurationError
 from chronicals.lora import adapters
@@ -27,7 +30,7 @@ from chronicals.models import load_model
 from chronicals.quantization import NF4, Experts4bit, Linear4bit
 from comparison import equal
 
-UNEVEN = {
+UNEVEN_FIELDS = {
     "lora_rank_pattern": {"q_proj": 3},
     "lora_alpha_pattern": {"down_proj": 5},
     "lora_layers": [1],
@@ -69,7 +72,7 @@ def values(model):
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize(
-    "changes", [{}, UNEVEN, {"use_rslora": True}], ids=["even", "uneven", "rslora"]
+    "changes", [{}, UNEVEN_FIELDS, {"use_rslora": True}], ids=["even", "uneven", "rslora"]
 )
 @pytest.mark.parametrize("of", ["row", "variant"])
 def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
@@ -153,7 +156,11 @@ def test_experts_have_the_same_values_in_every_arm(tmp_path):
         if isinstance(m, Experts4bit)
     }
     others = [load_dequantised(work.model, torch.float32)]
-    others += [] if missing("transformers", "qlora") else [load_for_peers(work, torch.float32)]
+    others += (
+        []
+        if missing_packages_of("transformers", "qlora")
+        else [load_for_peers(work, torch.float32)]
+    )
     sixteen = load_model(work.model, torch.float32)
     assert len(packed) == 2
     for path, experts in packed.items():
@@ -195,7 +202,7 @@ def test_4_bits_are_a_mode_of_the_row():
         == command._recipe(None, {"quantization": "nf4"})[3]
         == "qlora"
     )
-    assert {"quantization", "load_in_4bit"} <= STEPS
+    assert {"quantization", "load_in_4bit"} <= STEP_FIELDS
     with pytest.raises(
         ConfigurationError,
         match="variant='quantization=nf4': quantization decides what a step holds",
@@ -220,11 +227,10 @@ def test_what_contradicts_the_mode_is_named(tmp_path, mode, fields, message):
 
 def test_packages_by_what_is_trained(monkeypatch):
     monkeypatch.setattr("chronicals.benchmark.processes.find_spec", lambda package: None)
-    assert missing("transformers", "full") == ["transformers"] and missing(
-        "reference", "qlora"
-    ) == ["peft"]
-    assert missing("transformers", "lora") == ["transformers", "peft"]
-    assert missing("trl", "qlora") == ["trl", "datasets", "peft", "bitsandbytes", "accelerate"]
+    assert missing_packages_of("transformers", "full") == ["transformers"]
+    assert missing_packages_of("transformers", "lora") == ["transformers", "peft"]
+    in_4_bits = ["trl", "datasets", "peft", "bitsandbytes", "accelerate"]
+    assert missing_packages_of("trl", "qlora") == in_4_bits
 
 
 # --- Unsloth, whose interface is called and whose work is not done

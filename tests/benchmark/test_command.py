@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers.names import chosen_peers
 from typer.testing import CliRunner
 
-from chronicals.benchmark.work import SIZES, plan_work
+import chronicals
+from chronicals.benchmark.plan import plan_work
+from chronicals.benchmark.work import SIZE_FIELDS
 from chronicals.cli import benchmark as command
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError, Recipe
@@ -266,7 +269,7 @@ def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
 
 def test_flags_that_are_wrong_are_named():
     with pytest.raises(ConfigurationError, match="against='ligr'"):
-        command._peers(["ligr"], "fixed", lora=False)
+        chosen_peers(["ligr"], "fixed", lora=False)
     with pytest.raises(ConfigurationError, match="variant='dropout'"):
         command._changes("dropout")
     with pytest.raises(
@@ -327,6 +330,15 @@ def test_the_figures_are_not_written_where_the_bars_are(tmp_path, monkeypatch):
     assert isinstance(done.exception, ConfigurationError) and "ends in .json" in str(done.exception)
 
 
+def test_without_a_checkout_the_command_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure", None)
+    monkeypatch.setattr("chronicals.benchmark.checkout.PEERS_FOLDER", tmp_path)
+    given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), "--against", "trl"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2 and not [*tmp_path.iterdir()]
+    assert f"git clone --branch v{chronicals.__version__} " in done.output
+
+
 def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="mode='full' contradicts use_lora=True"):
         plan_work(tmp_path, "tiny", "fixed", "full", {"use_lora": True}, None, 2)
@@ -334,23 +346,23 @@ def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):
 
 def test_unsloth_stands_for_all_its_ways():
     """The fastest last: where it stands in the decisive rounds, it goes on."""
-    assert command._peers(["liger", "unsloth"], "fixed", lora=True) == [
+    assert chosen_peers(["liger", "unsloth"], "fixed", lora=True) == [
         "liger",
         "unsloth-recompute",
         "unsloth",
     ]
-    assert command._peers(["unsloth"], "ragged", lora=False) == [
+    assert chosen_peers(["unsloth"], "ragged", lora=False) == [
         "unsloth-recompute",
         "unsloth-padded",
         "unsloth",
     ]
     under_lora = ["unsloth-recompute", "unsloth-padded", "unsloth-compiled", "unsloth"]
-    assert command._peers(["unsloth"], "ragged", lora=True) == under_lora
-    assert command._peers(["unsloth-padded", "unsloth"], "ragged", lora=True) == [
+    assert chosen_peers(["unsloth"], "ragged", lora=True) == under_lora
+    assert chosen_peers(["unsloth-padded", "unsloth"], "ragged", lora=True) == [
         "unsloth-padded",
         "unsloth",
     ]
-    assert command._peers(["trl", "unsloth-alone"], "pairs-30", lora=True, objective="dpo") == [
+    assert chosen_peers(["trl", "unsloth-alone"], "pairs-30", lora=True, objective="dpo") == [
         "trl",
         "unsloth",
     ]
@@ -373,5 +385,5 @@ def test_a_recipe_and_its_flags(tmp_path):
     assert (model, data, mode) == ("base", "rows.jsonl", "lora") and fields["lora_rank"] == 8
     trained = Recipe.from_yaml(tmp_path / "recipe.yaml", lora_rank=8).config()
     work = plan_work(tmp_path, "tiny", "fixed", "lora", fields, None, 2)
-    assert all(getattr(work.config(), name) == getattr(trained, name) for name in SIZES)
+    assert all(getattr(work.config(), name) == getattr(trained, name) for name in SIZE_FIELDS)
     assert command._recipe(None, {})[:2] == ("qwen2.5-0.5b", "fixed")

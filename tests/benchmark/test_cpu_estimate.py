@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 
 from chronicals.benchmark import cpu_estimate, rounds
 from chronicals.benchmark.cpu_estimate import START_SECONDS, estimate
+from chronicals.benchmark.plan import plan_work
 from chronicals.benchmark.rounds import Options
-from chronicals.benchmark.work import plan_work
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 

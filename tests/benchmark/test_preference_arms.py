@@ -17,7 +17,7 @@ import chronicals.objectives.dpo
 import chronicals.objectives.orpo
 from chronicals.benchmark.arms import ours, pair_reference
 from chronicals.benchmark.measurement import ArmPlan, Measurement, round_file
-from chronicals.benchmark.pairs import Held, Pair, PairWork
+from chronicals.benchmark.pairs import Pair, PairSteps, PairWork
 from chronicals.benchmark.parity import Tolerance, comparison, refusal
 from chronicals.objectives.pairs import Pairs
 
@@ -94,12 +94,12 @@ def test_in_bf16_the_reference_has_the_weights_that_arms_have(mode, tmp_path):
 def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
-    from chronicals.benchmark.arms import preference
+    from peers import preference
 
     work, reference, folder = row
     found = measured(preference.trl, work, folder)
     assert "did not run" not in found.settings and found.own_batches is not None
-    held = Held.of_json(found.own_batches)
+    held = PairSteps.of_json(found.own_batches)
     flat = [pair for step in work.pairs_by_step(8) for pair in step]
     assert all(pair in flat for step in held.steps for part in step for pair in part)
     assert found.tokens[0] == sum(pair.tokens for part in held.steps[0] for pair in part)
@@ -128,7 +128,8 @@ def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
 def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatch):
     """Its model in this test is PEFT's."""
     pytest.importorskip("trl")
-    from chronicals.benchmark.arms import unsloth_preference
+    from peers import unsloth_preference
+
     from chronicals.benchmark.arms.weights import load, with_peft
 
     work = planned(tmp_path, "lora", objective="dpo", **MOVING)
@@ -190,7 +191,7 @@ def trial(monkeypatch, passed, steps, work=None):
     """What ``fastest_way`` finds for passes that take the seconds, or raise, as ``passed(way,
     longest row)`` says.
     """
-    from chronicals.benchmark.arms import pair_ways
+    from peers import pair_ways
 
     class Model:
         def zero_grad(self, set_to_none):
@@ -337,7 +338,7 @@ def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_p
 
 
 def test_torchs_attention_is_tried_without_cudnn_too():
-    from chronicals.benchmark.arms import pair_ways
+    from peers import pair_ways
 
     given = [
         pair_ways.attentions_of(*given)

@@ -5,11 +5,19 @@ import json
 import made
 import numpy as np
 import pytest
+from peers.names import chosen_peers
+from peers.preference import equal_steps
 
-from chronicals.benchmark.pairs import BESIDE_A_ROW, SHARES, Held, Pair, equal_steps, random_pairs
-from chronicals.benchmark.shapes import BYTES, SPECIAL, word_tokenizer
-from chronicals.benchmark.work import Work, plan_work, prepare
-from chronicals.cli import benchmark as command
+from chronicals.benchmark.pairs import (
+    PROMPT_SHARES,
+    TOKENS_BESIDE_ROWS,
+    Pair,
+    PairSteps,
+    random_pairs,
+)
+from chronicals.benchmark.plan import plan_work, read_work
+from chronicals.benchmark.preparation import prepare
+from chronicals.benchmark.shapes import BYTES, SPECIAL_TOKENS, word_tokenizer
 from chronicals.config import ConfigurationError
 
 WIDE = {"objective": "dpo", "max_seq_length": 256, "batch_size": 2}
@@ -26,7 +34,7 @@ def work(tmp_path_factory):
     return planned(tmp_path_factory.mktemp("pairs"))
 
 
-@pytest.mark.parametrize("data", SHARES)
+@pytest.mark.parametrize("data", PROMPT_SHARES)
 def test_the_prompt_is_its_share_of_both_rows_and_no_pair_is_cut(data):
     lengths = np.array(
         [
@@ -36,9 +44,9 @@ def test_the_prompt_is_its_share_of_both_rows_and_no_pair_is_cut(data):
     )
     prompt, chosen, rejected = lengths.T
     rows = prompt + (chosen + rejected) / 2
-    assert 2 * prompt.sum() / (2 * rows).sum() == pytest.approx(SHARES[data], abs=0.01)
+    assert 2 * prompt.sum() / (2 * rows).sum() == pytest.approx(PROMPT_SHARES[data], abs=0.01)
     assert (
-        rows.max() <= 2048 - BESIDE_A_ROW
+        rows.max() <= 2048 - TOKENS_BESIDE_ROWS
         and rows.min() >= 32
         and np.median(rows) == pytest.approx(400, rel=0.1)
     )
@@ -46,7 +54,7 @@ def test_the_prompt_is_its_share_of_both_rows_and_no_pair_is_cut(data):
 
 
 def _rows(data):
-    return random_pairs(SHARES[data], 10**6, 4096, 30000)
+    return random_pairs(PROMPT_SHARES[data], 10**6, 4096, 30000)
 
 
 def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
@@ -56,7 +64,7 @@ def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
         side: [number for row in rows for number in tokenizer(row[side])["input_ids"]]
         for side in rows[0]
     }
-    special = range(BYTES, BYTES + len(SPECIAL))
+    special = range(BYTES, BYTES + len(SPECIAL_TOKENS))
     assert all(
         0 <= number < 1000 and number not in special for side in ids.values() for number in side
     )
@@ -95,7 +103,7 @@ def test_the_steps_are_those_that_our_run_takes(work):
 
 
 def test_it_is_read_again(work):
-    assert Work.read(work.folder) == work and type(Work.read(work.folder)) is type(work)
+    assert read_work(work.folder) == work and type(read_work(work.folder)) is type(work)
 
 
 def test_equal_steps_hold_the_same_pairs_sorted(work):
@@ -112,11 +120,11 @@ def test_equal_steps_hold_the_same_pairs_sorted(work):
 
 
 def test_what_was_held_is_written_and_read():
-    held = Held(
+    held = PairSteps(
         [[[Pair([1], [2], [3, 4])]], [[Pair([1], [2], [3])], [Pair([5], [6], [7])]]],
         prompt_is_trained=True,
     )
-    assert Held.of_json(json.loads(json.dumps(held.to_json()))) == held
+    assert PairSteps.of_json(json.loads(json.dumps(held.to_json()))) == held
 
 
 def test_learning_rates_are_those_of_the_objective(tmp_path):
@@ -149,10 +157,10 @@ def test_settings_that_peers_lack_are_refused(tmp_path):
 
 
 def test_peers_without_a_trainer_of_pairs_are_refused():
-    assert command._peers(["trl", "unsloth"], "pairs-50", True, objective="dpo") == [
+    assert chosen_peers(["trl", "unsloth"], "pairs-50", True, objective="dpo") == [
         "trl",
         "unsloth-recompute",
         "unsloth",
     ]
     with pytest.raises(ConfigurationError, match="no trainer for pairs"):
-        command._peers(["liger"], "pairs-50", False, objective="dpo")
+        chosen_peers(["liger"], "pairs-50", False, objective="dpo")

@@ -16,8 +16,8 @@ from chronicals.benchmark.floor import (
     loss_bytes,
     products,
 )
+from chronicals.benchmark.preparation import prepare
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
-from chronicals.benchmark.work import prepare
 
 SHAPE = DecoderShape(3, 64, 4, 2, 16, 128, 1024, 0, 10**5)
 
@@ -135,9 +135,9 @@ def test_what_marks_take_is_taken_off():
 
 
 def test_a_slow_host_is_given_a_longer_lead():
-    assert rates._leading(queued=0.01, step=0.1, square=0.0015) == rates.LEAD
+    assert rates._leading(queued=0.01, step=0.1, square=0.0015) == rates.LEADING_PRODUCTS
     assert rates._leading(queued=0.04, step=0.041, square=0.0015) * 0.0015 >= 0.04
-    assert rates._leading(queued=0.001, step=0.0015, square=0.0015) == rates.LEAD
+    assert rates._leading(queued=0.001, step=0.0015, square=0.0015) == rates.LEADING_PRODUCTS
 
 
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])

@@ -9,6 +9,9 @@ from types import SimpleNamespace
 
 import made
 import pytest
+from peers import names
+from peers import rounds as peer_rounds
+from peers.rounds import PeerSession
 
 from chronicals.benchmark import processes, rounds
 from chronicals.benchmark.floor import DecoderShape, Job
@@ -58,7 +61,7 @@ def bench(tmp_path, monkeypatch):
             work = made.work(tmp_path)
             job = Job(DecoderShape(2, 64, 4, 2, 16, 128, 1024, 0, 10**5), 100, 64.0)
             monkeypatch.setattr(type(work), "job", lambda work: job)
-            return measure(work, Options(**options), began=began)
+            return measure(work, Options(**options), began=began, session_class=PeerSession)
 
     bench = Bench()
 
@@ -120,9 +123,12 @@ def bench(tmp_path, monkeypatch):
     }
     bench.rates = rates
     monkeypatch.setattr(rounds, "RunningArm", Running)
+    monkeypatch.setattr(peer_rounds, "RunningArm", Running)
     monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
     monkeypatch.setattr(
-        rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else []
+        peer_rounds,
+        "missing_packages_of",
+        lambda peer, mode: [peer] if peer in bench.absent else [],
     )
     return bench
 
@@ -324,8 +330,8 @@ def test_a_missing_peer_is_named(bench):
 
 
 def test_peers_that_are_not_installed_here():
-    for peer, packages in processes.PEERS.items():
-        assert set(processes.missing(peer, "full")) <= set(packages)
+    for peer, packages in names.PEERS.items():
+        assert set(names.missing_packages_of(peer, "full")) <= set(packages)
 
 
 def test_a_crashed_peer_is_recorded_and_the_run_goes_on(bench):
@@ -368,7 +374,7 @@ def test_without_ours_there_is_nothing_to_decide(bench):
 
 
 def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "missing", lambda peer, mode: ["peft"] if mode == "lora" else [])
+    monkeypatch.setattr(rounds, "missing_packages", lambda names: names)
     with pytest.raises(ConfigurationError, match=r"chronicals\[peft\]"):
         measure(made.work(tmp_path, mode="lora"), Options())
 
@@ -489,13 +495,13 @@ def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
 def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
     """The others' rounds go on, though it would not fit any more."""
     monkeypatch.setattr(
-        rounds._Session,
+        rounds.Session,
         "_expected",
         lambda session, arm: 1e9 if arm.name in session.row.failed else 0.0,
     )
-    decide = rounds._Session.decide
+    decide = rounds.Session.decide
     monkeypatch.setattr(
-        rounds._Session, "decide", lambda *given: (bench.crash.add("liger"), decide(*given))
+        rounds.Session, "decide", lambda *given: (bench.crash.add("liger"), decide(*given))
     )
     row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=1e6)
     assert (
@@ -623,12 +629,12 @@ def test_an_arm_in_fp8_has_no_mfu_over_the_peak_of_bf16(bench, monkeypatch, fp8)
 
 def test_a_real_process_that_fails_says_its_last_words(tmp_path):
     with pytest.raises(ArmFailed, match="invalid choice"):
-        processes.run_process(made.work(tmp_path), "nonsense", [], 60, "nonsense")
+        processes.run_process(made.work(tmp_path), Arm("nonsense"), [], 60)
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path):
     with pytest.raises(ArmFailed, match="longer than"):
-        processes.run_process(made.work(tmp_path), "prepare", [], 0.05, "prepare")
+        processes.run_process(made.work(tmp_path), Arm("prepare"), [], 0.05)
 
 
 def waiting_process(tmp_path, script):

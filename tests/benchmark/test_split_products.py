@@ -110,13 +110,15 @@ def test_sums_are_as_short_as_the_card_needs(monkeypatch, cutting_tensor_core):
     """Those over a whole row of 4,096 lose more than is promised, for what is cut off has one
     sign.
     """
-    monkeypatch.setattr(split_products, "ROWS", 64)
+    monkeypatch.setattr(split_products, "TRIAL_ROWS", 64)
     wide = layer(outputs=8, width=4096)
     assert not split_products.as_exact(wide.weight, 4096)
     terms = split_products.split_frozen(nn.Sequential(layer(), wide))
     assert terms == 512
     split, plain = errors(wide, torch.randn(64, 4096), torch.randn(64, 8))
-    assert all(mine <= split_products.WORSE * theirs for mine, theirs in zip(split, plain)), (
+    assert all(
+        mine <= split_products.ERROR_FACTOR * theirs for mine, theirs in zip(split, plain)
+    ), (
         split,
         plain,
     )

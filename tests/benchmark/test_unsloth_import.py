@@ -8,8 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
-
-from chronicals.benchmark.arms import unsloth, unsloth_import
+from peers import unsloth, unsloth_import
 
 
 @pytest.mark.parametrize("installed", [True, False])

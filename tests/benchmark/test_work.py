@@ -10,27 +10,24 @@ import made
 import numpy as np
 import pytest
 import torch
-
-import tiny
-from chronicals.benchmark.arms import loop, ways
-from chronicals.benchmark.arms.padding import grouped, packed, padded
-from chronicals.benchmark.arms.trainer import (
+from peers import ways
+from peers.packing import packed
+from peers.trainer import (
     documents_in,
     sorted_in_steps,
     train_with_trainer,
     with_flash_lengths,
 )
+
+import tiny
+from chronicals.benchmark.arms import loop
+from chronicals.benchmark.arms.padding import grouped, padded
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan
+from chronicals.benchmark.plan import plan_work, read_work
+from chronicals.benchmark.preparation import write_adapter
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import (
-    PADDED_ROWS,
-    Document,
-    Work,
-    _write_adapter,
-    documents_of,
-    plan_work,
-)
+from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work, documents_of
 from chronicals.config import ConfigurationError, Recipe
 from comparison import equal
 
@@ -44,7 +41,7 @@ def planned(folder, **changes) -> Work:
 
 def test_it_is_read_as_it_was_written(tmp_path):
     work = made.work(tmp_path, mode="lora")
-    assert Work.read(work.folder) == work
+    assert read_work(work.folder) == work
     config = work.config("other", lora_dropout=0.5)
     assert (
         config.use_lora
@@ -182,7 +179,7 @@ def test_documents_of_like_length_share_a_micro_batch():
     than it saves.
     """
     lengths = [len(ids) for ids in random_documents("ragged", 16_384, 2048, 1000)]
-    step = padded([document(length) for length in lengths], PADDED_ROWS, torch.device("cpu"))
+    step = padded([document(length) for length in lengths], MAX_PADDED_ROWS, torch.device("cpu"))
     widths = [width for _, width in step.shapes]
     assert widths == sorted(widths, reverse=True) and sum(rows for rows, _ in step.shapes) == len(
         lengths
@@ -262,7 +259,9 @@ def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected,
         40,
     ]
     monkeypatch.setattr(ways, "_now", lambda: model.now)
-    found, failed = ways.fastest_way(model, [[document(length) for length in lengths]], PADDED_ROWS)
+    found, failed = ways.fastest_way(
+        model, [[document(length) for length in lengths]], MAX_PADDED_ROWS
+    )
     assert (found, failed) == (ways.Way(None, expected), [])
 
 
@@ -311,7 +310,7 @@ def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(
     model = Attending(sdpa=1, flash_attention_4=flash)
     monkeypatch.setattr(ways, "_now", lambda: model.now)
     steps = [[document(length) for length in lengths]]
-    assert ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (
+    assert ways.fastest_way(model, steps, MAX_PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (
         expected,
         failed,
     )
@@ -324,7 +323,7 @@ def test_an_attention_that_is_slow_over_padded_rows_may_be_the_fastest_over_pack
     model = Attending(packed=0.1, sdpa=1, flash_attention_4=3)
     monkeypatch.setattr(ways, "_now", lambda: model.now)
     steps = [[document(length) for length in (2048, 900, 300, 40)]]
-    found, _ = ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"])
+    found, _ = ways.fastest_way(model, steps, MAX_PADDED_ROWS, ["flash_attention_4", "sdpa"])
     assert found == ways.Way("flash_attention_4", None) and model.attention == "flash_attention_4"
 
 
@@ -332,7 +331,7 @@ def test_packed_rows_whose_documents_see_each_other_are_not_taken(monkeypatch):
     model = Attending(apart=False, sdpa=1, flash_attention_4=0.5)
     monkeypatch.setattr(ways, "_now", lambda: model.now)
     steps = [[document(length) for length in (2048, 900, 300, 40)]]
-    found, failed = ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"])
+    found, failed = ways.fastest_way(model, steps, MAX_PADDED_ROWS, ["flash_attention_4", "sdpa"])
     assert found == ways.Way("flash_attention_4", 8192)
     assert failed == ["flash_attention_4, packed rows did not run: its documents see each other"]
 
@@ -451,7 +450,7 @@ def test_adapters_of_a_peer_are_scaled_as_ours(tmp_path):
         tmp_path, mode="lora", lora_rank=4, lora_alpha=2.5, lora_target_modules=["q_proj"]
     )
     tiny.llama().save_pretrained(work.model)
-    _write_adapter(work)
+    write_adapter(work)
     model = with_peft(tiny.llama(), work)
     scales = {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")}
     assert scales == {2.5 / 4}
@@ -462,6 +461,6 @@ def test_where_steps_differ_in_their_shapes_cudnn_makes_no_plans(lengths, leaves
     steps = [padded([document(length)], 4, torch.device("cpu")) for length in lengths]
     set_to = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
-    assert not loop.leaves_cudnn(steps) and set_to == []
+    assert not loop.disable_cudnn_for_varying_shapes(steps) and set_to == []
     monkeypatch.setattr(loop, "device", lambda: torch.device("cuda"))
-    assert loop.leaves_cudnn(steps) == leaves and set_to == [False] * leaves
+    assert loop.disable_cudnn_for_varying_shapes(steps) == leaves and set_to == [False] * leaves

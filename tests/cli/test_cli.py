@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import tiny
 from chronicals.cli import main
-from chronicals.cli.app import WIDE
+from chronicals.cli.app import HELP_TABLE_COLUMNS
 from chronicals.config import Recipe
 
 pytestmark = pytest.mark.of_file(40)
@@ -811,7 +811,7 @@ def test_help_teaches(command, tmp_path):
         )
 
 
-@pytest.mark.parametrize("columns", [80, WIDE - 1, WIDE])
+@pytest.mark.parametrize("columns", [80, HELP_TABLE_COLUMNS - 1, HELP_TABLE_COLUMNS])
 @pytest.mark.parametrize("command", ["train", "verify", "benchmark"])
 def test_help_cuts_no_flag_off(command, columns, tmp_path):
     done = chronicals(command, "--help", folder=tmp_path, columns=columns)

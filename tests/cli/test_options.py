@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chronicals import __version__
-from chronicals.cli.app import WIDE, app
+from chronicals.cli.app import HELP_TABLE_COLUMNS, app
 from chronicals.cli.objective_names import objective_names
 from chronicals.cli.options import OWN_HEADING, flag, with_recipe_flags
 from chronicals.config import PRESETS, Recipe
@@ -141,7 +141,9 @@ def headings_of_help(command, columns):
 @pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize("command", ["train", "verify", "plan", "benchmark"])
 def test_help_is_divided_by_the_headings_of_the_fields(command, columns, monkeypatch):
-    monkeypatch.setattr(app, "rich_markup_mode", "markdown" if columns >= WIDE else None)
+    monkeypatch.setattr(
+        app, "rich_markup_mode", "markdown" if columns >= HELP_TABLE_COLUMNS else None
+    )
     shown = headings_of_help(command, columns)
     headings = headings_of(Recipe)
     assert list(shown)[:2] == [headings["model"], OWN_HEADING] and shown[headings["model"]][:2] == [

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 import tiny
 from chronicals.cli.app import app
-from chronicals.cli.verify import SHOWN
+from chronicals.cli.verify import TABLE_ROWS
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_healthy_run(command, tmp_path):
     first_column = "".join(line.split(" ")[0] for line in done.stdout.splitlines())
     assert (
         sum(first_column.count(name) for name in {row["module"] for row in figures["gradients"]})
-        == SHOWN
+        == TABLE_ROWS
     )
 
 

@@ -23,10 +23,10 @@ from chronicals.config.foreign import (
     NOT_SHOWN,
     NOWHERE,
     OBJECTIVE_NAMES,
-    OURS,
+    OUR_NAMES,
     RENAMED,
-    SETTING,
     SETTINGS,
+    SETTINGS_BY_NAME,
     TURNED_OFF,
     suggestion,
 )
@@ -91,7 +91,7 @@ def test_a_recipe_answers_with_our_name(name):
 
 def test_what_is_suggested_is_accepted():
     for name, (value, meant) in MEANT.items():
-        if meant.startswith("use ") and name in OURS:
+        if meant.startswith("use ") and name in OUR_NAMES:
             ours = meant.removeprefix("use ").partition("=")[0]
             fields = {
                 "model": "m",
@@ -111,7 +111,7 @@ def test_model_and_data_are_no_part_of_the_configuration():
 
 def test_the_table_is_of_fields_there_are_and_names_there_are_not():
     assert set(RENAMED) <= set(FIELDS)
-    theirs = [*OURS, *INSTEAD, *NOWHERE]
+    theirs = [*OUR_NAMES, *INSTEAD, *NOWHERE]
     assert (
         len(theirs)
         == len(set(theirs))
@@ -128,13 +128,13 @@ def test_the_table_is_of_fields_there_are_and_names_there_are_not():
         *foreign_data.NOT_NEEDED,
         *foreign_data.PATHS,
     }
-    assert set(foreign_data.COLUMNS.values()) <= data_source.FIELDS
+    assert set(foreign_data.COLUMNS.values()) <= data_source.ROW_FIELDS
     for name in SETTINGS:
         section, _, setting = name.partition(".")
         assert setting in {
             field.name for field in dataclasses.fields(registry.OBJECTIVES[section].Settings)
         }
-    assert not set(SETTING) & {*theirs, *FIELDS}
+    assert not set(SETTINGS_BY_NAME) & {*theirs, *FIELDS}
     answers = [
         answer
         for table in (BY_VALUE, OWN_VALUES)
@@ -294,14 +294,14 @@ def asked(table):
 
 
 NAMED = {
-    "names": [(theirs, sample(ours)) for theirs, ours in OURS.items()],
+    "names": [(theirs, sample(ours)) for theirs, ours in OUR_NAMES.items()],
     "instead": [(name, True) for name in INSTEAD],
     "nowhere": [(name, True) for name in NOWHERE],
     "turned off": [(name, False) for name in TURNED_OFF],
-    "settings": [(name, 0.25) for name in SETTING if name not in BY_VALUE],
+    "settings": [(name, 0.25) for name in SETTINGS_BY_NAME if name not in BY_VALUE],
     "by value": [*asked(BY_VALUE)],
     "values of ours": [pair for pair in asked(OWN_VALUES) if pair[1] != "unheard-of"],
-    "empty": [(name, None) for name in [*OURS, *BY_VALUE]],
+    "empty": [(name, None) for name in [*OUR_NAMES, *BY_VALUE]],
 }
 """Names of other trainers with values, by the table that answers them."""
 
@@ -314,9 +314,9 @@ def recipe_with(name, value):
         "ipo.reference_model",
         "distill.teacher",
     }
-    settings = SETTING.get(name, [])
+    settings = SETTINGS_BY_NAME.get(name, [])
     begun = {**GIVEN, "validation_split": 0.1, name: "x" if strings & set(settings) else value}
-    if OURS.get(name) == "validation_data":
+    if OUR_NAMES.get(name) == "validation_data":
         del begun["validation_split"]
     if settings and "distill" in settings[0]:
         begun |= {"objective": "distill", "distill": {"teacher": "x"}}
@@ -575,7 +575,7 @@ def test_all_that_is_wrong_is_a_line_each():
 )
 def test_a_value_that_our_field_does_not_take_is_not_advised(name, value):
     (line,) = problems({**GIVEN, name: value})
-    ours = OURS[name]
+    ours = OUR_NAMES[name]
     assert (
         line.startswith(f"{name}: no such field; {ours}={value!r}: Input should")
         and "use " not in line

@@ -5,15 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chronicals import beforehand
+from chronicals import precompilation
 from chronicals.data.packs import machine_code
 
 RUN = """
 from numba.core import event
-from chronicals import beforehand
+from chronicals import precompilation
 from chronicals.data.packs import compilation, machine_code
 if {starts}:
-    beforehand.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
+    precompilation.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
 with event.install_recorder("numba:compile") as compiled:
     compilation.main()
 print(sum(made.is_start for _, made in compiled.buffer))
@@ -21,7 +21,7 @@ print(sum(made.is_start for _, made in compiled.buffer))
 
 
 def test_another_process_compiles_and_the_run_waits_for_it(tmp_path):
-    source = str(Path(beforehand.__file__).parent.parent)
+    source = str(Path(precompilation.__file__).parent.parent)
     place = {
         **os.environ,
         "HOME": str(tmp_path),

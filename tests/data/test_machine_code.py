@@ -20,8 +20,8 @@ FILES = {
     **{
         name: (SOURCE / name).read_text()
         for name in (
-            "beforehand.py",
-            "lifeline.py",
+            "precompilation.py",
+            "bound_process.py",
             "data/packs/compiled.py",
             "data/packs/machine_code.py",
         )

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource, Recipe
-from chronicals.config.data_source import FIELDS
+from chronicals.config.data_source import ROW_FIELDS
 from chronicals.data import Tokenizer, build_store
 from chronicals.data.kinds.rows import kind_of, normalise
 from chronicals.data.reading.row_fields import READ_FIELDS
@@ -97,7 +97,7 @@ def test_completions_are_plain_and_warned_about_unless_they_are_asked_to_be_chat
 
 
 def test_names_of_columns_in_a_recipe_are_those_of_configurations():
-    assert FIELDS == READ_FIELDS
+    assert ROW_FIELDS == READ_FIELDS
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from chronicals.distributed import (
     gathers_of,
     shard_frozen,
 )
-from chronicals.distributed.alike import fingerprint_over
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
+from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.policies import divided_weights
 from chronicals.quantization import Linear4bit, Packed, PlainWeight
 

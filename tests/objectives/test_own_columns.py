@@ -16,7 +16,7 @@ import runs
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.data.making.opening import open_store
-from chronicals.distributed.alike import fingerprint_over
+from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.objectives import (
     OBJECTIVES,
     Column,

@@ -16,7 +16,7 @@ from torch import nn
 import families
 from chronicals import patch_model
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.model_shape import EXPERTS
+from chronicals.model_shape import EXPERT_FIELDS
 from chronicals.models import load_model
 
 FEW = 4
@@ -43,7 +43,7 @@ def prune(folder):
             )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     described = json.loads((folder / "config.json").read_text())
-    number = next(name for name in EXPERTS if name in described)
+    number = next(name for name in EXPERT_FIELDS if name in described)
     (folder / "config.json").write_text(json.dumps({**described, number: FEW}))
 
 
@@ -69,7 +69,7 @@ def assert_as_its_class(load):
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"])
 def test_pruned_alike_in_all_layers(name, tmp_path):
-    number = next(number for number in EXPERTS if number in FAMILIES[name])
+    number = next(number for number in EXPERT_FIELDS if number in FAMILIES[name])
     whole = build(name, **{number: 8})
     whole.save_pretrained(tmp_path)
     prune(tmp_path)

@@ -23,7 +23,7 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.config import ConfigurationError
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import LinearInShards, Mesh
-from chronicals.distributed.alike import fingerprint_over
+from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import decoder_layer, patch_parts, recompute_norms_and_units

@@ -15,7 +15,7 @@ import pytest
 import runs
 import tiny
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
-from chronicals.training.heard import OURS, heard
+from chronicals.training.default_logging import PACKAGE_LOGGER, heard
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.progress import ProgressBar
 from chronicals.training.run import Run
@@ -70,7 +70,7 @@ def test_what_a_user_configured_stays_as_it_is(monkeypatch, capsys):
     for level, logged in ((logging.INFO, 1), (logging.WARNING, 0)):
         root.setLevel(level)
         with heard():
-            assert not OURS.handlers and OURS.level == logging.NOTSET
+            assert not PACKAGE_LOGGER.handlers and PACKAGE_LOGGER.level == logging.NOTSET
             steps(1)
         assert told.getvalue().count("step 1/40") == logged
         assert capsys.readouterr().err.count("step 1/40") == 1 - logged
@@ -80,19 +80,21 @@ def test_what_a_user_configured_stays_as_it_is(monkeypatch, capsys):
 def test_afterwards_logging_is_as_before(monkeypatch, capsys):
     unconfigure(monkeypatch)
     with heard():
-        OURS.info("within")
-        OURS.debug("details")
-    OURS.info("after")
+        PACKAGE_LOGGER.info("within")
+        PACKAGE_LOGGER.debug("details")
+    PACKAGE_LOGGER.info("after")
     assert (
-        capsys.readouterr().err == "within\n" and not OURS.handlers and OURS.level == logging.NOTSET
+        capsys.readouterr().err == "within\n"
+        and not PACKAGE_LOGGER.handlers
+        and PACKAGE_LOGGER.level == logging.NOTSET
     )
 
 
 def test_other_ranks_tell_warnings_alone(monkeypatch, capsys):
     unconfigure(monkeypatch)
     with heard(first=False):
-        OURS.info("twice")
-        OURS.warning("wrong")
+        PACKAGE_LOGGER.info("twice")
+        PACKAGE_LOGGER.warning("wrong")
     assert capsys.readouterr().err == "wrong\n"
 
 

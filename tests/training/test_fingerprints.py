@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
-from chronicals.distributed import alike
-from chronicals.distributed.alike import fingerprint, fingerprint_over
+from chronicals.distributed import rank_agreement
+from chronicals.distributed.rank_agreement import fingerprint, fingerprint_over
 from chronicals.training.columns import config_digest
 
 DTYPES = [
@@ -23,7 +23,7 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch):
-    monkeypatch.setattr(alike, "AT_A_TIME", 7)
+    monkeypatch.setattr(rank_agreement, "AT_A_TIME", 7)
 
 
 def drawn(dtype, *shape):
@@ -62,7 +62,7 @@ def test_rows_and_whole_tensors_that_change_places_are_others():
 def test_it_is_the_same_however_many_elements_are_summed_at_a_time(at_a_time, monkeypatch):
     given = [drawn(torch.float32, 4, 6), drawn(torch.bfloat16, 23), torch.zeros(0)]
     expected = fingerprint_over(given)
-    monkeypatch.setattr(alike, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(rank_agreement, "AT_A_TIME", at_a_time)
     assert fingerprint_over(given) == expected
 
 
@@ -86,7 +86,7 @@ class Ranks:
 
 
 def divided(given, monkeypatch):
-    monkeypatch.setattr(alike, "copies_of", lambda tensor, ranks: int(ranks == 2))
+    monkeypatch.setattr(rank_agreement, "copies_of", lambda tensor, ranks: int(ranks == 2))
     second = Ranks()
     fingerprint_over([given[2:]], second)
     return fingerprint_over([given[:2]], Ranks(second.sent))

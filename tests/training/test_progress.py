@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from chronicals.training import progress
-from chronicals.training.heard import heard
+from chronicals.training.default_logging import heard
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.progress import Progress, ProgressBar
 from chronicals.training.run import Run

@@ -1,7 +1,7 @@
 """Compile FlashAttention-4's kernels for a model, forward and backward, into the package's cache on
 disk.
 
-This takes about ten seconds, imports included, so ``chronicals.beforehand`` runs ``main`` in a
+This takes about ten seconds, imports included, so ``chronicals.precompilation`` runs ``main`` in a
 process of its own.
 """
 

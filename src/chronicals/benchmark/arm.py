@@ -1,7 +1,5 @@
 """One arm in a process of its own: ``python -m chronicals.benchmark.arm WORK_FOLDER NAME --steps N
---out FILE``.
-
-Nothing of torch is imported before the arm is known: Unsloth must come first in its process.
+--out FILE``. The name is ``ours``, ``reference`` or ``prepare``.
 """
 
 from __future__ import annotations
@@ -10,54 +8,42 @@ import argparse
 import importlib
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from chronicals.benchmark.work import Work
-
-ARMS = {
-    "ours": "ours:ours",
-    "transformers": "plain:transformers",
-    "transformers-recompute": "plain:transformers_recompute",
-    "torch-compile": "plain:torch_compile",
-    "liger": "plain:liger",
-    "unsloth": "unsloth:unsloth",
-    "unsloth-recompute": "unsloth:unsloth_recompute",
-    "unsloth-padded": "unsloth:unsloth_padded",
-    "unsloth-compiled": "unsloth:unsloth_compiled",
-    "trl": "trl:trl",
-    "trl-recompute": "trl:trl_recompute",
-    "reference": "plain:reference",
+OWN_ARMS = {
+    "documents": {
+        "ours": "chronicals.benchmark.arms.ours:ours",
+        "reference": "chronicals.benchmark.arms.reference:reference",
+    },
+    "pairs": {
+        "ours": "chronicals.benchmark.arms.ours:ours",
+        "reference": "chronicals.benchmark.arms.pair_reference:reference",
+    },
+    "distillation": {
+        "ours": "chronicals.benchmark.arms.ours:ours",
+        "reference": "chronicals.benchmark.arms.distillation_reference:reference",
+    },
 }
-"""Arms over documents: module and function in ``arms``."""
-
-PAIR_ARMS = {
-    "ours": "ours:ours",
-    "trl": "preference:trl",
-    "trl-recompute": "preference:trl_recompute",
-    "unsloth": "unsloth_preference:unsloth",
-    "unsloth-recompute": "unsloth_preference:unsloth_recompute",
-    "reference": "pair_reference:reference",
-}
-"""Arms over pairs of answers."""
-
-TAUGHT_ARMS = {
-    "ours": "ours:ours",
-    "transformers": "distilled:transformers",
-    "liger": "distilled:liger",
-    "reference": "distilled:reference",
-}
-"""Arms over documents with a teacher."""
-
-ARMS_OF = {"documents": ARMS, "pairs": PAIR_ARMS, "taught": TAUGHT_ARMS}
+"""Module and function of each arm, by the kind of the work."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     began = time.perf_counter()
-    parser = argparse.ArgumentParser(prog="python -m chronicals.benchmark.arm")
+    names = [*OWN_ARMS["documents"], "prepare"]
+    chosen = arm_parser("chronicals.benchmark.arm", names).parse_args(arguments)
+    if chosen.name == "prepare":
+        prepare_work(chosen.work, chosen.out)
+    else:
+        run_arm(chosen, OWN_ARMS, began)
+
+
+def arm_parser(module: str, names: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of an arm's process."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("work", type=Path)
-    parser.add_argument("name", choices=[*ARMS, "prepare"])
+    parser.add_argument("name", choices=names)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -72,54 +58,62 @@ def main(arguments: list[str] | None = None) -> None:
         default=0,
         help="rounds that may be asked for after the first, on stdin",
     )
-    given = parser.parse_args(arguments)
-    if given.name.startswith("unsloth"):
-        from chronicals.benchmark.arms.unsloth_import import import_unsloth
-
-        import_unsloth(given.work, given.name)
-
-    from chronicals.benchmark.work import Work
-
-    work = Work.read(given.work)
-    if given.name == "prepare":
-        from chronicals.benchmark.work import prepare
-
-        prepare(work)
-        given.out.write_text(json.dumps(_rates(work)))
-    else:
-        from chronicals.benchmark.measurement import ArmPlan, asked_for_a_round
-
-        module, function = ARMS_OF[work.kind][given.name].split(":")
-        run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
-        ready = time.perf_counter()
-        if not asked_for_a_round():
-            return
-        began += time.perf_counter() - ready
-        plan = ArmPlan(
-            given.steps,
-            given.warm_up,
-            given.trace,
-            given.changes,
-            given.documents,
-            given.further,
-            given.out,
-            began,
-        )
-        run(work, plan)
+    return parser
 
 
-def _rates(work: Work) -> dict[str, Any]:
-    """The rates, or what kept them from being measured: a row without a reference step is still
+def run_arm(
+    chosen: argparse.Namespace, arms: Mapping[str, Mapping[str, str]], began: float
+) -> None:
+    """Import an arm, wait until a round is requested, and run it.
+
+    Args:
+        chosen: the parsed arguments.
+        arms: module and function of each arm, by the kind of the work.
+        began: start of the process by ``time.perf_counter``.
+    """
+    from chronicals.benchmark.measurement import ArmPlan, asked_for_a_round
+    from chronicals.benchmark.plan import read_work
+
+    work = read_work(chosen.work)
+    module, function = arms[work.kind][chosen.name].split(":")
+    run = getattr(importlib.import_module(module), function)
+    ready = time.perf_counter()
+    if not asked_for_a_round():
+        return
+    began += time.perf_counter() - ready  # the time of waiting is not that of loading
+    plan = ArmPlan(
+        steps=chosen.steps,
+        warm_up=chosen.warm_up,
+        trace=chosen.trace,
+        changes=chosen.changes,
+        documents=chosen.documents,
+        further=chosen.further,
+        out=chosen.out,
+        began=began,
+    )
+    run(work, plan)
+
+
+def prepare_work(folder: Path, out: Path) -> None:
+    """Write the work's files, and the machine's rates to ``out``.
+
+    If the rates cannot be measured, the file has the error: a row without a reference step is still
     a row.
     """
+    from chronicals.benchmark.plan import read_work
+    from chronicals.benchmark.preparation import prepare
     from chronicals.benchmark.rates import machine, measure_rates
 
+    work = read_work(folder)
+    prepare(work)
     if work.kind != "documents":
-        return {"machine": machine()}
-    try:
-        return measure_rates(work)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        rates: dict[str, Any] = {"machine": machine()}
+    else:
+        try:
+            rates = measure_rates(work)
+        except Exception as error:
+            rates = {"error": f"{type(error).__name__}: {error}"}
+    out.write_text(json.dumps(rates))
 
 
 if __name__ == "__main__":

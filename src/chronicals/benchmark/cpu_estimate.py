@@ -1,38 +1,38 @@
-"""How long a benchmark takes without a card: from the FLOPs of its steps and the rate of a
-product timed here.
+"""Estimate of a benchmark's time on a CPU, from the FLOPs of its steps and the rate of a product
+timed here.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from chronicals.benchmark.floor import DecoderShape, Job, needed_flops
 from chronicals.benchmark.rounds import BEST_PEERS, Options
 from chronicals.benchmark.shapes import SHAPES
 from chronicals.benchmark.work import Work
 
-ROWS = 512
-WIDTH = 1024
-"""Of the product that is timed: large enough for all cores, done in a moment."""
+# The product that is timed is large enough for all cores, and takes a moment.
+PRODUCT_ROWS = 512
+PRODUCT_WIDTH = 1024
 
 SHARE_OF_PRODUCT = 0.5
 """Share of a product's rate that a whole step is assumed to reach."""
 
 START_SECONDS = 15
-"""Assumed for the start of a process: imports, and reading the weights."""
+"""Seconds assumed for the start of a process: imports, and reading the weights."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that a benchmark takes, about.
+    """Estimated seconds of a benchmark.
 
     Attributes:
-        step: a step of training.
-        steps: of an arm in a round, with those that are not counted.
-        whole: all of the benchmark, as far as its limits let it go.
-        too_long: an arm is ended by ``arm_timeout`` before its steps are done, and has no figures.
+        step: seconds of a step of training.
+        steps: steps of an arm in a round, with those that are not counted.
+        whole: seconds of the whole benchmark within its limits.
+        too_long: True if an arm is ended by ``arm_timeout`` before its steps are done, and has no
+            figures.
     """
 
     step: float
@@ -76,40 +76,36 @@ def estimate(work: Work, options: Options) -> Estimate:
 
 def _flops_of_a_step(work: Work) -> float:
     """FLOPs of a step whose packs are full."""
+    import transformers
+
     config = work.config()
     width = config.max_seq_length
     tokens = config.batch_size * config.gradient_accumulation_steps * width
-    shape = DecoderShape.of(_model_config(work))
-    return tokens * needed_flops(
-        Job(shape, tokens, width, rank=config.lora_rank if config.use_lora else 0)
-    )
-
-
-def _model_config(work: Work) -> Any:
-    """Configuration of the model, whose weights need not be written yet."""
-    import transformers
-
+    rank = config.lora_rank if config.use_lora else 0
     built_in = SHAPES.get(work.name)
     if built_in is None:
-        return transformers.AutoConfig.from_pretrained(work.model)
-    return getattr(transformers, built_in.config_class)(**built_in.sizes)
+        model_config = transformers.AutoConfig.from_pretrained(work.model)
+    else:  # its weights need not be written yet
+        model_config = getattr(transformers, built_in.config_class)(**built_in.sizes)
+    return tokens * needed_flops(Job(DecoderShape.of(model_config), tokens, width, rank=rank))
 
 
 def _product_rate() -> float:
     """FLOPs a second of a matrix product in fp32 here, the best of three."""
     import torch
 
-    x = torch.randn(ROWS, WIDTH)
-    weight = torch.randn(WIDTH, WIDTH)
+    x = torch.randn(PRODUCT_ROWS, PRODUCT_WIDTH)
+    weight = torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH)
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
         torch.mm(x, weight)
         seconds.append(time.perf_counter() - began)
-    return 2 * ROWS * WIDTH * WIDTH / min(seconds)
+    return 2 * PRODUCT_ROWS * PRODUCT_WIDTH * PRODUCT_WIDTH / min(seconds)
 
 
 def _duration(seconds: float) -> str:
+    """Return seconds in the largest unit that fits."""
     if seconds < 1:
         return f"{1e3 * seconds:.0f} ms"
     if seconds < 120:

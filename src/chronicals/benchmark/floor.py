@@ -16,12 +16,12 @@ token.
     of a mixture:               L · 2·(16D + 4(q + kv) + k·(9F + 2D) + 7q)
 
 Recomputation and padding do not count. The products of experts are timed as one product over the
-k·T rows of all, so what routing costs is not in the reference. The reference step has five parts:
+k·T rows of all experts, so the reference has no cost of routing. The reference step has five parts:
 its products, attention by the best backend, and the bytes of elementwise operations (dequantising
 is one), loss and optimizer at the copy bandwidth. Each part counts with the best time seen for it,
 by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound:
-another kernel may be faster. Since the times of our own step are among them, our step never exceeds
-100 % of it, whatever the kernels.
+another kernel may be faster. Because the times of our own step are among them, our step never
+exceeds 100 % of it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ from typing import Any, Literal
 
 from chronicals.model_shape import ModelShape
 
-PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Specified FLOP/s of dense bf16 products, by the first of these keys that is in the card's
-name.
-"""
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Specified FLOP/s of dense bf16 products. The first key that occurs in the card's name counts."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GROUPS = {
+MERGED_PROJECTIONS = {
     "qkv": PROJECTIONS[:3],
     "out": PROJECTIONS[3:4],
     "gate_up": PROJECTIONS[4:6],
     "down": PROJECTIONS[6:],
 }
-"""Projections that share an input."""
+"""Projections that share an input, and are one product."""
 
-
-UNLIKE = (
+UNCOUNTED_FIELDS = (
     "kv_lora_rank",
     "n_shared_experts",
     "shared_expert_intermediate_size",
@@ -62,12 +59,12 @@ layers without experts.
 
 @dataclass(frozen=True)
 class DecoderShape(ModelShape):
-    """A decoder of norm, attention and gated MLP; names as in the module's legend.
+    """A decoder of norm, attention and gated MLP; symbols as in the module's legend.
 
     Attributes:
         parameters: of the whole model.
         chosen: k, experts of a token.
-        unlike: it has layers, or parts beside its experts, that are not counted here.
+        unlike: True if it has layers, or parts beside its experts, that are not counted here.
     """
 
     parameters: int = 0
@@ -76,12 +73,12 @@ class DecoderShape(ModelShape):
 
     @property
     def routed(self) -> bool:
-        """Whether its MLPs are experts."""
+        """True if its MLPs are experts."""
         return self.experts > 0
 
     @property
     def countable(self) -> bool:
-        """Whether its FLOPs are counted; else there is no MFU and no reference step."""
+        """True if its FLOPs are counted; otherwise there is no MFU and no reference step."""
         return not self.routed or (self.chosen > 0 and not self.unlike)
 
     @property
@@ -94,8 +91,8 @@ class DecoderShape(ModelShape):
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
-        """The shape in a transformers configuration, taken as a decoder with gated MLPs, or experts
-        in every layer; small parameters (norms, biases) are not counted.
+        """Return the shape of a transformers configuration, taken as a decoder with gated MLPs or
+        experts in every layer. Small parameters (norms, biases) are not counted.
         """
         text = config.get_text_config()
         shape = cls(**asdict(ModelShape.of(config)))
@@ -106,7 +103,7 @@ class DecoderShape(ModelShape):
                 shape,
                 inner=inner,
                 chosen=chosen,
-                unlike=any(getattr(text, name, None) for name in UNLIKE),
+                unlike=any(getattr(text, name, None) for name in UNCOUNTED_FIELDS),
             )
         tables = 1 if text.tie_word_embeddings else 2
         body = shape.layers * (
@@ -117,16 +114,19 @@ class DecoderShape(ModelShape):
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a layer's projections."""
-        into = (self.width, self.q)
-        inner = (self.width, self.inner)
-        of_keys = (self.width, self.kv)
-        return dict(
-            zip(PROJECTIONS, (into, of_keys, of_keys, into[::-1], inner, inner, inner[::-1]))
-        )
+        return {
+            "q_proj": (self.width, self.q),
+            "k_proj": (self.width, self.kv),
+            "v_proj": (self.width, self.kv),
+            "o_proj": (self.q, self.width),
+            "gate_proj": (self.width, self.inner),
+            "up_proj": (self.width, self.inner),
+            "down_proj": (self.inner, self.width),
+        }
 
     @property
     def attention_weights(self) -> int:
-        """Of a layer's attention."""
+        """Weights of a layer's attention."""
         return self.width * (self.q + 2 * self.kv) + self.q * self.width
 
     @property
@@ -141,19 +141,17 @@ class DecoderShape(ModelShape):
 
     @property
     def each(self) -> int:
-        """How many MLPs a token meets in a layer."""
+        """MLPs of a layer that a token passes through."""
         return self.chosen if self.routed else 1
 
     @property
     def body(self) -> int:
-        """Nb, the weights of the layers' products that a token meets."""
+        """Nb, the weights of the layers that a token is multiplied with."""
         return self.layers * (self.attention_weights + self.router + self.each * self.mlp)
 
     @property
     def packed_body(self) -> int:
-        """N4, the weights of the layers that a base in 4 bits has so: all experts, and no
-        router.
-        """
+        """N4, the weights of the layers that are in 4 bits: those of all experts, without routers."""
         return self.layers * (self.attention_weights + max(1, self.experts) * self.mlp)
 
     @property
@@ -173,13 +171,12 @@ class Job:
         adapted: names of the projections that have one.
         labelled: f.
         optimizer_bytes: bytes that the optimizer reads and writes for each trained parameter.
-        dequantised_bytes: bytes read and written for a value of the layers' weights to have it
-            dense, before a product of the forward pass and before one of the backward pass; 0 where
-            it is held so.
-        uneven: adapters differ between layers, or have lengths (DoRA), which is not counted.
-        pairs: it trains on pairs of answers, whose shared prompts and reference policy are not
-            counted.
-        taught: it has a teacher, which is not counted.
+        dequantised_bytes: bytes read and written to dequantise a value of the layers' weights,
+            before a product of the forward pass and before one of the backward pass; 0 for dense
+            weights.
+        uneven: True if adapters differ between layers, or have row norms (DoRA).
+        pairs: True for pairs of answers, which share prompts and may have a reference policy.
+        has_teacher: True if a student learns from a teacher.
     """
 
     shape: DecoderShape
@@ -192,24 +189,48 @@ class Job:
     dequantised_bytes: float = 0.0
     uneven: bool = False
     pairs: bool = False
-    taught: bool = False
+    has_teacher: bool = False
 
     @property
     def counted(self) -> bool:
-        """Whether all of its FLOPs are."""
-        return self.shape.countable and not self.uneven and not self.pairs and not self.taught
+        """True if all of its FLOPs are counted."""
+        return not self.why_uncounted
+
+    @property
+    def why_uncounted(self) -> str:
+        """Reason why not all of its FLOPs are counted; empty if they are."""
+        if not self.shape.countable:
+            return (
+                "beside its experts this model has parts (latent attention, shared experts, dense "
+                "layers) that are not counted here"
+            )
+        if self.pairs:
+            return (
+                "prompts that answers share, and a reference policy, are not counted here; tokens "
+                "are those of prompt and answer of both sides, in every arm"
+            )
+        if self.has_teacher:
+            return "the products of a teacher are not counted here"
+        if self.uneven:
+            return (
+                "adapters differ between layers or have lengths, and their products are not counted"
+            )
+        return ""
 
     @property
     def adapter_parameters(self) -> int:
-        """P, for adapters on these projections of every layer."""
+        """P, parameters of adapters on these projections of every layer."""
         sizes = self.shape.projections
-        return self.shape.layers * self.rank * sum(sum(sizes[name]) for name in self.adapted_linear)
+        a_layer = self.rank * sum(sum(sizes[name]) for name in self.adapted_linear)
+        return self.shape.layers * a_layer
 
     @property
     def adapted_linear(self) -> tuple[str, ...]:
-        """Those of ``adapted`` that are linear layers, which experts are not."""
-        of_mlp = () if not self.shape.routed else GROUPS["gate_up"] + GROUPS["down"]
-        return tuple(name for name in self.adapted if name not in of_mlp)
+        """Names of ``adapted`` that are linear layers; experts are not."""
+        if not self.shape.routed:
+            return self.adapted
+        experts = MERGED_PROJECTIONS["gate_up"] + MERGED_PROJECTIONS["down"]
+        return tuple(name for name in self.adapted if name not in experts)
 
     @property
     def trained_parameters(self) -> int:
@@ -219,33 +240,36 @@ class Job:
 def optimizer_bytes(
     precision: str, states: str, adapters: bool, master: bool = True, full: float = 0.0
 ) -> float:
-    """Bytes that AdamW reads and writes for a parameter: gradient once, weight and two states
-    twice.
+    """Return the bytes that AdamW reads and writes for a parameter: its gradient once, its weight
+    and two states twice.
 
     Args:
         precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or
             ``fp32`` (fp32 weights).
         states: of the optimizer, ``fp32``, ``bf16`` or ``8bit``, each a byte and 1/256 of an fp32
             scale.
-        adapters: whether adapters are trained, which are fp32 under every precision.
-        master: whether ``bf16`` weights have an fp32 master, of which they are the upper half.
+        adapters: True if adapters are trained, which are fp32 under every precision.
+        master: True if ``bf16`` weights have an fp32 master, of which they are the upper half.
         full: share of the parameters whose states are in fp32 beside ``8bit`` ones.
     """
-    narrow = precision == "bf16" and not adapters
-    gradient, weight = (2, 4 if master else 2) if narrow else (4, 4)
+    gradient = 4
+    weight = 4
+    if precision == "bf16" and not adapters:
+        gradient = 2
+        weight = 4 if master else 2
     state = {"fp32": 4, "bf16": 2, "8bit": full * 4 + (1 - full) * (1 + 4 / 256)}[states]
     return gradient + 2 * weight + 2 * 2 * state
 
 
 def attention_flops(job: Job) -> float:
-    """a, FLOPs of attention in the forward pass of a token: two products with the keys and
-    values it sees on average.
+    """Return a, the FLOPs of attention in the forward pass of a token: two products with the keys
+    and values it sees on average.
     """
     return 2 * job.shape.layers * job.shape.q * (job.mean_length + 1)
 
 
 def needed_flops(job: Job) -> float:
-    """FLOPs that training on a token needs."""
+    """Return the FLOPs that training on a token needs."""
     shape = job.shape
     attention = 3 * attention_flops(job)
     if not job.rank:
@@ -261,28 +285,35 @@ def needed_flops(job: Job) -> float:
 
 
 def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
-    """Needed FLOPs over the card's specified FLOPs; None if either is unknown."""
-    peak = next((peak for name, peak in PEAKS.items() if name in card), None)
-    return None if peak is None or not job.counted else needed_flops(job) * tokens_per_second / peak
+    """Return the needed FLOPs over the card's specified FLOPs; None if either is unknown."""
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in card), None)
+    if peak is None or not job.counted:
+        return None
+    return needed_flops(job) * tokens_per_second / peak
 
 
 def elementwise_bytes(shape: DecoderShape) -> int:
-    """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16
-    and perfectly fused.
+    """Return the bytes of elementwise operations for a token in all layers, forward and backward,
+    in bf16 and perfectly fused.
     """
-    of_mlp = shape.chosen * (9 * shape.inner + 2 * shape.width) if shape.routed else 8 * shape.inner
-    return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + of_mlp + 7 * shape.q)
+    mlp = 8 * shape.inner
+    if shape.routed:
+        mlp = shape.chosen * (9 * shape.inner + 2 * shape.width)
+    return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + mlp + 7 * shape.q)
 
 
 def dequantised_bytes(job: Job) -> float:
-    """Bytes of a step that dequantise its layers' weights, one pass over all forward and one
-    backward, in which the first layer's queries, keys and values are not needed."""
+    """Return the bytes of a step to dequantise its layers' weights: all of them forward, and all
+    but the first layer's queries, keys and values backward.
+    """
     first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
     return job.dequantised_bytes * (2 * job.shape.packed_body - first)
 
 
 def loss_bytes(job: Job) -> float:
-    """Bytes of the loss for a token, when chunks of bf16 logits are written once and read once."""
+    """Return the bytes of the loss for a token, if chunks of bf16 logits are written once and read
+    once.
+    """
     return 4 * job.shape.vocabulary * job.labelled
 
 
@@ -301,7 +332,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one of them."""
+        """FLOPs of one of the ``count`` products."""
         return 2 * self.rows * self.inputs * self.outputs
 
     @property
@@ -310,7 +341,8 @@ class Product:
 
 
 def products(job: Job) -> list[Product]:
-    """The step's products, with QKV and gate/up merged and adapters inside the base's products.
+    """Return the step's products, with QKV and gate/up merged and adapters inside the base's
+    products.
 
     The columns of u = x A stand beside x, those of their gradient beside dY, so the base's products
     grow by R, the sum of the ranks. Four products with one dimension R remain. Two of them read dY,
@@ -326,36 +358,30 @@ def products(job: Job) -> list[Product]:
     }
     if s.routed:
         layer["router"] = (T, s.width, s.experts)
-    found = []
+    result = []
     for name, (rows, inputs, outputs) in layer.items():
-        ranks = job.rank * sum(member in job.adapted_linear for member in GROUPS.get(name, ()))
-        found.append(Product(name, "forward", rows, inputs + ranks, outputs, s.layers))
-        found.append(
-            Product(
-                name,
-                "dX",
-                rows,
-                inputs,
-                outputs + ranks,
-                s.layers - (1 if job.rank and name == "qkv" else 0),
-            )
+        ranks = job.rank * sum(
+            member in job.adapted_linear for member in MERGED_PROJECTIONS.get(name, ())
         )
+        result.append(Product(name, "forward", rows, inputs + ranks, outputs, s.layers))
+        # Under adapters nobody needs the gradient of the first layer's input.
+        count = s.layers - 1 if job.rank and name == "qkv" else s.layers
+        result.append(Product(name, "dX", rows, inputs, outputs + ranks, count))
         if not job.rank:
-            found.append(Product(name, "dW", rows, inputs, outputs, s.layers))
+            result.append(Product(name, "dW", rows, inputs, outputs, s.layers))
         if ranks:
-            found += [
-                Product(f"{name} A", kind, T, inputs, ranks, s.layers) for kind in ("forward", "dW")
-            ]
-            found.append(Product(f"{name} B", "dW", T, ranks, outputs, s.layers))
+            result.append(Product(f"{name} A", "forward", T, inputs, ranks, s.layers))
+            result.append(Product(f"{name} A", "dW", T, inputs, ranks, s.layers))
+            result.append(Product(f"{name} B", "dW", T, ranks, outputs, s.layers))
     head = round(T * job.labelled)
     kinds: tuple[Literal["forward", "dX", "dW"], ...] = (
         ("forward", "dX") if job.rank else ("forward", "dX", "dW")
     )
-    found += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
-    return [product for product in found if product.count]
+    result += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
+    return [product for product in result if product.count]
 
 
-PARTS = ("products", "attention", "elementwise", "loss", "optimizer")
+STEP_PARTS = ("products", "attention", "elementwise", "loss", "optimizer")
 """The parts of a reference step; a profile has kernels of the same categories."""
 
 
@@ -386,12 +412,12 @@ class ReferenceStep:
         }
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> ReferenceStep:
-        return cls(**{field.name: plain[field.name] for field in fields(cls)})
+    def from_dict(cls, values: Mapping[str, Any]) -> ReferenceStep:
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def best_seen(self, profile: Mapping[str, float], step_seconds: float) -> ReferenceStep:
-        """This step with each part at most as long as in a traced step, so it takes no longer than
-        that step.
+        """Return this step with each part at most as long as in a traced step, so that it takes no
+        longer than that step.
 
         A card that regulates its power multiplies faster in some steps than in those that
         ``measure_rates`` runs.
@@ -402,10 +428,11 @@ class ReferenceStep:
                 times are scaled down to it.
         """
         scale = min(step_seconds / sum(profile.values()), 1.0)
-        least = {
-            part: min(getattr(self, part), scale * profile.get(part, math.inf)) for part in PARTS
+        shortest = {
+            part: min(getattr(self, part), scale * profile.get(part, math.inf))
+            for part in STEP_PARTS
         }
-        return replace(self, **least)
+        return replace(self, **shortest)
 
 
 def reference_step(
@@ -414,7 +441,7 @@ def reference_step(
     product_seconds: Callable[[Product], float],
     attention_seconds: float,
 ) -> ReferenceStep:
-    """The reference step from parts that were measured by themselves.
+    """Return the reference step from parts that were measured by themselves.
 
     Args:
         copy_rate: bytes read and written per second by a device copy.

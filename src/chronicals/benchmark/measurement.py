@@ -1,4 +1,4 @@
-"""What an arm measures, and the clock that all arms use."""
+"""Measurements of an arm, and the clock that all arms use."""
 
 from __future__ import annotations
 
@@ -30,26 +30,24 @@ class Measurement:
         tokens: real tokens of each step, without padding.
         slots: positions computed in each step, padding included.
         seconds: of each whole step, by the card's clock if there is a card.
-        losses, grad_norms: of each step; norms before clipping; None where the arm does not report
-            it.
+        losses, grad_norms: of each step, norms before clipping; None if the arm does not report it.
         warm_up: first steps that are not sampled.
         peak_gib: highest device memory during the steps; 0 without a card.
         trained_share: trained parameters over all parameters of the model.
         moved_share: parameters in tensors that training changed, over all trained ones.
         load_seconds: from the start of the process to the first step.
-        own_batches: what the first steps held, if the arm took other documents than the work's:
-            their token ids, or of pairs what ``pairs.py`` reads.
-        begins_alike: whether the very first of them held the work's.
+        own_batches: content of the first steps, if the arm took other documents than the work's:
+            their token ids, or for pairs a ``PairSteps`` as JSON.
+        begins_alike: True if the very first step held the work's documents.
         profile: breakdown of the time of further steps, if requested.
-        first: whether these are the process's first steps, which have a reference.
+        first: True if these are the process's first steps, which have a reference.
         held_gib: device memory that the process keeps while it waits for another round.
-        computed: of each step's tokens those that are computed, where answers share prompts; None:
-            all.
-        rounded_losses, rounded_norms: of a reference, the loss of each step, and the norm of its
-            gradients, by the same formula and weights in plain bf16; None: not asked.
-        rounding_spreads: of a reference, by how much bf16 is expected to change the loss of each
-            step: the root of the sum of the squares of what it changes in each group of pairs,
-            whose changes are independent; None: not asked.
+        computed: tokens of each step that are computed, if answers share prompts; None: all.
+        rounded_losses, rounded_norms: for a reference, loss and gradient norm of each step by the
+            same formula and weights in plain bf16; None: not computed.
+        rounding_spreads: for a reference, the expected change of each step's loss by bf16: the root
+            of the sum of the squared changes in each group of pairs, which are independent; None:
+            not computed.
     """
 
     settings: str
@@ -77,9 +75,8 @@ class Measurement:
     @property
     def rates(self) -> list[float]:
         """Real tokens per second of each step after the warm-up."""
-        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)][
-            self.warm_up :
-        ]
+        rates = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)]
+        return rates[self.warm_up :]
 
     def write(self, path: Path) -> None:
         """Write to another file, then rename: the other process waits for the whole file."""
@@ -146,20 +143,20 @@ class ArmPlan:
 
 
 def asked_for_a_round() -> bool:
-    """Wait for a line from the parent process: whether it requests a round."""
+    """Wait for a line from the parent process. Returns True if it requests a round."""
     return sys.stdin.readline().strip() == ROUND
 
 
 def round_file(out: Path, number: int) -> Path:
-    """The file of round ``number`` (from 0) of a process."""
+    """Return the file of round ``number`` (from 0) of a process."""
     return out.with_name(f"{out.stem}.{number}.json")
 
 
 class Clock:
     """Marks between steps, by CUDA events on a card, without a synchronisation before ``seconds``.
 
-    It is not the ``Moment`` of our training, because peers' processes import nothing of that: it
-    patches parts of transformers.
+    The ``Moment`` of our training does the same; peers' processes do not import it, because our
+    training patches parts of transformers.
     """
 
     def __init__(self) -> None:
@@ -175,7 +172,7 @@ class Clock:
         self.marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Return the seconds between each mark and the next."""
         if self.on_card:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) / 1000 for a, b in zip(self.marks, self.marks[1:])]
@@ -183,13 +180,14 @@ class Clock:
 
 
 class Movement:
-    """Which trained tensors changed, by the sum of their bit patterns before and after."""
+    """Finds the trained tensors that changed, by the sums of their bit patterns before and after."""
 
     def __init__(self, model: torch.nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # A byte of a weight in 4 bits holds two parameters.
         self.total = sum(
             p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters()
-        )  # two codes a byte
+        )
         self.before = self._sums()
 
     def _sums(self) -> dict[str, int]:

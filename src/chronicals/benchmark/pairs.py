@@ -1,6 +1,6 @@
-"""Pairs of answers to one prompt as a unit of work: what DPO and ORPO are measured on.
+"""Pairs of answers to one prompt as a unit of work, for DPO and ORPO.
 
-Built-in pairs are random words. The length of a row, prompt and answer, is lognormal; the prompt is
+Built-in pairs are random words. The length of a row, prompt and answer, is lognormal. The prompt is
 a share of it, in the mean of both rows:
 
     pairs-30, pairs-50, pairs-70    30, 50 or 70 % of the tokens of prompt and answer
@@ -22,51 +22,59 @@ from typing import Any, ClassVar
 import numpy as np
 
 from chronicals.benchmark.floor import Job
-from chronicals.benchmark.shapes import MEDIAN, SHORTEST, SPREAD, BuiltIn, word_tokenizer, zipf_ids
-from chronicals.benchmark.work import MODES, Document, Work
+from chronicals.benchmark.shapes import (
+    LENGTH_SPREAD,
+    MEDIAN_LENGTH,
+    SHORTEST_LENGTH,
+    BuiltIn,
+    word_tokenizer,
+    zipf_ids,
+)
+from chronicals.benchmark.work import Document, Work
 from chronicals.config import ConfigurationError
 
-PAIRED = ("dpo", "orpo")
+PAIR_OBJECTIVES = ("dpo", "orpo")
 """Objectives over pairs that are measured."""
 
-SHARES = {"pairs-30": 0.3, "pairs-50": 0.5, "pairs-70": 0.7}
+PROMPT_SHARES = {"pairs-30": 0.3, "pairs-50": 0.5, "pairs-70": 0.7}
 """Built-in pairs, and the prompt's share of a row's tokens."""
 
-UNLIKE = 0.3
-"""An answer is up to so much longer than the mean of both, the other one as much shorter."""
+ANSWER_SPREAD = 0.3
+"""Largest deviation of an answer's length from the mean of both answers, as a share of it."""
 
-BESIDE_A_ROW = 4
-"""Tokens of an item besides two whole rows: ends of both answers, and what sharing the prompt
-repeats.
+TOKENS_BESIDE_ROWS = 4
+"""Tokens of an item besides two whole rows: the ends of both answers, and tokens repeated because
+the prompt is shared."""
+
+DPO_LEARNING_RATES = {"full": 5e-8, "lora": 2e-6, "qlora": 2e-6}
+"""Learning rates of DPO by mode. It sums over an answer what SFT averages over a step.
+
+They are so small that weights in bf16, which lose such updates, stay within the tolerance, and so
+large that adapters move the loss by more than that. ORPO has those of SFT.
 """
 
-LEARNING_RATES = {"full": 5e-8, "lora": 2e-6, "qlora": 2e-6}
-"""Of DPO, which sums over an answer what SFT averages over a step: so small that weights in
-bf16, which lose such updates, stay within the tolerance, and so large that adapters move the
-loss by more than that. ORPO has those of SFT."""
+DEFAULT_BETA = 0.1
+"""β of DPO and λ of ORPO if none is set: the default of ours and of TRL."""
 
-BETA = 0.1
-"""β of DPO and λ of ORPO, where none is set: the default of ours and of TRL."""
-
-Side = list[int]
+TokenIds = list[int]
 
 
 @dataclass(frozen=True)
 class Pair:
     """Token ids of a prompt and of both answers, ends included."""
 
-    prompt: Side
-    chosen: Side
-    rejected: Side
+    prompt: TokenIds
+    chosen: TokenIds
+    rejected: TokenIds
 
     @property
-    def rows(self) -> tuple[Side, Side]:
+    def rows(self) -> tuple[TokenIds, TokenIds]:
         """Prompt and answer of both sides, the chosen one first."""
         return self.prompt + self.chosen, self.prompt + self.rejected
 
     @property
     def tokens(self) -> int:
-        """Of both rows."""
+        """Tokens of both rows, the prompt counted in each."""
         return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
 
     @property
@@ -76,36 +84,43 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What the first steps of an arm held, as the reference trains them.
+class PairSteps:
+    """The pairs of an arm's first steps, for its reference.
 
     Attributes:
         steps: pairs of each micro-batch of each step; a loss is the mean over the micro-batches.
-        prompt_is_trained: whether the cross-entropy of ORPO is that of the prompts, too, as in TRL.
+        prompt_is_trained: True if the cross-entropy of ORPO includes the prompts, as in TRL.
     """
 
     steps: Sequence[Sequence[Sequence[Pair]]]
     prompt_is_trained: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        steps = [
-            [[[pair.prompt, pair.chosen, pair.rejected] for pair in part] for part in step]
-            for step in self.steps
-        ]
+        steps = []
+        for step in self.steps:
+            micro_batches = []
+            for pairs in step:
+                micro_batches.append([[pair.prompt, pair.chosen, pair.rejected] for pair in pairs])
+            steps.append(micro_batches)
         return {"prompt_is_trained": self.prompt_is_trained, "steps": steps}
 
     @classmethod
-    def of_json(cls, found: dict[str, Any]) -> Held:
-        steps = [[[Pair(*sides) for sides in part] for part in step] for step in found["steps"]]
-        return cls(steps, found["prompt_is_trained"])
+    def of_json(cls, fields: dict[str, Any]) -> PairSteps:
+        steps = []
+        for step in fields["steps"]:
+            micro_batches = []
+            for pairs in step:
+                micro_batches.append([Pair(*sides) for sides in pairs])
+            steps.append(micro_batches)
+        return cls(steps, fields["prompt_is_trained"])
 
 
 @dataclass(frozen=True)
 class PairWork(Work):
-    """A work of pairs."""
+    """A work whose steps hold pairs of answers."""
 
     kind: ClassVar[str] = "pairs"
-    built_in: ClassVar[tuple[str, ...]] = tuple(SHARES)
+    built_in: ClassVar[tuple[str, ...]] = tuple(PROMPT_SHARES)
 
     @property
     def objective(self) -> str:
@@ -113,15 +128,15 @@ class PairWork(Work):
 
     @property
     def beta(self) -> float:
-        """β or λ.
+        """β of DPO or λ of ORPO.
 
         Raises:
             ConfigurationError: other settings of the objective are set, which not every arm has.
         """
-        given = dict(self.config().sections.get(self.objective, {}))
-        beta = given.pop("beta", BETA)
-        if given:
-            name, value = next(iter(given.items()))
+        settings = dict(self.config().sections.get(self.objective, {}))
+        beta = settings.pop("beta", DEFAULT_BETA)
+        if settings:
+            name, value = next(iter(settings.items()))
             raise ConfigurationError(
                 f"{self.objective}.{name}={value!r}: not every arm has it; a benchmark takes "
                 f"{self.objective}.beta alone"
@@ -141,10 +156,10 @@ class PairWork(Work):
 
     @property
     def tokenizer(self) -> str:
-        return str(self.folder / "tokenizer") if self.data in SHARES else self.model
+        return str(self.folder / "tokenizer") if self.data in PROMPT_SHARES else self.model
 
     def write_tokenizer(self) -> None:
-        if self.data in SHARES:
+        if self.data in PROMPT_SHARES:
             from transformers import AutoConfig
 
             from chronicals.model_shape import ModelShape
@@ -152,14 +167,15 @@ class PairWork(Work):
             vocabulary = ModelShape.of(AutoConfig.from_pretrained(self.model)).vocabulary
             word_tokenizer(vocabulary).save_pretrained(self.tokenizer)
 
-    def _of_rows(self) -> dict[str, Any]:
+    @property
+    def store_options(self) -> dict[str, Any]:
         return {"kinds": ("preference",)}
 
     def pairs_by_step(self, count: int, first: int = 0) -> Iterator[list[Pair]]:
-        """The pairs of ``count`` steps of ours, from number ``first`` on, in order.
+        """Yield the pairs of each of ``count`` steps of ours, from number ``first`` on.
 
         Raises:
-            ConfigurationError: of a row more or less than its answer is trained.
+            ConfigurationError: more or less than the answer of a row is trained.
         """
         from chronicals.data.making.store import SIDE_COLUMN
 
@@ -167,17 +183,19 @@ class PairWork(Work):
         sides = stream.store.columns[SIDE_COLUMN]
         size = stream.packs_a_step
         for step in range(first, first + count):
-            held = [int(number) for pack in stream.packs_of(step * size) for number in pack]
-            yield [_pair_at(stream.store, number) for number in held if sides[number] == 0]
+            documents = [int(number) for pack in stream.packs_of(step * size) for number in pack]
+            yield [_pair_at(stream.store, number) for number in documents if sides[number] == 0]
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
-        """Both rows of the pairs of each step, their answers labelled."""
+        """Yield both rows of the pairs of each step, their answers labelled."""
         for pairs in self.pairs_by_step(count):
-            rows = [(row, len(pair.prompt)) for pair in pairs for row in pair.rows]
-            yield [
-                Document(np.array(row), np.array([-100] * prompt + row[prompt:]))
-                for row, prompt in rows
-            ]
+            documents = []
+            for pair in pairs:
+                prompt = len(pair.prompt)
+                for row in pair.rows:
+                    labels = np.array([-100] * prompt + row[prompt:])
+                    documents.append(Document(np.array(row), labels))
+            yield documents
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
         return [
@@ -206,8 +224,8 @@ class PairWork(Work):
     def usual_fields(
         cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]
     ) -> dict[str, Any]:
-        """Packs are twice as wide and half as many as those of documents, for an item has two
-        answers.
+        """Return sizes and fields as for documents; packs are twice as wide and half as many,
+        because an item has two answers.
         """
         usual = super().usual_fields(shape, mode, fields)
         if shape:
@@ -215,25 +233,19 @@ class PairWork(Work):
                 "batch_size": max(shape.batch_size // 2, 1),
                 "max_seq_length": 2 * shape.max_seq_length,
             }
-        rate = (
-            LEARNING_RATES[mode] if fields["objective"] == "dpo" else MODES[mode]["learning_rate"]
-        )
-        return {**usual, "learning_rate": rate}
+        if fields["objective"] == "dpo":
+            usual["learning_rate"] = DPO_LEARNING_RATES[mode]
+        return usual
 
     def write_documents(self, vocabulary: int) -> None:
-        config = self.config()
-        slots = (
-            config.batch_size
-            * config.gradient_accumulation_steps
-            * config.max_seq_length
-            * self.written_steps
-        )
-        rows = random_pairs(SHARES[self.data], slots, config.max_seq_length, vocabulary)
+        share = PROMPT_SHARES[self.data]
+        width = self.config().max_seq_length
+        rows = random_pairs(share, self.written_slots, width, vocabulary)
         self.documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _pair_at(store: Any, number: int) -> Pair:
-    """The pair of the item that begins with document ``number`` of the store."""
+    """Return the pair of the item that begins with document ``number`` of the store."""
     sides = []
     for document in (number, number + 1):
         ids, trained = store.whole_document(document)
@@ -252,8 +264,7 @@ def _pair_at(store: Any, number: int) -> Pair:
 def random_pairs(
     share: float, slots: int, width: int, vocabulary: int, seed: int = 1
 ) -> list[dict[str, str]]:
-    """Rows of prompt, chosen and rejected, as texts of ``word_tokenizer``, that fill at least so
-    many ``slots`` where a prompt is there once.
+    """Make rows of prompt, chosen and rejected answer, as texts of ``word_tokenizer``.
 
     Lengths of rows are lognormal as those of ragged documents, and at most half of ``width``, so
     that no pair is cut. Words are rarer in rejected answers than in chosen ones, so there is
@@ -261,20 +272,20 @@ def random_pairs(
 
     Args:
         share: of the prompt in a row, in the mean of both rows.
+        slots: tokens of all rows at least, with the prompt of a pair counted once.
         width: tokens of a pack.
     """
     generator = np.random.default_rng(seed)
     rows: list[dict[str, str]] = []
-    longest = width // 2 - BESIDE_A_ROW
-    shortest = min(SHORTEST, longest // 8)
-    median = min(MEDIAN, longest // 2)
+    longest = width // 2 - TOKENS_BESIDE_ROWS
+    shortest = min(SHORTEST_LENGTH, longest // 8)
+    median = min(MEDIAN_LENGTH, longest // 2)
     while slots > 0:
-        length = min(
-            max(int(np.exp(generator.normal(math.log(median), SPREAD))), shortest), longest
-        )
+        drawn = int(np.exp(generator.normal(math.log(median), LENGTH_SPREAD)))
+        length = min(max(drawn, shortest), longest)
         prompt = min(max(round(share * length), 1), length - 2)
         answer = length - prompt
-        more = min(round(generator.uniform(-UNLIKE, UNLIKE) * answer), answer - 1)
+        more = min(round(generator.uniform(-ANSWER_SPREAD, ANSWER_SPREAD) * answer), answer - 1)
         chosen, rejected = (generator.random(size) for size in (answer + more, answer - more))
         rarer = np.maximum(rejected, generator.random(len(rejected)))
         rows.append(
@@ -290,20 +301,3 @@ def random_pairs(
 
 def _words(ids: Sequence[int]) -> str:
     return " ".join(f"t{number}" for number in ids)
-
-
-def equal_steps(steps: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
-    """The same pairs in the same order, as many in each step as there are in the mean, which are
-    sorted, the longest first.
-
-    The number is a multiple of four where there are so many, so that it can be divided into
-    micro-batches.
-    """
-    mean = sum(map(len, steps)) / len(steps)
-    size = max(4 * round(mean / 4) if mean >= 3 else round(mean), 1)
-    pairs = [pair for step in steps for pair in step]
-    whole = range(0, len(pairs) - size + 1, size)
-    return [
-        sorted(pairs[start : start + size], key=lambda pair: pair.longest, reverse=True)
-        for start in whole
-    ]

@@ -1,4 +1,4 @@
-"""Whether an arm trained as the plain fp32 reference does; if not, it has no speed."""
+"""Comparison of an arm with the plain fp32 reference: an arm that trained otherwise has no speed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ class Tolerance:
     """Relative deviations allowed in the first steps; half as much in the very first, before any
     update.
 
+    If bf16 alone changes the reference by a lot, as DPO's loss, a difference of large sums, the
+    allowed deviation is ``ROUNDING_FACTOR`` times that change.
+
     Attributes:
         loss: of the loss.
         grad_norm: of the norm of all gradients before clipping; doubled under dropout, whose noise
             is in it.
-
-    Where a loss is a difference of large sums, as DPO's, either may deviate by ``OF_ROUNDING``
-    times what bf16 alone changes: in the compared steps, or, of the loss, as its changes in single
-    pairs let expect.
     """
 
     loss: float = 0.01
     grad_norm: float = 0.10
 
 
-OF_ROUNDING = 3.0
-"""Deviation as a multiple of what the reference's own bf16 changes."""
+ROUNDING_FACTOR = 3.0
+"""Allowed deviation, as a multiple of the reference's own change by bf16."""
 
 
 def refusal(
@@ -39,12 +38,12 @@ def refusal(
     tolerance: Tolerance,
     dropout: bool = False,
 ) -> str | None:
-    """Why the arm's speed may not be printed; None if it may.
+    """Return why the arm's speed may not be printed; None if it may.
 
-    Reasons: zero or non-finite gradients or losses in any step, weights that did not change, first
-        losses or gradient norms
-    that differ from the reference by more than the tolerance or are not reported, or no reference.
-    Of several rounds in one process only the first has steps to compare.
+    Reasons are zero or non-finite gradients or losses in any step; weights that did not change;
+    first losses or gradient norms that are not reported or differ from the reference by more than
+    the tolerance; and a missing reference. Of several rounds in one process only the first has
+    steps to compare.
     """
     norms = [norm for norm in measured.grad_norms if norm is not None]
     losses = [loss for loss in measured.losses if loss is not None]
@@ -61,79 +60,94 @@ def refusal(
         return None
     if reference is None:
         return "there is no reference to set its losses beside"
-    factor = 2.0 if dropout else 1.0
-    expected = {
-        "loss": _largest_share(reference.rounding_spreads or [], reference.losses),
-        "gradient norm": 0.0,
-    }
-    for name, own, exact, allowed, rounded in (
-        ("loss", measured.losses, reference.losses, tolerance.loss, reference.rounded_losses),
-        (
-            "gradient norm",
-            measured.grad_norms,
-            reference.grad_norms,
-            tolerance.grad_norm * factor,
-            reference.rounded_norms,
-        ),
-    ):
-        least = OF_ROUNDING * max(_largest_deviation(rounded or [], exact), expected[name])
-        pairs = [
-            (step, a, b)
-            for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1)
-            if a is not None and b is not None
-        ]
-        if not pairs:
+    spread = _largest_share(reference.rounding_spreads or [], reference.losses)
+    loss_rounding = max(
+        _largest_deviation(reference.rounded_losses or [], reference.losses), spread
+    )
+    norm_rounding = _largest_deviation(reference.rounded_norms or [], reference.grad_norms)
+    return _deviation(
+        "loss", measured.losses, reference.losses, tolerance.loss, loss_rounding
+    ) or _deviation(
+        "gradient norm",
+        measured.grad_norms,
+        reference.grad_norms,
+        tolerance.grad_norm * (2.0 if dropout else 1.0),
+        norm_rounding,
+    )
+
+
+def _deviation(
+    name: str,
+    values: Sequence[float | None],
+    references: Sequence[float | None],
+    tolerance: float,
+    rounding: float,
+) -> str | None:
+    """Return where a quantity deviates from its reference by more than it may; None if it does not.
+
+    Args:
+        tolerance: relative deviation that is allowed, half as much in the first step.
+        rounding: relative change of the reference by its own bf16, of which a multiple is allowed.
+    """
+    exact = references[:COMPARED]
+    pairs = [
+        (step, value, reference)
+        for step, (value, reference) in enumerate(zip(values, exact), 1)
+        if value is not None and reference is not None
+    ]
+    if not pairs:
+        return f"it reports no {name} of the first {len(exact)} steps, which the reference has"
+    for step, value, reference in pairs:
+        limit = max(tolerance / 2 if step == 1 else tolerance, ROUNDING_FACTOR * rounding)
+        if not abs(value - reference) <= limit * abs(reference):  # true for a NaN, too
             return (
-                f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the "
-                "reference has"
+                f"step {step}: {name} {value:.4f} where the fp32 reference has {reference:.4f} "
+                f"(more than {limit:.1%} apart)"
             )
-        for step, a, b in pairs:
-            limit = max(allowed / 2 if step == 1 else allowed, least)
-            if not abs(a - b) <= limit * abs(b):  # also true where the reference is NaN
-                return (
-                    f"step {step}: {name} {a:.4f} where the fp32 reference has {b:.4f} (more "
-                    f"than {limit:.1%} apart)"
-                )
     return None
 
 
 def comparison(measured: Measurement, reference: Measurement | None) -> dict[str, Any]:
-    """The compared losses and gradient norms side by side, for the record."""
+    """Return the compared losses and gradient norms side by side, for the record."""
     if reference is None:
         return {}
-    pairs = {
-        "loss": (measured.losses, reference.losses),
-        "grad_norm": (measured.grad_norms, reference.grad_norms),
+    result = {
+        "loss": _side_by_side(measured.losses, reference.losses, reference.rounded_losses),
+        "grad_norm": _side_by_side(
+            measured.grad_norms, reference.grad_norms, reference.rounded_norms
+        ),
     }
-    found: dict[str, Any] = {
-        name: {
-            "measured": list(own[:COMPARED]),
-            "reference": list(exact[:COMPARED]),
-            "largest_deviation": _largest_deviation(own, exact),
-        }
-        for name, (own, exact) in pairs.items()
-    }
-    for name, rounded in (
-        ("loss", reference.rounded_losses),
-        ("grad_norm", reference.rounded_norms),
-    ):
-        if rounded is not None:
-            found[name]["reference_in_bf16"] = rounded[:COMPARED]
     if reference.rounding_spreads is not None:
-        found["loss"]["expected_of_bf16"] = reference.rounding_spreads[:COMPARED]
-    return found
+        result["loss"]["expected_of_bf16"] = reference.rounding_spreads[:COMPARED]
+    return result
+
+
+def _side_by_side(
+    values: Sequence[float | None],
+    references: Sequence[float | None],
+    rounded: Sequence[float] | None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "measured": list(values[:COMPARED]),
+        "reference": list(references[:COMPARED]),
+        "largest_deviation": _largest_deviation(values, references),
+    }
+    if rounded is not None:
+        result["reference_in_bf16"] = rounded[:COMPARED]
+    return result
 
 
 def _largest_share(parts: Sequence[float], wholes: Sequence[float | None]) -> float:
-    """Of the compared steps; 0 where there are none."""
-    return max(
-        (part / abs(whole) for part, whole in zip(parts, wholes[:COMPARED]) if whole), default=0.0
-    )
+    """Return the largest part of a compared step, relative to its whole; 0 if there is none."""
+    shares = [part / abs(whole) for part, whole in zip(parts, wholes[:COMPARED]) if whole]
+    return max(shares, default=0.0)
 
 
-def _largest_deviation(own: Sequence[float | None], exact: Sequence[float | None]) -> float:
-    """Relative, of the compared steps; 0 where there are none."""
-    return max(
-        (abs(a - b) / abs(b) for a, b in zip(own, exact[:COMPARED]) if a is not None and b),
-        default=0.0,
-    )
+def _largest_deviation(values: Sequence[float | None], references: Sequence[float | None]) -> float:
+    """Return the largest relative deviation of a compared step; 0 if there is none."""
+    deviations = [
+        abs(value - reference) / abs(reference)
+        for value, reference in zip(values, references[:COMPARED])
+        if value is not None and reference
+    ]
+    return max(deviations, default=0.0)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,39 +19,16 @@ from typing import Any
 import chronicals
 from chronicals.benchmark.measurement import ROUND, Measurement, round_file
 from chronicals.benchmark.work import Work
-from chronicals.lifeline import BoundProcess
-
-PEERS: dict[str, tuple[str, ...]] = {
-    "transformers": ("transformers",),
-    "transformers-recompute": ("transformers",),
-    "torch-compile": ("transformers",),
-    "liger": ("liger_kernel",),
-    "unsloth": ("unsloth",),
-    "unsloth-recompute": ("unsloth",),
-    "unsloth-padded": ("unsloth",),
-    "unsloth-compiled": ("unsloth",),
-    "trl": ("trl", "datasets"),
-    "trl-recompute": ("trl", "datasets"),
-}
-"""Peers by name, and the packages each needs; adapters also need peft, a base in 4 bits also
-bitsandbytes and accelerate.
-"""
-
-PAIR_PEERS = ("trl", "trl-recompute", "unsloth", "unsloth-recompute")
-"""Those that train on pairs of answers."""
-
-TAUGHT_PEERS = ("transformers", "liger")
-"""Those that train beside a teacher."""
+from chronicals.bound_process import BoundProcess
 
 REFERENCE = "reference"
-
 OURS = "ours"
 
 POLL_SECONDS = 0.05
+"""Seconds between two checks for a finished round."""
+
 ENDING_SECONDS = 20.0
-"""Seconds between two checks for a finished round; seconds for a process to end after it was
-asked to.
-"""
+"""Seconds for a process to end after it was asked to."""
 
 
 class ArmFailed(RuntimeError):
@@ -61,17 +38,26 @@ class ArmFailed(RuntimeError):
 
 
 class ArmTimedOut(ArmFailed):
-    """It exceeded its time."""
+    """The arm's process exceeded its time."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm by name; ours may have changes to the configuration, which are then part of its
-    name.
+    """A way of training, and how its process is started.
+
+    Attributes:
+        kind: the arm's name in ``module``.
+        changes: fields of our configuration, which are part of the name.
+        module: run by ``python -m`` with the options of ``chronicals.benchmark.arm``.
+        import_path: a further folder on the process's import path.
+        environment: further variables; those of the caller have precedence.
     """
 
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
+    module: str = "chronicals.benchmark.arm"
+    import_path: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -82,12 +68,9 @@ class Arm:
         return self.kind == OURS
 
 
-def missing(peer: str, mode: str) -> list[str]:
-    """Packages that the peer, or the reference, needs and that are not installed."""
-    needed = PEERS.get(peer, ()) + (() if mode == "full" else ("peft",))
-    if mode == "qlora" and peer != REFERENCE:
-        needed += ("bitsandbytes", "accelerate")
-    return [package for package in needed if find_spec(package) is None]
+def missing_packages(names: Sequence[str]) -> list[str]:
+    """Return the packages that are not installed."""
+    return [name for name in names if find_spec(name) is None]
 
 
 class RunningArm:
@@ -119,22 +102,23 @@ class RunningArm:
         self.rounds = 0
         for old in self.out.parent.glob(f"{self.out.stem}.*.json"):
             old.unlink()
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "--steps": steps,
             "--warm-up": work.warm_up if warm_up is None else warm_up,
             "--out": self.out,
             "--changes": json.dumps(self.arm.changes),
             "--further": further,
-            **({"--trace": trace} if trace else {}),
-            **({"--documents": documents} if documents else {}),
         }
-        self.process = start_process(
-            work, self.arm.kind, [str(x) for pair in given.items() for x in pair], stem
-        )
+        if trace:
+            options["--trace"] = trace
+        if documents:
+            options["--documents"] = documents
+        words = [str(word) for option in options.items() for word in option]
+        self.process = start_process(work, self.arm, words, stem)
 
     @property
     def waits(self) -> bool:
-        """Whether it can be asked for another round."""
+        """True if it can be asked for another round."""
         return 0 < self.rounds <= self.further and self.process.running
 
     def measure(self, timeout: float) -> Measurement:
@@ -169,34 +153,33 @@ def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
         ArmFailed: the work could not be prepared.
     """
     out = work.folder / "results" / "rates.json"
-    run_process(work, "prepare", ["--out", str(out)], timeout, "prepare")
+    run_process(work, Arm("prepare"), ["--out", str(out)], timeout)
     return json.loads(out.read_text())
 
 
-def run_process(work: Work, name: str, options: list[str], timeout: float, stem: str) -> None:
-    """Run ``chronicals.benchmark.arm`` to its end.
+def run_process(work: Work, arm: Arm, options: list[str], timeout: float) -> None:
+    """Run an arm's process to its end.
 
     Raises:
         ArmFailed: it crashed or took too long.
     """
-    process = start_process(work, name, options, stem)
+    process = start_process(work, arm, options, arm.kind)
     process.wait_for(lambda: not process.running, timeout)
-    process.raise_if_failed()
+    if not process.running and process.process.returncode:
+        raise ArmFailed(process.last_words())
 
 
-def start_process(work: Work, name: str, options: list[str], stem: str) -> ArmProcess:
-    """Start ``chronicals.benchmark.arm``; its output goes to ``logs/STEM.log`` in the work's
-    folder.
-    """
+def start_process(work: Work, arm: Arm, options: list[str], stem: str) -> ArmProcess:
+    """Start an arm's process; its output goes to ``logs/STEM.log`` in the work's folder."""
     for folder in ("results", "logs"):
         (work.folder / folder).mkdir(exist_ok=True)
     log = work.folder / "logs" / f"{stem}.log"
-    command = [sys.executable, "-m", "chronicals.benchmark.arm", str(work.folder), name, *options]
+    command = [sys.executable, "-m", arm.module, str(work.folder), arm.kind, *options]
     with log.open("w") as lines:
         process = BoundProcess(
             command,
             cwd=work.folder,
-            env=environment(work, name),
+            env=environment(work, arm),
             stdin=subprocess.PIPE,
             stdout=lines,
             stderr=subprocess.STDOUT,
@@ -228,30 +211,20 @@ class ArmProcess:
         Raises:
             ArmFailed: the process ended before ``done``, or ``timeout`` seconds passed.
         """
+        end = time.monotonic() + timeout
         try:
-            self._wait_for(done, time.monotonic() + timeout)
-        except TimeoutError:
-            self.kill()
-            raise ArmTimedOut(f"took longer than {timeout:.0f} s") from None
+            while True:
+                running = self.running  # read before done(), so that what it wrote last counts
+                if done():
+                    return
+                if not running:
+                    raise ArmFailed(self.last_words())
+                if time.monotonic() > end:
+                    raise ArmTimedOut(f"took longer than {timeout:.0f} s")
+                time.sleep(POLL_SECONDS)
         except BaseException:
             self.kill()
             raise
-
-    def _wait_for(self, done: Callable[[], bool], until: float) -> None:
-        while True:
-            running = self.running  # read before done(), so that what it wrote last counts
-            if done():
-                return
-            if not running:
-                raise ArmFailed(self.last_words())
-            if time.monotonic() > until:
-                raise TimeoutError
-            time.sleep(POLL_SECONDS)
-
-    def raise_if_failed(self) -> None:
-        """Raises ArmFailed where the process ended with an error."""
-        if not self.running and self.process.returncode:
-            raise ArmFailed(self.last_words())
 
     def last_words(self) -> str:
         return last_words(self.log.read_text(errors="replace"), self.process.returncode)
@@ -272,40 +245,29 @@ class ArmProcess:
         self.process.wait()
 
 
-def environment(work: Work, arm: str) -> dict[str, str]:
-    """The caller's environment, with compilers' caches in the benchmark's folder, so that only
-    the first run of an arm compiles. TRL's arms have memory in segments that grow, as Unsloth
-    gives itself: their shapes differ from step to step. For the same reason they have Liger's
-    rotation in Triton: in CuTe, which Liger takes for large batches where its compiler is
-    installed, it is compiled for each new length."""
+def environment(work: Work, arm: Arm) -> dict[str, str]:
+    """Return the caller's environment with the arm's variables, and compilers' caches in the
+    benchmark's folder, so that only the first run of an arm compiles.
+    """
     caches = work.folder.parent / "caches"
-    source = str(Path(chronicals.__file__).parent.parent)
-    chosen = {
+    defaults = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches / "flash"),
         "TOKENIZERS_PARALLELISM": "false",
-        "UNSLOTH_DISABLE_STATISTICS": "1",
     }
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(work.model).exists() else {}
-    of_trl = {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "LIGER_KERNEL_IMPL_ROPE": "nvidia-triton",
-    }
-    return {
-        **chosen,
-        **offline,
-        **(of_trl if arm.startswith("trl") else {}),
-        **os.environ,
-        "PYTHONPATH": path,
-    }
+    if Path(work.model).exists():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    source = str(Path(chronicals.__file__).parent.parent)
+    folders = [source, arm.import_path, os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    return {**defaults, **arm.environment, **os.environ, "PYTHONPATH": path}
 
 
 def last_words(log: str, code: int) -> str:
-    """The last error in a log with its indented lines; else the last line of the log."""
+    """Return the last error in a log with its indented lines, or the last line of the log."""
     error = r"^[\w.]*(?:Error|Exception|Interrupt|Failure|Failed)\b.*(?:\n +.*)*"
-    errors = [found.group() for found in re.finditer(error, log, re.MULTILINE)]
+    errors = [match.group() for match in re.finditer(error, log, re.MULTILINE)]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return (errors or lines or [f"exit code {code}"])[-1][:1000]

@@ -32,16 +32,14 @@ from chronicals.benchmark.floor import (
 from chronicals.benchmark.measurement import Clock, device
 from chronicals.benchmark.work import Work
 
-WARM_UP = 4
-MEASURED = 3
-"""Steps on a card; elsewhere, where clocks do not change so fast, one of each, with a single
-layer.
-"""
+# Steps on a card. On a CPU, whose clock changes less, it is one of each, of a single layer.
+WARM_UP_STEPS = 4
+MEASURED_STEPS = 3
 
-LEAD = 8
-SIDE = 8192
-"""Before a step the card multiplies square matrices of width SIDE, LEAD times (12 ms) or more
-for a slow host, so that the host queues the step ahead of the card."""
+# Before a step the card multiplies square matrices, for 12 ms or longer for a slow host, so that
+# the host queues the step ahead of the card.
+LEADING_PRODUCTS = 8
+LEADING_WIDTH = 8192
 
 SMALLEST_COPY = 2**24
 LARGEST_COPY = 2**31
@@ -50,13 +48,13 @@ FORWARD = "attention forward"
 BACKWARD = "attention backward"
 COPY = "copy"
 
-ALIGNED = 128
+ROW_MULTIPLE = 128
 
-Parts = Mapping[str, Callable[[], Any]]
+StepParts = Mapping[str, Callable[[], Any]]
 
 
 def measure_rates(work: Work) -> dict[str, Any]:
-    """Everything the row's reference step needs, and that step itself.
+    """Measure everything that the row's reference step needs, and return it with that step.
 
     Returns:
         ``machine``: the card; ``copy_bytes_per_second``; ``products``: seconds and FLOP/s by shape;
@@ -74,8 +72,8 @@ def measure_rates(work: Work) -> dict[str, Any]:
     seconds = seconds_of(parts, order_of_a_step(job, size))
     by_shape = {}
     for product in products(job):
-        own = seconds[product.key] * product.rows / aligned(product.rows)
-        by_shape[product.key] = {"seconds": own, "flops_per_second": product.flops / own}
+        scaled = seconds[product.key] * product.rows / aligned(product.rows)
+        by_shape[product.key] = {"seconds": scaled, "flops_per_second": product.flops / scaled}
     attention = _attention_rates(job, lengths, dtype, seconds)
     copy = 2 * size / seconds[COPY]
     whole = reference_step(
@@ -94,7 +92,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str | float | int]:
-    """The card, or the processor."""
+    """Describe the card, or the CPU."""
     if device().type == "cuda":
         card = torch.cuda.get_device_properties(0)
         return {
@@ -106,28 +104,29 @@ def machine() -> dict[str, str | float | int]:
 
 
 def copied_bytes(job: Job) -> int:
-    """Bytes of one copy, which reads and writes as much as the elementwise operations of a
-    layer, within limits.
+    """Return the bytes of one copy, which reads and writes as much as the elementwise operations of
+    a layer, within limits.
     """
-    of_a_layer = int(_bytes_of_a_layer(job)) // 2
     largest = LARGEST_COPY if device().type == "cuda" else SMALLEST_COPY
-    return min(max(of_a_layer, SMALLEST_COPY), largest)
+    return min(max(int(_bytes_of_a_layer(job)) // 2, SMALLEST_COPY), largest)
 
 
 def _bytes_of_a_layer(job: Job) -> float:
-    """Of its elementwise operations, and to dequantise its weights."""
+    """Bytes of a layer's elementwise operations, and to dequantise its weights."""
     return (elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / job.shape.layers
 
 
 def order_of_a_step(job: Job, copied: int) -> list[str]:
-    """Names of the parts in their order; loss and optimizer are copies of as many bytes."""
+    """Return the names of a step's parts in their order. Loss and optimizer are copies of as many
+    bytes.
+    """
     order = list[str]()
-    made = products(job)
+    step_products = products(job)
     layers = job.shape.layers if device().type == "cuda" else 1
     copies = max(round(_bytes_of_a_layer(job) / (2 * copied)), 1)
     for layer in range(layers):
         order += [
-            *(product.key for product in made if layer < product.count),
+            *(product.key for product in step_products if layer < product.count),
             FORWARD,
             BACKWARD,
             *[COPY] * copies,
@@ -136,18 +135,20 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
     return order + [COPY] * (round(beside / (2 * copied)) if layers == job.shape.layers else 0)
 
 
-def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
-    """Median seconds of each part.
+def seconds_of(parts: StepParts, order: Sequence[str]) -> dict[str, float]:
+    """Return the median seconds of each part.
 
     A mark between two parts takes time itself. On a card each measured step is therefore followed
     by one without marks, and the difference is subtracted, the same amount from each part.
     """
-    found = defaultdict[str, list[float]](list)
+    samples = defaultdict[str, list[float]](list)
     whole = list[float]()
     on_card = device().type == "cuda"
-    square = torch.randn(SIDE if on_card else 0, SIDE, device=device(), dtype=torch.float16)
-    warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
-    leading = LEAD if on_card else 0
+    warm_up = WARM_UP_STEPS if on_card else 1
+    measured = MEASURED_STEPS if on_card else 1
+    leading = LEADING_PRODUCTS if on_card else 0
+    rows = LEADING_WIDTH if on_card else 0
+    square = torch.randn(rows, LEADING_WIDTH, device=device(), dtype=torch.float16)
     for number in range(warm_up + measured):
         lead, spans, queued = _step(parts, order, square, leading)
         if on_card and number == 1:  # the first step compiles
@@ -156,26 +157,31 @@ def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
             if on_card:
                 whole += _step(parts, order, square, leading, marked=False)[1]
             for name, span in zip(order, spans):
-                found[name].append(span)
-    medians = {name: statistics.median(spans) for name, spans in found.items()}
+                samples[name].append(span)
+    medians = {name: statistics.median(spans) for name, spans in samples.items()}
     return _without_marks(medians, order, statistics.median(whole)) if on_card else medians
 
 
 def _without_marks(
     medians: Mapping[str, float], order: Sequence[str], whole: float
 ) -> dict[str, float]:
-    """Seconds of each part without its mark, where a step without marks takes ``whole``; at
-    least half of what was measured.
+    """Return the seconds of each part without its mark, and at least half of what was measured.
+
+    Args:
+        whole: seconds of a step without marks.
     """
     mark = max(sum(medians[name] for name in order) - whole, 0.0) / len(order)
     return {name: max(span - mark, span / 2) for name, span in medians.items()}
 
 
 def _step(
-    parts: Parts, order: Sequence[str], square: torch.Tensor, leading: int, marked: bool = True
+    parts: StepParts, order: Sequence[str], square: torch.Tensor, leading: int, marked: bool = True
 ) -> tuple[float, list[float], float]:
-    """Seconds of the lead; of each part, or of all together if not ``marked``; and of the host
-    queueing them.
+    """Run a step.
+
+    Returns:
+        seconds of the leading products; of each part, or of all together if not ``marked``; and of
+        the host queueing them.
     """
     clock = Clock()
     clock.mark()
@@ -195,25 +201,30 @@ def _step(
 
 
 def _leading(queued: float, step: float, square: float) -> int:
-    """How many squares of ``square`` seconds each come before a step; more if the host needs
-    half the step's time to queue it."""
-    return LEAD if queued < step / 2 else max(LEAD, math.ceil(queued / square))
+    """Return the number of leading products: more if the host needs half the step's time to queue
+    it.
+
+    Args:
+        queued: seconds in which the host queues a step.
+        step: seconds of the step.
+        square: seconds of a leading product.
+    """
+    if queued < step / 2:
+        return LEADING_PRODUCTS
+    return max(LEADING_PRODUCTS, math.ceil(queued / square))
 
 
 def aligned(rows: int) -> int:
-    """The nearest multiple of ``ALIGNED`` rows, at which products are measured and then scaled.
+    """Return the nearest multiple of ``ROW_MULTIPLE`` rows, at which products are measured and then scaled.
 
     A step of ragged documents has any number of tokens; packs have a multiple.
     """
-    return max(round(rows / ALIGNED), 1) * ALIGNED if rows > ALIGNED else rows
+    return max(round(rows / ROW_MULTIPLE), 1) * ROW_MULTIPLE if rows > ROW_MULTIPLE else rows
 
 
 def _products(job: Job, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """The step's products, in the layouts of linear layers; those of one shape share operands.
-
-    The gradient that reaches the head is drawn positive, like probabilities: a card multiplies
-        numbers of one sign with less
-    power, and faster, than numbers of both signs.
+    """Return the step's products, in the layouts of linear layers; those of one shape share
+    operands.
     """
     operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
     return {product.key: _product(product, dtype, operands) for product in products(job)}
@@ -222,11 +233,16 @@ def _products(job: Job, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 def _product(
     product: Product, dtype: torch.dtype, operands: dict[tuple[int, int, int], list[torch.Tensor]]
 ) -> Callable[[], Any]:
-    shape = rows, inputs, outputs = aligned(product.rows), product.inputs, product.outputs
+    rows = aligned(product.rows)
+    inputs = product.inputs
+    outputs = product.outputs
+    shape = (rows, inputs, outputs)
     if shape not in operands:
         sizes = (rows, inputs), (rows, outputs), (outputs, inputs)
         operands[shape] = [torch.randn(*size, device=device(), dtype=dtype) for size in sizes]
         if product.name == "head":
+            # Its gradient is positive, like probabilities: a card multiplies numbers of one sign
+            # with less power, and faster, than numbers of both signs.
             operands[shape][1].exp_()
     x, upstream, weight = operands[shape]
     return {
@@ -245,21 +261,18 @@ def _copy(size: int) -> Callable[[], Any]:
 def _attention(
     job: Job, lengths: Sequence[int], dtype: torch.dtype
 ) -> dict[str, Callable[[], Any]]:
-    """Attention of one layer over documents of these lengths, by the backend that training
+    """Return attention of one layer over documents of these lengths, by the backend that training
     chooses.
     """
+
+    def random(heads: int) -> torch.Tensor:
+        size = (sum(lengths), heads, job.shape.head_dim)
+        return torch.randn(*size, device=device(), dtype=dtype, requires_grad=True)
+
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device(), torch.int32)
-    q, k, v = (
-        torch.randn(
-            sum(lengths),
-            heads,
-            job.shape.head_dim,
-            device=device(),
-            dtype=dtype,
-            requires_grad=True,
-        )
-        for heads in (job.shape.heads, job.shape.kv_heads, job.shape.kv_heads)
-    )
+    q = random(job.shape.heads)
+    k = random(job.shape.kv_heads)
+    v = random(job.shape.kv_heads)
     out = document_attention(q, k, v, bounds, max(lengths))
     upstream = torch.randn_like(out)
 

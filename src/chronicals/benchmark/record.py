@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import math
 import platform
 import statistics
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import PARTS, ReferenceStep, mfu, needed_flops
-from chronicals.benchmark.measurement import Measurement
+from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep, mfu, needed_flops
 from chronicals.benchmark.parity import comparison
 from chronicals.benchmark.rounds import Row
 from chronicals.standard_json import to_json
+from chronicals.versions import installed
 
-PACKAGES = (
+RECORDED_PACKAGES = (
     "chronicals",
     "torch",
     "triton",
@@ -31,24 +32,26 @@ PACKAGES = (
     "bitsandbytes",
     "accelerate",
 )
-OF_REFERENCE = ("losses", "grad_norms", "settings", "seconds")
-"""What is kept of the fp32 steps."""
+"""Packages whose versions are recorded."""
+
+REFERENCE_FIELDS = ("losses", "grad_norms", "settings", "seconds")
+"""Fields of the reference's measurement that are recorded."""
 
 
 def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
-    """Everything that was measured, raw samples included; an arm that was refused has its losses
-    and no speed.
+    """Return everything that was measured, raw samples included. A refused arm has its losses and
+    no speed.
     """
     work = row.work
     job = row.job
     arms = {name: _arm(row, name) for name in row.runs}
-    arms |= {
-        name: {"status": "failed", "reason": reason}
-        for name, reason in row.failed.items()
-        if name not in arms
-    }
-    arms |= {name: {"status": "absent", "reason": reason} for name, reason in row.absent.items()}
+    for name, reason in row.failed.items():
+        arms.setdefault(name, {"status": "failed", "reason": reason})
+    for name, reason in row.absent.items():
+        arms[name] = {"status": "absent", "reason": reason}
     reference = row.reference
+    floor = _floor(row)
+    notes = [*row.notes, *_notes_on_floor(row)]
     return {
         "row": {
             "model": work.name,
@@ -70,15 +73,15 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "commit": commit or current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "needed_flops_a_token": needed_flops(job) if job.counted else None,
-        "floor": _floor(row),
+        "floor": floor,
         "rates": {
             name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")
         },
-        "reference": reference and {name: getattr(reference, name) for name in OF_REFERENCE},
+        "reference": reference and {name: getattr(reference, name) for name in REFERENCE_FIELDS},
         "arms": arms,
         "ratios": _ratios(row),
         "orders": row.orders,
-        "notes": [*row.notes, *_doubts(row), *_beyond(row)],
+        "notes": notes,
         "seconds": row.seconds,
     }
 
@@ -91,18 +94,19 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def _floor(row: Row) -> dict[str, Any] | None:
-    """The reference step, and under ``by_itself`` its parts as measured by themselves; None if
-    there is none.
+    """Return the reference step, and under ``by_itself`` its parts as measured by themselves; None
+    if there is none.
     """
     floor = None if _doubts(row) else _reference_step(row)
     if floor is None:
         return None
-    return {**floor.to_dict(), "by_itself": {part: row.rates["floor"][part] for part in PARTS}}
+    by_itself = {part: row.rates["floor"][part] for part in STEP_PARTS}
+    return {**floor.to_dict(), "by_itself": by_itself}
 
 
 def _reference_step(row: Row) -> ReferenceStep | None:
-    """The best time seen of each part: by itself, or in our own step if its products are in 16
-    bit.
+    """Return the best time seen of each part: by itself, or in our own step if its products are in
+    16 bit.
     """
     if not row.job.counted or "floor" not in row.rates:
         return None
@@ -116,39 +120,33 @@ def _reference_step(row: Row) -> ReferenceStep | None:
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why the reference step is dropped: a peer in 16 bit, or ours without a variant's fields,
-    is faster than it.
+    """Return why the reference step is dropped: a peer in 16 bit, or ours without a variant's
+    fields, is faster than it.
     """
     floor = _reference_step(row)
-    doubts = []
     if floor is None:
         return []
-    for name, runs in row.runs.items():
-        if name in row.refused or name.startswith("ours ") or runs[0].extra.get("fp8"):
-            continue
+    for name in _arms_in_16_bit(row):
         ratio = statistics.median(_rates(row, name)) / floor.tokens_per_second
-        if ratio > 1:
-            doubts.append(
+        if ratio > 1 and not name.startswith("ours "):
+            return [
                 f"no reference step: {name} ran at {ratio:.1%} of it, so its parts were measured "
                 "too slow; run the row again"
-            )
-    return doubts[:1]
+            ]
+    return []
 
 
-def _beyond(row: Row) -> list[str]:
-    """Notes on variants of ours that are faster than the reference step."""
+def _notes_on_floor(row: Row) -> list[str]:
+    """Return why the reference step is dropped, and notes on variants of ours that are faster than
+    it.
+    """
+    notes = _doubts(row)
     floor = _floor(row)
-    notes = []
-    for name, runs in row.runs.items():
-        if (
-            floor is None
-            or not name.startswith("ours ")
-            or name in row.refused
-            or runs[0].extra.get("fp8")
-        ):
-            continue
+    if floor is None:
+        return notes
+    for name in _arms_in_16_bit(row):
         ratio = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
-        if ratio > 1:
+        if ratio > 1 and name.startswith("ours "):
             notes.append(
                 f"{name} ran at {ratio:.1%} of the reference step, which is that of the row's own "
                 "fields: no share"
@@ -156,22 +154,38 @@ def _beyond(row: Row) -> list[str]:
     return notes
 
 
+def _arms_in_16_bit(row: Row) -> list[str]:
+    """Return the arms with a speed whose products are not in FP8."""
+    return [
+        name
+        for name, runs in row.runs.items()
+        if name not in row.refused and not runs[0].extra.get("fp8")
+    ]
+
+
 def _rates(row: Row, name: str) -> list[float]:
-    """Tokens per second of each sampled step."""
+    """Return the tokens per second of each sampled step."""
     return [rate for run in row.decisive(name) for rate in run.rates]
 
 
 def _arm(row: Row, name: str) -> dict[str, Any]:
+    """Return the record of an arm that ran."""
     first = row.runs[name][0]
-    reference = first.extra.get("reference")
-    beside = Measurement(**{**first.__dict__, **reference}) if reference else row.reference
-    status = "refused" if name in row.refused else "failed" if name in row.failed else "measured"
-    found: dict[str, Any] = {
+    other_reference = first.extra.get("reference")
+    reference = row.reference
+    if other_reference:
+        reference = replace(first, **other_reference)
+    status = "measured"
+    if name in row.refused:
+        status = "refused"
+    elif name in row.failed:
+        status = "failed"
+    arm: dict[str, Any] = {
         "status": status,
         "reason": row.refused.get(name) or row.failed.get(name),
         "settings": first.settings,
         "fp8": bool(first.extra.get("fp8")),
-        "parity": comparison(first, beside),
+        "parity": comparison(first, reference),
         "first_loss": first.losses[0],
         "last_loss": first.losses[-1],
         "grad_norms": first.grad_norms,
@@ -184,24 +198,32 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "positions_a_step": statistics.mean(first.slots),
         "peak_gib": max(run.peak_gib for run in row.runs[name]),
     }
-    if status == "refused":
-        return found
+    return arm if status == "refused" else arm | _speed(row, name)
+
+
+def _speed(row: Row, name: str) -> dict[str, Any]:
+    """Return the figures of an arm that was not refused, with the raw samples."""
+    first = row.runs[name][0]
     samples = _rates(row, name)
     rate = statistics.median(samples)
-    floor = None if first.extra.get("fp8") else _floor(row)
-    card = str(row.rates.get("machine", {}).get("card", ""))
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [rate] * 3
-    return found | {
+    mfu_of_arm = share = None
+    if not first.extra.get("fp8"):
+        card = str(row.rates.get("machine", {}).get("card", ""))
+        if row.work.config().mixed_precision != "fp32":
+            mfu_of_arm = mfu(row.job, rate, card)
+        floor = _floor(row)
+        ratio = rate / floor["tokens_per_second"] if floor else math.inf
+        share = ratio if ratio <= 1 else None  # a note says that the arm is faster
+    return {
         "tokens_per_second": {
             "median": rate,
             "lowest": min(samples),
             "highest": max(samples),
             "quartiles": [quarters[0], quarters[2]],
         },
-        "mfu": None
-        if first.extra.get("fp8") or row.work.config().mixed_precision == "fp32"
-        else mfu(row.job, rate, card),
-        "share_of_floor": _share(rate, floor),
+        "mfu": mfu_of_arm,
+        "share_of_floor": share,
         "rounds": len(row.runs[name]) - 1,
         "round_medians": [statistics.median(run.rates) for run in row.decisive(name)],
         "load_seconds": first.load_seconds,
@@ -215,41 +237,30 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
     }
 
 
-def _share(rate: float, floor: dict[str, Any] | None) -> float | None:
-    """A rate over that of the reference step; None if there is none, or it is slower (a note
-    says so).
-    """
-    ratio = rate / floor["tokens_per_second"] if floor else None
-    return None if ratio is None or ratio > 1 else ratio
-
-
 def _ratios(row: Row) -> dict[str, Any]:
-    """Our speed over that of each arm in the same decisive rounds, by round and in the median."""
+    """Return our speed over that of each arm in the same decisive rounds, by round and in the
+    median.
+    """
     ours = row.runs.get("ours", [])[1:]
     if "ours" in row.refused:
         return {}
-    found = {}
+    ratios = {}
     for name, runs in row.runs.items():
         pairs = list(zip(ours, runs[1:]))
         if name == "ours" or name in row.refused or not pairs:
             continue
         by_round = [statistics.median(a.rates) / statistics.median(b.rates) for a, b in pairs]
-        found[name] = {"median": statistics.median(by_round), "by_round": by_round}
-    return found
+        ratios[name] = {"median": statistics.median(by_round), "by_round": by_round}
+    return ratios
 
 
 def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    """Return the versions of the recorded packages."""
+    return {name: installed(name) or "not installed" for name in RECORDED_PACKAGES}
 
 
 def current_commit() -> str:
-    """The commit of the source that runs; ``unknown`` without git."""
+    """Return the commit of the source that runs; ``unknown`` without git."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
@@ -264,7 +275,7 @@ def current_commit() -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of the medians with the quartiles, and the reference step as a line."""
+    """Draw bars of the medians with the quartiles, and the reference step as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

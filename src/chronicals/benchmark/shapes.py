@@ -85,7 +85,8 @@ SHAPES = {
         max_seq_length=2048,
         steps=8,
     ),
-    "qwen3-30b-a3b": BuiltIn(  # 8 of its 48 layers: 5.6 billion weights, of which a token meets a ninth
+    # 8 of its 48 layers: 5.6 billion weights, of which a token meets a ninth.
+    "qwen3-30b-a3b": BuiltIn(
         "Qwen3MoeConfig",
         {
             "hidden_size": 2048,
@@ -145,13 +146,17 @@ SHAPES = {
     ),
 }
 
-DATA = ("fixed", "ragged")
-MEDIAN = 400
-SPREAD = 0.8
-SHORTEST = 32
-"""Lengths of ragged documents: lognormal with this median and spread, no shorter than this, no
-longer than a pack.
-"""
+BUILT_IN_DATA = ("fixed", "ragged")
+"""Names of documents that are made here."""
+
+# Lengths of ragged documents are lognormal, and no longer than a pack.
+MEDIAN_LENGTH = 400
+LENGTH_SPREAD = 0.8
+SHORTEST_LENGTH = 32
+
+BYTES = 256
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+"""Special tokens of the tokenizers; their ids follow those of the bytes."""
 
 
 def build_model(name: str, folder: Path, device: str) -> None:
@@ -170,20 +175,15 @@ def build_model(name: str, folder: Path, device: str) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-BYTES = 256
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-"""Special tokens of the tokenizer; their ids follow those of the bytes."""
-
-
 def byte_tokenizer() -> Any:
-    """A tokenizer whose vocabulary is the bytes and the special tokens."""
+    """Return a tokenizer whose vocabulary is the bytes and the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {
         letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
-    for special in SPECIAL:
+    for special in SPECIAL_TOKENS:
         vocabulary[special] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -194,17 +194,20 @@ def byte_tokenizer() -> Any:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """A tokenizer of as many words, ``t`` and the id, with white space between them, and the
-    special tokens of the bytes'.
+    """Return a tokenizer of words ``t`` and their id, separated by white space, with the special
+    tokens of ``byte_tokenizer``.
+
+    Args:
+        vocabulary: number of words and special tokens.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"t{number}": number for number in range(vocabulary)}
-    for number, special in enumerate(SPECIAL, BYTES):
+    for number, special in enumerate(SPECIAL_TOKENS, BYTES):
         del words[f"t{number}"]
         words[special] = number
-    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token=SPECIAL[0]))
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token=SPECIAL_TOKENS[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
@@ -212,27 +215,27 @@ def word_tokenizer(vocabulary: int) -> Any:
 
 
 def zipf_ids(draws: np.ndarray, vocabulary: int) -> list[int]:
-    """Token ids exp(u · ln V) of u in ``draws``, within 0 to 1; none is special."""
+    """Return token ids exp(u · ln V) for each u of ``draws``, from 0 to 1; none is special."""
     ids = np.exp(draws * math.log(vocabulary - 1)).astype(np.int64)
-    ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL))] -= len(SPECIAL)
+    ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL_TOKENS))] -= len(SPECIAL_TOKENS)
     return np.minimum(ids, vocabulary - 1).tolist()
 
 
 def random_documents(
     data: str, tokens: int, width: int, vocabulary: int, seed: int = 1
 ) -> list[list[int]]:
-    """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths
-    (``ragged``).
+    """Make documents of ``width`` tokens (``fixed``) or of lognormal lengths (``ragged``), with at
+    least ``tokens`` tokens together.
 
     A token id is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. There are no
     special tokens.
     """
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []
-    shortest = min(SHORTEST, width // 8)
-    median = min(MEDIAN, width // 4)
+    shortest = min(SHORTEST_LENGTH, width // 8)
+    median = min(MEDIAN_LENGTH, width // 4)
     while tokens > 0:
-        drawn = int(np.exp(generator.normal(math.log(median), SPREAD)))
+        drawn = int(np.exp(generator.normal(math.log(median), LENGTH_SPREAD)))
         length = width if data == "fixed" else min(max(drawn, shortest), width)
         documents.append(zipf_ids(generator.random(length), vocabulary))
         tokens -= length

@@ -8,11 +8,11 @@ and adapters.
     FOLDER/ROW/tokens/           the token store
     FOLDER/ROW/adapter/          adapters to start from, by their names in PEFT's format
     FOLDER/caches/               what compilers keep between processes
-    FOLDER/ways/                 what trials of peers on pairs found
+    FOLDER/ways/                 results of the trials of peers on pairs
 
 The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that
 takes them as they come. Pairs of answers are a ``Work`` of their own (``pairs.py``), and so are
-documents with a teacher (``taught.py``).
+documents with a teacher (``distillation.py``). ``plan.py`` makes a work and reads one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from chronicals.benchmark.floor import PROJECTIONS, DecoderShape, Job, optimizer_bytes
-from chronicals.benchmark.shapes import DATA, SHAPES, BuiltIn, random_documents
-from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.model_shape import ModelShape
+from chronicals.benchmark.shapes import BUILT_IN_DATA, SHAPES, BuiltIn, random_documents
+from chronicals.config import ChronicalsConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from chronicals.data.packs.loader import BatchStream
     from chronicals.data.packs.steps import Step
-    from chronicals.lora import LoRAConfig
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},
@@ -52,11 +48,13 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 MODES["qlora"] = {**MODES["lora"], "quantization": "nf4"}
-"""The fields of a mode, unless the user sets them. Learning rates are constant and small:
-weights in bf16 without a master lose most of a small update to rounding, and over the compared
-steps that must stay within the tolerance."""
+"""The fields of a mode, unless the user sets them.
 
-OWN = (
+Learning rates are constant and small: weights in bf16 without a master lose most of a small update
+to rounding, and over the compared steps that must stay within the tolerance.
+"""
+
+DECIDED_FIELDS = (
     "max_steps",
     "num_epochs",
     "output_dir",
@@ -69,20 +67,20 @@ OWN = (
 )
 """Fields of a recipe that a benchmark decides itself."""
 
-UNEQUAL = ("lora_init", "lora_modules_to_save", "lora_trainable_tokens", "lora_target_parameters")
-"""Fields of adapters that not all arms have."""
+UNEVEN_FIELDS = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "use_dora")
+"""Fields of adapters that PEFT has, too. Their products and norms are not counted: such a row has
+neither MFU nor a reference step."""
 
-UNEVEN = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "use_dora")
-"""Fields of adapters that PEFT has as we do. Their products and norms are not counted: such a
-row has neither MFU nor a reference step."""
-
-SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "use_rslora", *UNEVEN)
+ADAPTER_FIELDS = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+    "use_rslora",
+    *UNEVEN_FIELDS,
+)
 """Fields that say which adapters there are; those of dropout and of learning rates do not."""
 
-MATRICES = ("lora_rank", "lora_target_modules", "lora_rank_pattern", "lora_layers")
-"""Those of them that say which matrices there are."""
-
-SIZES = (
+SIZE_FIELDS = (
     "batch_size",
     "max_seq_length",
     "gradient_accumulation_steps",
@@ -91,9 +89,9 @@ SIZES = (
     "lora_dropout",
     "lora_target_modules",
 )
-"""Fields that a benchmark sets if there is no recipe; with a recipe they are the recipe's."""
+"""Fields that a benchmark sets if there is no recipe; otherwise they are the recipe's."""
 
-STEPS = {
+STEP_FIELDS = {
     "batch_size",
     "max_seq_length",
     "gradient_accumulation_steps",
@@ -119,8 +117,8 @@ SPARE_STEPS = 8
 prefetched.
 """
 
-PADDED_ROWS = 32
-"""Most documents in a padded micro-batch of a peer, if lengths differ."""
+MAX_PADDED_ROWS = 32
+"""Largest number of documents in a padded micro-batch of a peer, if lengths differ."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured; see the module's docstring for the files.
+    """The work that all arms of a benchmark train; see the module's docstring for the files.
 
     Attributes:
         folder: of this row.
@@ -149,12 +147,13 @@ class Work:
         documents: file with the documents.
         fields: of the configuration of our arm.
         steps, warm_up: sampled steps of a round, and steps before them that are not sampled.
-        kind: what a step holds: ``documents`` or ``pairs``; ``taught``: documents, with a teacher.
+        kind: what a step holds: ``documents``, ``pairs`` of answers, or for ``distillation``
+            documents that a teacher reads, too.
         built_in: names of data that are made here.
     """
 
     kind: ClassVar[str] = "documents"
-    built_in: ClassVar[tuple[str, ...]] = DATA
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_DATA
 
     folder: Path
     model: str
@@ -167,44 +166,43 @@ class Work:
     warm_up: int
 
     def config(self, run: str = "run", **changes: Any) -> ChronicalsConfig:
-        """The configuration of our run, which ends before anything is saved."""
-        return ChronicalsConfig(
-            **{
-                **self.fields,
-                "lr_scheduler": "constant",
-                "warmup_steps": 0,
-                "save_steps": None,
-                "trackers": [],
-                "report_samples": 0,
-                "max_steps": self.warm_up + self.steps + SPARE_STEPS,
-                "cache_dir": self.folder / "tokens",
-                "output_dir": self.folder / run,
-                **changes,
-            }
-        )
+        """Return the configuration of our run, which ends before anything is saved."""
+        decided = {
+            "lr_scheduler": "constant",
+            "warmup_steps": 0,
+            "save_steps": None,
+            "trackers": [],
+            "report_samples": 0,
+            "max_steps": self.written_steps,
+            "cache_dir": self.folder / "tokens",
+            "output_dir": self.folder / run,
+        }
+        return ChronicalsConfig(**{**self.fields, **decided, **changes})
 
     @property
     def adapts(self) -> bool:
+        """True if adapters are trained."""
         return self.mode != "full"
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether the base of every arm is."""
+        """True if the base of every arm is in 4 bits."""
         return self.mode == "qlora"
 
     def other_adapters(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Those of the changes of a variant by which its adapters are not the row's."""
+        """Return the changes of a variant that give it other adapters than the row's."""
         row = self.config()
-        own = self.config(**changes)
+        variant = self.config(**changes)
         return {
             name: changes[name]
-            for name in SHAPE
-            if name in changes and getattr(own, name) != getattr(row, name)
+            for name in ADAPTER_FIELDS
+            if name in changes and getattr(variant, name) != getattr(row, name)
         }
 
     @property
     def rows_a_micro_batch(self) -> int:
-        return self.config().batch_size if self.data == "fixed" else PADDED_ROWS
+        """Documents in a padded micro-batch of a peer, at most."""
+        return self.config().batch_size if self.data == "fixed" else MAX_PADDED_ROWS
 
     @property
     def tokenizer(self) -> str:
@@ -213,47 +211,51 @@ class Work:
 
     @property
     def models(self) -> dict[str, str]:
-        """Built-in shapes, and where their weights lie."""
+        """Built-in shapes by name, and the folders of their weights."""
         return {self.name: self.model} if self.name in SHAPES else {}
 
     def write_tokenizer(self) -> None:
-        """Write the tokenizer where it is not the model's."""
+        """Write the tokenizer, if it is not the model's."""
 
     @property
     def reference_policy(self) -> str:
-        """In words where every arm has its reference policy from; empty without one."""
+        """Source of every arm's reference policy, in words; empty without one."""
         return ""
 
     def stream(self) -> BatchStream:
-        """The batches our arm trains on."""
+        """Return the batches that our arm trains on."""
         from chronicals.data import BatchStream, open_store
         from chronicals.models import load_tokenizer
 
         config = self.config()
         tokenizer = load_tokenizer(self.tokenizer)
-        store = open_store(self.documents, tokenizer, config, **self._of_rows())
+        store = open_store(self.documents, tokenizer, config, **self.store_options)
         return BatchStream(store, config, tokenizer.pad_token_id or 0)
 
-    def _of_rows(self) -> dict[str, Any]:
+    @property
+    def store_options(self) -> dict[str, Any]:
         """Arguments of ``open_store`` that say which rows are read."""
         return {}
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
-        """Real tokens of our steps from number ``first`` (from 0) on, of which so many are
-        ``computed``.
+        """Return the real tokens of each of our steps.
+
+        Args:
+            first: number of the first step (from 0).
+            computed: tokens of each step that our arm computes.
         """
         return [*computed]
 
     def described(self) -> dict[str, Any]:
-        """What the record says of the data besides."""
+        """Return further fields of the record that describe the data."""
         return {}
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
-        """The documents of the first ``count`` steps, in order."""
+        """Return the documents of the first ``count`` steps, in order."""
         return (documents_of(step) for step in self.stream().steps(count=count))
 
     def job(self) -> Job:
-        """Sizes of a mean step, for the reference step."""
+        """Return the sizes of a mean step, for the reference step."""
         from transformers import AutoConfig
 
         from chronicals.quantization import NF4
@@ -281,29 +283,22 @@ class Work:
             ),
             dequantised_bytes=NF4.bytes_a_value(dense) + dense if self.in_4_bits else 0.0,
             uneven=self.adapts
-            and any(getattr(config, name) != getattr(usual, name) for name in UNEVEN),
+            and any(getattr(config, name) != getattr(usual, name) for name in UNEVEN_FIELDS),
         )
 
     def write(self) -> None:
-        plain = {
+        """Write this dataclass to the row's folder."""
+        fields = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self).items()
         }
-        (self.folder / "work.json").write_text(json.dumps(plain, indent=1))
-
-    @staticmethod
-    def read(folder: Path) -> Work:
-        plain = json.loads((folder / "work.json").read_text())
-        kind = kind_of(plain["fields"])
-        return kind(
-            **{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])}
-        )
+        (self.folder / "work.json").write_text(json.dumps(fields, indent=1))
 
     @classmethod
     def usual_fields(
         cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]
     ) -> dict[str, Any]:
-        """Sizes of the shape and fields of the mode, where the user sets none."""
+        """Return sizes of the shape and fields of the mode, for what the user does not set."""
         sizes = (
             {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length}
             if shape
@@ -313,48 +308,26 @@ class Work:
 
     @classmethod
     def placed(cls, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields with the places of further models."""
+        """Return the fields with the folders of further models."""
         return fields
 
     @staticmethod
     def place_of(folder: Path, model: str) -> str:
-        """The absolute path of the weights, for arms run in another folder; a hub name is
-        returned unchanged.
+        """Return the absolute path of the weights, for arms that run in another folder; a hub
+        name is returned unchanged.
         """
         if model in SHAPES:
             return str((folder / "weights" / model).absolute())
         path = Path(os.path.expanduser(model))
         return str(path.absolute()) if path.exists() else model
 
-    @classmethod
-    def check(cls, data: str, fields: dict[str, Any]) -> None:
-        """Raises ConfigurationError where the built-in data are of another kind."""
-        from chronicals.benchmark.pairs import PAIRED, SHARES
-
-        if data in (*DATA, *SHARES) and data not in cls.built_in:
-            objectives = (
-                "another objective"
-                if data in DATA
-                else " or ".join(f"objective={name!r}" for name in PAIRED)
-            )
-            raise ConfigurationError(
-                f"data={data!r}: is for {objectives}; there are {', '.join(cls.built_in)}, or a "
-                "file"
-            )
-
     def check_settings(self) -> None:
-        """Raises ConfigurationError where the objective has settings that not every arm has."""
+        """Raise ConfigurationError if the objective has settings that not every arm has."""
 
     def write_documents(self, vocabulary: int) -> None:
         """Write the built-in documents."""
-        config = self.config()
-        tokens = (
-            config.batch_size
-            * config.gradient_accumulation_steps
-            * config.max_seq_length
-            * self.written_steps
-        )
-        rows = random_documents(self.data, tokens, config.max_seq_length, vocabulary)
+        width = self.config().max_seq_length
+        rows = random_documents(self.data, self.written_slots, width, vocabulary)
         self.documents.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
 
     @property
@@ -362,33 +335,32 @@ class Work:
         """Steps for which there are built-in documents."""
         return self.warm_up + self.steps + SPARE_STEPS
 
-
-def kind_of(fields: dict[str, Any]) -> type[Work]:
-    """The class of the work whose configuration has these fields."""
-    from chronicals.benchmark.pairs import PAIRED, PairWork
-    from chronicals.benchmark.taught import TAUGHT, TaughtWork
-
-    kinds = {**dict.fromkeys(PAIRED, PairWork), TAUGHT: TaughtWork}
-    return kinds.get(fields.get("objective", ""), Work)
+    @property
+    def written_slots(self) -> int:
+        """Positions of these steps, padding included."""
+        config = self.config()
+        packs = config.batch_size * config.gradient_accumulation_steps
+        return packs * config.max_seq_length * self.written_steps
 
 
-def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
-    """The projections that a configuration's targets name."""
-    if wanted is None or wanted == "all-linear":
+def _adapted(targets: list[str] | str | None) -> tuple[str, ...]:
+    """Return the projections that a configuration's targets name."""
+    if targets is None or targets == "all-linear":
         return PROJECTIONS
-    if isinstance(wanted, str):
-        paths = ("model.layers.0.self_attn.", "model.layers.0.mlp.")
+    if isinstance(targets, str):
+        prefixes = ("model.layers.0.self_attn.", "model.layers.0.mlp.")
         return tuple(
-            name for name in PROJECTIONS if any(re.fullmatch(wanted, path + name) for path in paths)
+            name
+            for name in PROJECTIONS
+            if any(re.fullmatch(targets, prefix + name) for prefix in prefixes)
         )
-    return tuple(
-        name for name in PROJECTIONS if any(path.split(".")[-1] == name for path in wanted)
-    )
+    names = {path.split(".")[-1] for path in targets}
+    return tuple(name for name in PROJECTIONS if name in names)
 
 
 def documents_of(step: Step) -> list[Document]:
-    """The documents of a step, without padding, which has no target."""
-    found = []
+    """Return the documents of a step, without padding, which has no target."""
+    documents = []
     for batch in step.batches:
         bounds = batch.cu_seqlens.tolist()
         ids = batch.input_ids.numpy()
@@ -396,175 +368,5 @@ def documents_of(step: Step) -> list[Document]:
         for start, end in zip(bounds, bounds[1:]):
             if end > start and (targets[start:end] != -100).any():
                 labels = np.concatenate([[-100], targets[start : end - 1]])
-                found.append(Document(ids[start:end].copy(), labels))
-    return found
-
-
-def plan_work(
-    folder: Path,
-    model: str,
-    data: str,
-    mode: str,
-    fields: dict[str, Any],
-    steps: int | None,
-    warm_up: int,
-) -> Work:
-    """Plan a row and write its documents; ``prepare`` writes the weights later, in a process of its
-    own.
-
-    Args:
-        folder: shared by rows; the row gets a folder in it.
-        model: a built-in shape or a model's folder or hub name.
-        data: built-in data or a file.
-        fields: configuration fields set by the user; they override those of the mode.
-        steps: sampled steps of a round; None takes the shape's number, or 20.
-
-    Raises:
-        ConfigurationError: an unknown mode, or built-in data for a model whose vocabulary is not
-            known.
-    """
-    if mode not in MODES:
-        raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
-    if fields.get("use_lora", mode != "full") != (mode != "full"):
-        raise ConfigurationError(
-            f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two"
-        )
-    for name in ("quantization", "load_in_4bit"):
-        if name in fields and bool(fields[name]) != (mode == "qlora"):
-            raise ConfigurationError(
-                f"mode={mode!r} contradicts {name}={fields[name]!r}: give one of the two"
-            )
-    usual = ChronicalsConfig()
-    if unequal := [
-        name for name in UNEQUAL if fields.get(name, getattr(usual, name)) != getattr(usual, name)
-    ]:
-        raise ConfigurationError(
-            f"{unequal[0]}={fields[unequal[0]]!r}: not every arm has it; leave it out, or give it "
-            "to ours alone as a variant"
-        )
-    shape = SHAPES.get(model)
-    kind = kind_of(fields)
-    kind.check(data, fields)
-    chosen = {**kind.usual_fields(shape, mode, fields), **fields}
-    chosen = kind.placed(folder, {name: value for name, value in chosen.items() if name not in OWN})
-    about = [chosen["objective"]] if kind is not Work else []
-    row = folder / "-".join([Path(model).name, mode, *about, Path(data).stem])
-    row.mkdir(parents=True, exist_ok=True)
-    built_in = data in kind.built_in
-    work = kind(
-        folder=row.absolute(),
-        model=kind.place_of(folder, model),
-        name=model,
-        mode=mode,
-        data=data,
-        documents=row.absolute() / "documents.jsonl"
-        if built_in
-        else Path(os.path.expanduser(data)).absolute(),
-        fields=chosen,
-        steps=steps or (shape.steps if shape else 20),
-        warm_up=warm_up,
-    )
-    work.check_settings()
-    if built_in:
-        work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
-    work.write()
-    return work
-
-
-def _vocabulary(model: str) -> int:
-    from transformers import AutoConfig
-
-    try:
-        return ModelShape.of(AutoConfig.from_pretrained(model)).vocabulary
-    except (OSError, ValueError) as error:
-        shapes = ", ".join(SHAPES)
-        raise ConfigurationError(
-            f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}"
-        ) from None
-
-
-def prepare(work: Work) -> None:
-    """Write what the arms share: weights of a built-in shape, tokens, adapters. It runs in a
-    process of its own.
-    """
-    import torch
-
-    from chronicals.benchmark.shapes import build_model
-
-    for name, place in work.models.items():
-        if not (Path(place) / "tokenizer.json").exists():
-            build_model(name, Path(place), "cuda" if torch.cuda.is_available() else "cpu")
-    work.write_tokenizer()
-    work.stream()
-    if work.adapts:
-        _write_adapter(work)
-
-
-ADAPTER_FILE = "adapter_model.safetensors"
-
-
-def _write_adapter(work: Work) -> None:
-    from safetensors.torch import save_file
-
-    (work.folder / "adapter").mkdir(exist_ok=True)
-    save_file(
-        starting_values(work, work.config()),
-        work.folder / "adapter" / ADAPTER_FILE,
-        metadata={"format": "pt"},
-    )
-
-
-def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
-    """A and B that every arm with the adapters of ``config`` starts from, by their names in PEFT's
-    files.
-
-    A is uniform as in a linear layer, rounded to bf16 so that every arm holds it exactly; B is
-    zero. Lengths of rows (DoRA) are those of the base, which each arm measures itself.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from chronicals.lora import apply_lora
-    from chronicals.lora.layers import linear_adapters
-    from chronicals.lora.peft_format import PREFIX
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model))
-    apply_lora(model, replace(adapter_shape(config), use_dora=False))
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for path, layer in linear_adapters(model):
-        bound = layer.lora_A.shape[1] ** -0.5
-        start = torch.rand(layer.lora_A.shape, generator=generator) * 2 * bound - bound
-        found[f"{PREFIX}{path}.lora_A.weight"] = start.bfloat16().float()
-        found[f"{PREFIX}{path}.lora_B.weight"] = torch.zeros(layer.lora_B.shape)
-    return found
-
-
-def start_of(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
-    """``starting_values``: from the row's folder where the matrices of ``config`` are those of
-    the row.
-    """
-    from safetensors.torch import load_file
-
-    row = work.config()
-    if any(getattr(config, name) != getattr(row, name) for name in MATRICES):
-        return starting_values(work, config)
-    return load_file(work.folder / "adapter" / ADAPTER_FILE)
-
-
-def adapter_shape(config: ChronicalsConfig) -> LoRAConfig:
-    """The adapters of a configuration."""
-    from chronicals.lora import LoRAConfig
-
-    return LoRAConfig(
-        config.lora_rank,
-        config.lora_alpha,
-        config.lora_dropout,
-        config.lora_target_modules,
-        config.use_rslora,
-        config.lora_rank_pattern,
-        config.lora_alpha_pattern,
-        config.lora_layers,
-        config.use_dora,
-    )
+                documents.append(Document(ids[start:end].copy(), labels))
+    return documents

@@ -31,10 +31,9 @@ from chronicals.cli.verify import verify
 from chronicals.cli.wording import LogFormatter, in_users_form
 from chronicals.versions import VersionError
 
-WIDE = 120
-"""Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe,
-help is plain lines.
-"""
+HELP_TABLE_COLUMNS = 120
+"""Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe, help
+is plain lines."""
 
 app = typer.Typer(
     name="chronicals",
@@ -42,7 +41,9 @@ app = typer.Typer(
     "'chronicals quickstart'.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown" if shutil.get_terminal_size().columns >= WIDE else None,
+    rich_markup_mode="markdown"
+    if shutil.get_terminal_size().columns >= HELP_TABLE_COLUMNS
+    else None,
 )
 
 
@@ -87,25 +88,25 @@ for command in (
 
 
 def main() -> None:
-    """Entry point. An error that the user can fix is one paragraph and exit code 1; Ctrl-C with
-    a checkpoint is 130.
+    """Run the command line. An error that the user can fix is one paragraph and exit code 1; Ctrl-C
+    with a checkpoint is 130.
     """
     handler = _log_handler()
     handler.setFormatter(LogFormatter("%(message)s"))
-    first = (
-        os.environ.get("RANK", "0") == "0"
-    )  # of several processes only the first logs more than warnings
+    # Of several processes only the first logs more than warnings.
+    first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if first else logging.WARNING, handlers=[handler])
-    _quieten()
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     with collected():
         _run(first)
 
 
 def _run(first: bool) -> None:
-    """Run the command; an error that the user can fix is shown, and the process ends.
+    """Run the command. An error that the user can fix is shown, and the process ends.
 
     Args:
-        first: whether this is the first of several processes, or the only one.
+        first: True for the first of several processes, or the only one.
     """
     try:
         app()
@@ -126,18 +127,22 @@ def _run(first: bool) -> None:
 
 ERROR = "[bold red]error[/] "
 
+QUIET_LOGGERS = ("httpx", "httpcore", "matplotlib", "fontTools", "transformers", "numba")
+"""Loggers of libraries that log their imports and the writing of files."""
+
 
 def _print_error(error: Exception, before: str = ERROR, quiet: bool = False) -> None:
-    sys.last_value = error  # as of one that nobody caught: other processes are told
+    # As Python does for an error that nobody caught; by it other ranks learn of the error.
+    sys.last_value = error
     console = Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
     console.print(f"{before}{escape(in_users_form(_words(error)))}")
 
 
 def _hide_progress_bars() -> None:
-    """Hide those of transformers and the hub: ours is the one to watch.
+    """Hide the progress bars of transformers and the hub, because ours is shown.
 
-    An import of transformers takes longer than telling what is wrong with a recipe, so where it is
-    not there yet it finds this in the environment.
+    Importing transformers takes longer than reporting an error in a recipe. If it is not imported
+    yet, it will find the setting in the environment.
     """
     if "huggingface_hub" not in sys.modules:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -148,21 +153,17 @@ def _hide_progress_bars() -> None:
 
 
 def _words(error: Exception) -> str:
-    """The text of an error; for an error of the system, the file first."""
+    """Return the text of an error; for an error of the system, the file first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def _log_handler() -> logging.Handler:
-    """Messages wrapped to a terminal; in a file or a pipe, one line each."""
+    """Return a handler that wraps messages to a terminal; in a file or a pipe they are one line
+    each.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         return logging.StreamHandler()
     return RichHandler(console=console, show_path=False, show_time=False, show_level=False)
-
-
-def _quieten() -> None:
-    """Set libraries that log their imports and file writing to warnings."""
-    for name in ("httpx", "httpcore", "matplotlib", "fontTools", "transformers", "numba"):
-        logging.getLogger(name).setLevel(logging.WARNING)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +18,13 @@ import typer
 from chronicals.cli.objective_names import with_known_names
 from chronicals.cli.options import make_room_for, values_of, with_recipe_flags
 
-REFUSED = {
+REFUSED_FIELDS = {
     "trust_remote_code": "runs no code of a model",
     "chat_template": "takes the tokenizer with the template that it has",
     "resize_embeddings": "trains the embedding as the model has it",
     "base_model": "starts from a whole model, not from an adapter",
 }
-"""Fields of a recipe that a benchmark does not take, and why."""
+"""Fields of a recipe that a benchmark does not take, with the reason."""
 
 
 @with_recipe_flags
@@ -103,18 +103,21 @@ def benchmark(
     """
     from chronicals.config import ConfigurationError, Recipe
 
-    if recipe is not None:  # what is wrong in it is told before the imports, which take seconds
+    if recipe is not None:  # report what is wrong in it before the imports, which take seconds
         with_known_names(Recipe.from_yaml(recipe, **flags))
+    peers = values_of("against", against or [])
+    if peers:
+        _require_checkout()
 
     import torch
     from rich.console import Console
     from rich.markup import escape
 
+    from chronicals.benchmark import rounds as benchmark_rounds
     from chronicals.benchmark.cpu_estimate import estimate
     from chronicals.benchmark.parity import Tolerance
+    from chronicals.benchmark.plan import plan_work
     from chronicals.benchmark.record import draw, to_dict, write
-    from chronicals.benchmark.rounds import Options, Row, measure
-    from chronicals.benchmark.work import plan_work
     from chronicals.distributed import require_one_process
 
     began = time.perf_counter()
@@ -125,12 +128,18 @@ def benchmark(
         raise ConfigurationError(
             f"output={str(output)!r}: the bars are written there; name a file that ends in .json"
         )
-    name, data, fields, does = _recipe(recipe, flags)
-    mode = mode or does
+    name, data, fields, mode_of_recipe = _recipe(recipe, flags)
+    mode = mode or mode_of_recipe
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
-    objective = fields.get("objective")
-    options = Options(
-        against=_peers(values_of("against", against or []), data, mode != "full", objective),
+    session_class = benchmark_rounds.Session
+    if peers:
+        from peers.names import chosen_peers
+        from peers.rounds import PeerSession
+
+        session_class = PeerSession
+        peers = chosen_peers(peers, data, mode != "full", fields.get("objective"))
+    options = benchmark_rounds.Options(
+        against=peers,
         variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []],
         rounds=rounds,
@@ -141,7 +150,7 @@ def benchmark(
         tolerance=Tolerance(loss_tolerance, norm_tolerance),
     )
 
-    def keep(row: Row) -> None:
+    def keep(row: benchmark_rounds.Row) -> None:
         if output:
             write(to_dict(row, commit), output)
 
@@ -151,9 +160,7 @@ def benchmark(
         )
         work = plan_work(place, name, data, mode, fields, steps, warm_up)
         for changes in (*options.variants, *options.scouted):
-            work.config(
-                **changes
-            )  # raises here, before any arm has run, where a field is unknown or has a wrong value
+            work.config(**changes)  # raises before any arm runs if a field is unknown or wrong
         if not torch.cuda.is_available():
             console.print(escape(str(estimate(work, options))))
         with console.status("") as status:
@@ -162,23 +169,21 @@ def benchmark(
                 status.update(escape(words))
                 console.print(f"[dim]{time.perf_counter() - began:4.0f} s  {escape(words)}[/]")
 
-            row = measure(work, options, say, keep, began)
+            row = benchmark_rounds.measure(work, options, say, keep, began, session_class)
         result = to_dict(row, commit)
     _print(result, profile)
     if output:
         draw(result, output.with_suffix(".png"))
-        console.print(
-            f"[bold]written[/] {output}, {output.with_suffix('.png')}"
-            + (f", {trace}" if trace else "")
-        )
+        files = [output, output.with_suffix(".png"), *([trace] if trace else [])]
+        console.print(f"[bold]written[/] {', '.join(map(str, files))}")
     if result["arms"].get("ours", {}).get("status") != "measured":
         raise typer.Exit(1)
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within: SIGTERM ends this process as Ctrl-C does; the arms are ended and the scratch
-    folder is deleted.
+    """Let SIGTERM end this process as Ctrl-C does: the arms are ended and the scratch folder is
+    deleted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -190,20 +195,42 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _require_checkout() -> None:
+    """Raise typer.Exit with status 2 if the peers are not there, and say how to get them."""
+    from rich.console import Console
+
+    from chronicals.benchmark.checkout import clone_command, find_peers
+
+    if find_peers():
+        return
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        "[bold red]error[/] --against: the peers are part of a checkout, not of the installed "
+        f"package; get a checkout of this version and install it:\n  {clone_command()}\n"
+        "  pip install --editable ./chronicals"
+    )
+    raise typer.Exit(2)
+
+
 def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], str]:
-    """Model, data, the fields that were set, and the mode that they ask for."""
-    from chronicals.benchmark.pairs import PAIRED
-    from chronicals.benchmark.work import OWN, SIZES
+    """Return model, data, the fields that were set, and the mode that they ask for."""
+    from chronicals.benchmark.pairs import PAIR_OBJECTIVES
+    from chronicals.benchmark.work import DECIDED_FIELDS, SIZE_FIELDS
     from chronicals.config import ConfigurationError, Recipe
 
-    for name in (*OWN, "lr_scheduler", "warmup_steps", "warmup_ratio", "validation_data"):
+    for name in (
+        *DECIDED_FIELDS,
+        "lr_scheduler",
+        "warmup_steps",
+        "warmup_ratio",
+        "validation_data",
+    ):
         if name in flags:
             raise ConfigurationError(
                 f"{name}={flags[name]!r}: a benchmark decides it itself (--steps are measured); "
                 "leave it out"
             )
     if recipe is None:
-        usual = "pairs-50" if flags.get("objective") in PAIRED else "fixed"
+        usual = "pairs-50" if flags.get("objective") in PAIR_OBJECTIVES else "fixed"
         plan = Recipe(**{"model": "qwen2.5-0.5b", "data": usual, **flags})
     else:
         plan = Recipe.from_yaml(recipe, **flags)
@@ -212,71 +239,26 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
         raise ConfigurationError(
             "data: a benchmark takes one file as it is, without weight or columns; or built-in data"
         )
-    for name, reason in REFUSED.items():
-        if value := getattr(plan, name):
+    for name, reason in REFUSED_FIELDS.items():
+        value = getattr(plan, name)
+        if value:
             raise ConfigurationError(f"{name}={value!r}: a benchmark {reason}; leave it out")
     config = plan.config()
-    set_here = config.explicit | (set(SIZES) if recipe else set())
-    fields = {name: value for name, value in config.to_dict().items() if name in set_here}
-    return (
-        plan.model,
-        plan.data,
-        fields,
-        "qlora" if config.quantization else "lora" if config.use_lora else "full",
-    )
-
-
-def _peers(given: Sequence[str], data: str, lora: bool, objective: str | None = None) -> list[str]:
-    """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where
-    lengths differ also with padded rows and, under LoRA, through its compiled modules. Beside
-    another ``unsloth-…`` it is the first of these alone, as ``unsloth-alone`` is.
-
-    Args:
-        lora: whether adapters are trained.
-        objective: of pairs of answers or of a teacher, for which not all have a trainer.
-    """
-    from chronicals.benchmark.pairs import PAIRED
-    from chronicals.benchmark.processes import PAIR_PEERS, PEERS, TAUGHT_PEERS
-    from chronicals.benchmark.taught import TAUGHT
-    from chronicals.config import ConfigurationError
-
-    able = (
-        TAUGHT_PEERS if objective == TAUGHT else PAIR_PEERS if objective in PAIRED else tuple(PEERS)
-    )
-    over = "documents with a teacher" if objective == TAUGHT else "pairs of answers"
-
-    asked = ["unsloth" if name == "unsloth-alone" else name for name in given if name]
-    for name in asked:
-        if name not in PEERS:
-            raise ConfigurationError(
-                f"against={name!r}: no such peer; there are {', '.join(PEERS)}"
-            )
-        if name not in able:
-            raise ConfigurationError(
-                f"against={name!r}: has no trainer for {over}; these have: {', '.join(able)}"
-            )
-    if any(name.startswith("unsloth-") for name in given):
-        return list(dict.fromkeys(asked))
-    where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
-    ways = [
-        "unsloth-recompute",
-        *(where_lengths_differ if data != "fixed" and objective not in PAIRED else []),
-        "unsloth",
-    ]
-    return list(
-        dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name]))
-    )
+    names = config.explicit | (set(SIZE_FIELDS) if recipe else set())
+    fields = {name: value for name, value in config.to_dict().items() if name in names}
+    mode = "lora" if config.use_lora else "full"
+    return plan.model, plan.data, fields, "qlora" if config.quantization else mode
 
 
 def _changes(text: str) -> dict[str, Any]:
+    """Return the fields of a variant, ``field=value,field=value``."""
     import yaml
 
-    from chronicals.benchmark.work import STEPS
+    from chronicals.benchmark.work import STEP_FIELDS
     from chronicals.config import ConfigurationError
 
-    pairs = [
-        part.partition("=") for part in re.split(r",(?![^\[]*\])", text)
-    ]  # not at commas of a list
+    outside_of_lists = r",(?![^\[]*\])"
+    pairs = [part.partition("=") for part in re.split(outside_of_lists, text)]
     if not all(name and sign for name, sign, _ in pairs):
         raise ConfigurationError(
             f"variant={text!r}: expected field=value, with commas between several"
@@ -287,7 +269,8 @@ def _changes(text: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"variant={text!r}: a value that is not YAML: {' '.join(str(error).split())}"
         ) from error
-    if wrong := STEPS & changes.keys():
+    wrong = STEP_FIELDS & changes.keys()
+    if wrong:
         raise ConfigurationError(
             f"variant={text!r}: {min(wrong)} decides what a step holds or trains, and arms are "
             "compared step by step; "
@@ -297,6 +280,7 @@ def _changes(text: str) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], profile: bool) -> None:
+    """Print the record of a row: tables of speeds and proofs, ratios, the reference step, notes."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -340,8 +324,8 @@ def _print(result: dict[str, Any], profile: bool) -> None:
 
 
 def _speeds(result: dict[str, Any]) -> Any:
-    """Median real tokens per second, half the distance of the quartiles, bars, MFU, ratio to the
-    reference step, memory.
+    """Return the table of median real tokens per second, half the distance of the quartiles, bars,
+    MFU, ratio to the reference step, and memory.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -383,8 +367,8 @@ def _share(part: float | None) -> str:
 
 
 def _proofs(result: dict[str, Any]) -> Any:
-    """What is printed beside each speed: loss, gradient norm, deviation from fp32, trained
-    parameters, padding, warm-up.
+    """Return the table of the proofs of each speed: loss, gradient norm, deviation from fp32,
+    trained parameters, padding, warm-up.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -411,12 +395,13 @@ def _proofs(result: dict[str, Any]) -> Any:
 
 
 def _print_profile(console: Any, result: dict[str, Any]) -> None:
+    """Print the time of each category and the longest kernels, for every arm with a profile."""
     from rich.markup import escape
     from rich.table import Table
 
     for arm_name, arm in result["arms"].items():
-        found = arm.get("profile")
-        if not found:
+        profile = arm.get("profile")
+        if not profile:
             continue
         table = Table(
             "where the time goes",
@@ -425,10 +410,10 @@ def _print_profile(console: Any, result: dict[str, Any]) -> None:
             title=escape(arm_name),
             title_justify="left",
         )
-        for kind, share in sorted(found["share"].items(), key=lambda item: -item[1]):
-            table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
+        for kind, share in sorted(profile["share"].items(), key=lambda item: -item[1]):
+            table.add_row(kind, f"{share:.1%}", f"{profile['milliseconds_a_step'][kind]:.2f}")
         longest = Table("kernel", "kind", "calls a step", "ms a step")
-        for kernel in found["kernels"][:15]:
+        for kernel in profile["kernels"][:15]:
             name = escape(kernel["name"][:70])
             calls = kernel["calls_a_step"]
             time = kernel["milliseconds_a_step"]

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 app = typer.Typer(name="data", no_args_is_help=True)
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-BAR = 96
-"""Characters that a whole pack is drawn with."""
+
+BAR_WIDTH = 96
+"""Characters of a full pack."""
 
 
 @app.callback()
@@ -181,7 +182,8 @@ def show(
 
 
 def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
-    """The rows to show, as training would read them; ``BadRow`` for those it would leave out.
+    """Return the rows to show, as training would read them; ``BadRow`` for those it would leave
+    out.
 
     Raises:
         ConfigurationError: ``skip`` skips all rows.
@@ -191,44 +193,46 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
     from chronicals.config import ConfigurationError
     from chronicals.data import BadRow, DataError, read_records
 
-    there = read_records(config.sources[0], config.seed)
-    left_out = sum(1 for _ in itertools.islice(there, skip))
-    read = list(itertools.islice(there, rows))
-    if not read and left_out:
-        raise ConfigurationError(f"skip={skip}: there are {left_out:,} rows in all; skip fewer")
-    if not read:
+    records = read_records(config.sources[0], config.seed)
+    skipped = sum(1 for _ in itertools.islice(records, skip))
+    shown = list(itertools.islice(records, rows))
+    if not shown and skipped:
+        raise ConfigurationError(f"skip={skip}: there are {skipped:,} rows in all; skip fewer")
+    if not shown:
         raise DataError("data: holds no rows; give a file with at least one")
-    for where, record in read:
+    for where, record in shown:
         if isinstance(record, BadRow) and not config.gate.get(record.rule):
             raise DataError(
                 f"{where}: {record.reason}; leave it out with --skip, or let it pass by the gate",
                 record.rule,
             )
-    return [record for _, record in read]
+    return [record for _, record in shown]
 
 
 def _answer(store: TokenStore, number: int) -> str:
-    """Which answer of its row a document is, and what it shares; nothing of a row with one."""
+    """Describe which answer of its row a document is, and what it shares; empty for a row with one
+    answer.
+    """
     from chronicals.data.kinds.preferences import SIDES
     from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 
     if store.items is None:
         return ""
-    side, label = (int(store.columns[name][number]) for name in (SIDE_COLUMN, LABEL_COLUMN))
-    names = (
-        SIDES if label < 0 else ("bad" if label == 0 else "good", "with the answer of another row")
-    )
-    before = int(store.before[number])
-    return f", {names[side]}" + (
-        f" (its prompt's first {before:,} tokens are shared)" if before else ""
-    )
+    side = int(store.columns[SIDE_COLUMN][number])
+    label = int(store.columns[LABEL_COLUMN][number])
+    judged = ("bad" if label == 0 else "good", "with the answer of another row")
+    name = SIDES[side] if label < 0 else judged[side]
+    shared = int(store.before[number])
+    remark = f" (its prompt's first {shared:,} tokens are shared)" if shared else ""
+    return f", {name}{remark}"
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
-    """A document's tokens as text, special tokens included, in spans of trained and other tokens.
+    """Return a document's tokens as text, special tokens included, in spans of trained and other
+    tokens.
 
     Args:
-        marks: put trained spans between ⟦ and ⟧, where colours are not shown.
+        marks: put trained spans between ⟦ and ⟧, for outputs without colours.
     """
     import numpy as np
     from rich.text import Text
@@ -236,17 +240,19 @@ def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> 
     text = Text()
     bounds = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     for start, end in itertools.pairwise(bounds):
-        before = tokenizer.decode(
-            ids[max(start - 1, 0) : start].tolist()
-        )  # a word's space is its token's, not the span's
-        span = tokenizer.decode(ids[max(start - 1, 0) : end].tolist())[len(before) :]
+        # The first token of a text may lose its leading space, so the one before is decoded, too.
+        first = max(start - 1, 0)
+        before = tokenizer.decode(ids[first:start].tolist())
+        span = tokenizer.decode(ids[first:end].tolist())[len(before) :]
         opening, closing = ("⟦", "⟧") if marks and trained[start] else ("", "")
         text.append(opening + span + closing, "bold green" if trained[start] else "dim")
     return text
 
 
 def packs(plan: PackPlan, store: TokenStore) -> list[Text]:
-    """A bar for each pack: its documents by row in alternating colours, and its padding in dots."""
+    """Return a bar for each pack: its documents by row in alternating colours, and its padding as
+    dots.
+    """
     from rich.text import Text
 
     bars = []
@@ -254,11 +260,11 @@ def packs(plan: PackPlan, store: TokenStore) -> list[Text]:
         used = int(store.lengths[pack].sum())
         bar = Text(f"pack {number} ")
         for place, document in enumerate(pack):
-            width = max(round(BAR * int(store.lengths[document]) / plan.max_seq_length), 3)
+            width = max(round(BAR_WIDTH * int(store.lengths[document]) / plan.max_seq_length), 3)
             bar.append(
                 f"{int(store.rows[document]) + 1}".center(width, "▁"),
                 f"black on {COLOURS[place % len(COLOURS)]}",
             )
-        bar.append("·" * round(BAR * (plan.max_seq_length - used) / plan.max_seq_length))
+        bar.append("·" * round(BAR_WIDTH * (plan.max_seq_length - used) / plan.max_seq_length))
         bars.append(bar.append(f" {used:,} of {plan.max_seq_length:,}"))
     return bars

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from chronicals.generation import Chat
 
-COMMANDS = {
+CHAT_COMMANDS = {
     "/reset": "forget the conversation; the system prompt stays",
     "/exit": "end, like Ctrl-D",
     "/help": "this list",
@@ -94,26 +94,27 @@ def generate(
 
 
 def _talk(chat: Chat, stream: bool, console: Console) -> bool:
-    """Answer typed lines until the input ends; returns whether the last question was answered."""
+    """Answer typed lines until the input ends. Returns whether the last question was answered."""
     from rich.markup import escape
 
-    turns = (
-        ""
-        if chat.trained.chats
-        else "each text is continued by itself: this model was not trained on chats; "
-    )
-    console.print(f"[dim]{turns}/help lists the commands, Ctrl-D ends[/]")
+    remark = ""
+    if not chat.trained.chats:
+        remark = "each text is continued by itself: this model was not trained on chats; "
+    console.print(f"[dim]{remark}/help lists the commands, Ctrl-D ends[/]")
     answered = True
-    while (typed := _typed(console)) not in (None, "/exit"):
+    while True:
+        typed = _typed(console)
+        if typed in (None, "/exit"):
+            return answered
         if typed == "/reset":
             chat.reset()
             console.print("[dim]the conversation begins anew[/]")
         elif typed == "/help":
-            for name, meaning in COMMANDS.items():
+            for name, meaning in CHAT_COMMANDS.items():
                 console.print(f"  {name:8}{meaning}", style="dim")
         elif typed and typed.startswith("/") and typed[1:].isalpha():
             console.print(
-                f"[yellow]{escape(typed)}: no such command; there are {', '.join(COMMANDS)}[/]"
+                f"[yellow]{escape(typed)}: no such command; there are {', '.join(CHAT_COMMANDS)}[/]"
             )
         elif typed:
             try:
@@ -129,11 +130,10 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
                     console.print(
                         "[dim]the conversation goes on without the question; /reset makes room[/]"
                     )
-    return answered
 
 
 def _typed(console: Console) -> str | None:
-    """The next typed line; None at the end of the input."""
+    """Return the next typed line; None at the end of the input."""
     try:
         return console.input("[bold]you[/] ").strip()
     except (EOFError, KeyboardInterrupt):

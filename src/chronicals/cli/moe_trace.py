@@ -68,7 +68,7 @@ def trace(
 def recipe_of(
     model: str, data: str, max_seq_length: int, batch_size: int, objective: str
 ) -> Recipe:
-    """How data are read."""
+    """Return the recipe by which data are read."""
     from chronicals.config import Recipe
 
     fields: dict[str, Any] = {
@@ -83,7 +83,7 @@ def recipe_of(
 def loaded_mixture(
     model: str, base_model: str | None, load_in_4bit: bool, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """The model, on the card if there is one, and its tokenizer.
+    """Load the model, onto the card if there is one, and its tokenizer.
 
     Raises:
         ValueError: it cannot be loaded, or is no mixture of experts.

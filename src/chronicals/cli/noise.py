@@ -1,8 +1,8 @@
-"""Warnings of libraries that a user cannot act on: out of sight while a command of ours runs, and
-kept in the run's folder.
+"""Warnings of libraries that a user cannot act on: hidden while a command of ours runs, and written
+to the run's folder.
 
-Nothing of this happens on an import: ``main`` alone collects, in its own process, and puts
-everything back.
+An import of this module changes nothing: only ``main`` collects, in its own process, and restores
+everything.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "transformers", "bitsandbytes", "triton")
 """Packages whose warnings are collected."""
 
-FILE = "log.txt"
-"""The file in a run's folder that they are written to."""
+LOG_FILE = "log.txt"
+"""File in a run's folder with the warnings."""
 
 ACTIONABLE = re.compile(
     r"CUDA initialization|driver|out of memory|newly initialized|HF_TOKEN|pip install",
     re.IGNORECASE,
 )
-"""What stands in a warning that its reader can do something about; it stays visible."""
+"""Words of warnings that their reader can do something about; these stay visible."""
 
-FROM_C = "(Triggered internally at"
-"""How torch ends a warning of its C++ code, for which Python names the caller's line."""
+FROM_CPP = "(Triggered internally at"
+"""End of a warning of torch's C++ code, for which Python names the caller's line."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Collected:
     """Warnings of libraries, in order.
 
     Attributes:
-        folder: of the run, where the command has one.
+        folder: of the run, if the command has one.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Collected:
             for line in self.lines:
                 logger.debug("%s", line.strip())
             return
-        file = self.folder / FILE
+        file = self.folder / LOG_FILE
         try:
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(self.lines)
@@ -85,12 +85,12 @@ class Collected:
 
 
 _current: Collected | None = None
-"""Of the command that runs in this process."""
+"""Warnings of the command that runs in this process."""
 
 
 def keep_in(folder: Path) -> None:
-    """Write the warnings that this process collects, where it does, to a run's folder when the
-    command ends.
+    """Let the warnings that this process collects, if it does, be written to a run's folder when
+    the command ends.
     """
     if _current is not None:
         _current.folder = folder
@@ -98,8 +98,8 @@ def keep_in(folder: Path) -> None:
 
 @contextmanager
 def collected() -> Iterator[Collected]:
-    """Within: warnings of ``LIBRARIES`` are collected instead of shown, both of Python's kind
-    and in logs.
+    """Collect warnings of ``LIBRARIES``, both Python's and those in logs, instead of showing them,
+    for the duration of the context.
     """
     global _current
     collecting = Collected()
@@ -129,29 +129,27 @@ def collected() -> Iterator[Collected]:
         else:
             call_handlers(self, record)
 
-    ours: Any = (
-        logging.Logger
-    )  # whose handlers come and go as libraries are imported: one place sees all records
+    # Handlers come and go as libraries are imported; the class sees the records of all loggers.
+    logger_class: Any = logging.Logger
     warnings.showwarning = show_or_collect
-    ours.callHandlers = handle_or_collect
+    logger_class.callHandlers = handle_or_collect
     _current = collecting
     try:
         yield collecting
     finally:
         warnings.showwarning = show
-        ours.callHandlers = call_handlers
+        logger_class.callHandlers = call_handlers
         _current = before
         collecting.close()
 
 
 def _issuer(text: str) -> str | None:
-    """Return the library whose code issued the warning that is shown now; None where it is
-    another's.
+    """Return the library that issued the warning shown now; None if it is none of ``LIBRARIES``.
 
-    The line that Python names may be the caller's, by ``stacklevel``: the first frame outside of
-    ``warnings`` is the issuer.
+    By ``stacklevel`` the line that Python names may be the caller's. The issuer is the first frame
+    outside of ``warnings``.
     """
-    if FROM_C in text:
+    if FROM_CPP in text:
         return "torch"
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "warnings"):

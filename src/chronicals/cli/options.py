@@ -1,5 +1,5 @@
-"""Every field of a recipe as a flag, made from the fields themselves: one home for names, types
-and help.
+"""Every field of a recipe as a flag, made from the fields themselves, which have the names, types
+and help texts.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from chronicals.config.headings import headings_of
 from chronicals.config.sections import SECTIONS, of_flags
 from chronicals.config.values import NAME, divided
 
-SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
+SETTING_FLAG = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
 
 OWN_HEADING = "This command"
+"""Heading, in a help text, of options that are no fields of a recipe."""
+
 NO_HEADING = "Other fields"
-"""Headings, in a help text, of options that are no fields of a recipe, and of fields without a
-heading.
-"""
+"""Heading of fields that have none of their own."""
 
-SOURCES = ("data", "validation_data")
-"""Fields whose texts are read by the field itself, for a file may have a comma in its name."""
+SOURCE_FLAGS = ("data", "validation_data")
+"""Fields that read their texts themselves, because the name of a file may have a comma."""
 
-NEGATIVE = re.compile(r"-[.\d].*")
-"""A value and no flag, though it begins as one."""
+NEGATIVE_NUMBER = re.compile(r"-[.\d].*")
+"""A value that begins like a flag."""
 
-IN_YAML = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
-"""Numbers that a recipe writes otherwise than Python."""
+YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+"""Numbers as YAML writes them, and as Python does."""
 
-SHORT = {"--teacher": "--distill.teacher"}
+SHORT_FLAGS = {"--teacher": "--distill.teacher"}
 """Settings that have a flag without their section."""
 
 
@@ -57,12 +57,11 @@ class Command(TyperCommand):
     """
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Put ``--help`` beside the command's own options, where these have a heading."""
-        option = super().get_help_option(ctx)
-        if option is not None and any(
-            getattr(each, "rich_help_panel", None) == OWN_HEADING for each in self.params
-        ):
-            vars(option)["rich_help_panel"] = OWN_HEADING
+        """Put ``--help`` beside the command's own options, if these have a heading."""
+        option: Any = super().get_help_option(ctx)
+        panels = [getattr(parameter, "rich_help_panel", None) for parameter in self.params]
+        if option is not None and OWN_HEADING in panels:
+            option.rich_help_panel = OWN_HEADING
         return option
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -72,9 +71,8 @@ class Command(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 usual = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(
-                    record
-                )
+                title = getattr(param, "rich_help_panel", None) or usual
+                sections.setdefault(title, []).append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -83,18 +81,15 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         switches = {p.name: bool(getattr(p, "is_flag", False)) for p in self.params if p.name}
         wording.begin(switches)
-        given = _with_settings(args) if SECTIONS in switches else list(args)
+        words = _with_settings(args) if SECTIONS in switches else list(args)
         try:
-            rest = super().parse_args(ctx, list(given))
-        except Exception as error:
+            rest = super().parse_args(ctx, list(words))
+        except Exception as caught:
+            error: Any = caught
             option = getattr(error, "option_name", None)
-            if (
-                type(error).__name__ != "NoSuchOption" or option is None
-            ):  # a class that typer does not export
-                raise
-            vars(error).update(
-                message=_no_such_option(option, args, list(switches)), possibilities=None
-            )
+            if type(error).__name__ == "NoSuchOption" and option:  # typer does not export the class
+                error.message = _no_such_option(option, args, list(switches))
+                error.possibilities = None
             raise
         fields = {field.name for field in dataclasses.fields(Recipe)}
         as_flags = {
@@ -102,57 +97,51 @@ class Command(TyperCommand):
             for p in switches
             if p not in fields or str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")
         }
-        wording.begin(switches, ctx.params.get("recipe") is not None, as_flags | _settings(given))
+        for option, value in itertools.pairwise(words):
+            if option == flag(SECTIONS):
+                as_flags.add(value.partition("=")[0])
+        wording.begin(switches, ctx.params.get("recipe") is not None, as_flags)
         return rest
 
 
 def _with_settings(args: list[str]) -> list[str]:
-    """``args`` with ``--dpo.beta 0.1`` as the option that it is: ``--sections dpo.beta=0.1``."""
-    found = []
+    """Return ``args`` with ``--dpo.beta 0.1`` as ``--sections dpo.beta=0.1``."""
+    words = []
     rest = iter(args)
     for arg in rest:
         word, sign, value = arg.partition("=")
-        arg = SHORT.get(word, word) + sign + value
-        if not SETTING.match(arg):
-            found.append(arg)
+        arg = SHORT_FLAGS.get(word, word) + sign + value
+        if not SETTING_FLAG.match(arg):
+            words.append(arg)
             continue
         name, sign, value = arg.removeprefix("--").partition("=")
         section, _, setting = name.partition(".")
-        if not sign and (value := next(rest, "--")).startswith("--"):
-            raise typer.BadParameter(f"Option {arg!r} requires an argument.")
-        found += [flag(SECTIONS), f"{section}.{setting.replace('-', '_')}={value}"]
-    return found
-
-
-def _settings(args: list[str]) -> set[str]:
-    """Names of the settings, ``dpo.beta``, that ``_with_settings`` found."""
-    return {
-        value.partition("=")[0]
-        for option, value in itertools.pairwise(args)
-        if option == flag(SECTIONS)
-    }
+        if not sign:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise typer.BadParameter(f"Option {arg!r} requires an argument.")
+        words += [flag(SECTIONS), f"{section}.{setting.replace('-', '_')}={value}"]
+    return words
 
 
 def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
-    name = option.lstrip("-").replace("-", "_")
-    after = [*args, "-"][args.index(option) + 1] if option in args else ""
-    joined = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
-    text = joined or ("" if after.startswith("-") and not NEGATIVE.fullmatch(after) else after)
-    meant = suggestion(name, _as_in_yaml(text) if text else NOT_SHOWN, fields)
+    """Return the message on an option that there is not, with ours for that of another trainer."""
+    text = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
+    if not text and option in args:
+        text = [*args, "-"][args.index(option) + 1]
+        if text.startswith("-") and not NEGATIVE_NUMBER.fullmatch(text):
+            text = ""
+    value: Any = NOT_SHOWN
+    if text:  # the value that a recipe would have, but a number as it was typed
+        value = next(iter(of_flags([f"flag.value={text}"])["flag"].values()))
+        value = text if value is None or isinstance(value, float) else value
+    meant = suggestion(option.lstrip("-").replace("-", "_"), value, fields)
     return f"No such option: {option}" + (f"; {wording.in_users_form(meant)}" if meant else "")
 
 
-def _as_in_yaml(text: str) -> Any:
-    """Return the value that a recipe would have: a switch, a number or the text."""
-    value = next(iter(of_flags([f"flag.value={text}"])["flag"].values()))
-    return (
-        text if value is None or isinstance(value, float) else value
-    )  # a number is shown as it was typed
-
-
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``; those
-    given arrive in it.
+    """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``. The command
+    gets the fields that were set.
     """
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     required, others = _field_options()
@@ -209,15 +198,15 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def _put_under_a_heading(annotation: Any) -> None:
-    """Set the help panel of a command's own option, which stands after the model and the data."""
+    """Put a command's own option under its heading, after the model and the data."""
     for about in typing.get_args(annotation):
         if isinstance(about, typer.models.OptionInfo) and about.rich_help_panel is None:
             about.rich_help_panel = OWN_HEADING
 
 
 def make_room_for(output: Path | None) -> None:
-    """Make the folder of a file that is written when the work is done, and see before it that this
-    can be.
+    """Make the folder of a file that is written when the work is done, and check before the work
+    that the file can be written.
 
     Raises:
         ConfigurationError: it cannot be written there.
@@ -241,7 +230,7 @@ def fields_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in flags.items():
         if name == SECTIONS and value:
             fields[name] = of_flags(value)
-        elif isinstance(value, list) and name not in SOURCES and value:
+        elif isinstance(value, list) and name not in SOURCE_FLAGS and value:
             fields[name] = _one_text(hints[name], values_of(name, value))
         elif value not in (None, []):
             fields[name] = value
@@ -264,13 +253,13 @@ def values_of(option: str, texts: Sequence[str]) -> list[str]:
 
 
 def _one_text(hint: Any, values: list[str]) -> Any:
-    """Return one value as a text where its field takes one and it is no name: a pattern,
+    """Return a single value as a text, if its field takes one and it is no name: a pattern, or
     ``all-linear``.
     """
     takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
-    return (
-        values[0] if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]) else values
-    )
+    if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]):
+        return values[0]
+    return values
 
 
 def _help(field: dataclasses.Field, hint: Any) -> str:
@@ -279,10 +268,10 @@ def _help(field: dataclasses.Field, hint: Any) -> str:
         about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
     )
     required = _is_required(field)
-    text = wording.Wording({name.name: False for name in dataclasses.fields(Recipe)})(
-        about.description or field.name
-    )
-    if choices := objective_names() if field.name == "objective" else _choices(hint):
+    in_words = wording.Wording({other.name: False for other in dataclasses.fields(Recipe)})
+    text = in_words(about.description or field.name)
+    choices = objective_names() if field.name == "objective" else _choices(hint)
+    if choices:
         text += f"; choices: {', '.join(choices)}"
     if isinstance(default, list):
         default = ", ".join(default)
@@ -290,15 +279,15 @@ def _help(field: dataclasses.Field, hint: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """The words that a field takes, one or several of them; none where it takes others."""
+    """Return the words that a field takes, one or several of them; empty if it takes others."""
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     return [choice for part in typing.get_args(hint) for choice in _choices(part)]
 
 
 def _parsed_as(name: str, number: Any) -> dict[str, Any]:
-    """What an option needs to take a number as a recipe does: ``.inf``, and ``auto`` where its
-    field takes that.
+    """Return arguments of an option that takes a number as a recipe does: ``.inf``, and ``auto``
+    if its field takes that.
     """
     decided = name in DECIDED
     if number is not float and not (decided and number is int):
@@ -309,7 +298,7 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
         if decided and text == AUTO:
             return text
         try:
-            return number(IN_YAML.get(text.lower(), text))
+            return number(YAML_NUMBERS.get(text.lower(), text))
         except ValueError:
             raise typer.BadParameter(
                 f"{text!r} is neither {word} nor {AUTO}." if decided else f"{text!r} is not {word}."
@@ -322,8 +311,9 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
 
 
 def _flag_type(annotation: Any) -> Any:
-    """The type a flag of this annotation takes: limits are the configuration's business, lists and
-    ``name=value`` may be repeated."""
+    """Return the type of a field's flag. The configuration checks limits; flags of lists and of
+    ``name=value`` may be repeated.
+    """
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
@@ -337,12 +327,12 @@ def _flag_type(annotation: Any) -> Any:
 
 
 def without_option(args: Sequence[str], name: str) -> list[str]:
-    """``args`` without an option that has a value: ``--name value`` or ``--name=value``."""
-    found = []
+    """Return ``args`` without an option and its value: ``--name value`` or ``--name=value``."""
+    others = []
     rest = iter(args)
     for arg in rest:
         if arg == name:
             next(rest, None)
         elif not arg.startswith(f"{name}="):
-            found.append(arg)
-    return found
+            others.append(arg)
+    return others

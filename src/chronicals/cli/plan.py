@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 GIGA = 1e9
 
-WIDE = 120
-"""Columns that the table needs."""
+TABLE_COLUMNS = 120
+"""Terminal columns that the table needs."""
 
 
 @with_recipe_flags
@@ -73,16 +73,16 @@ def plan(
     if config.quantization is not None:
         quantise_layers(model)
     attach_adapters(model, config, None)
-    found = [planned(model, config, count, machines) for count in _counts(gpus)]
+    plans = [planned(model, config, count, machines) for count in _counts(gpus)]
     if as_json:
-        print(to_json([one.to_dict() for one in found], indent=2))  # noqa: T201
+        print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
-        _show(found, machines, uncounted)
+        _show(plans, machines, uncounted)
 
 
 def _base_of(given: Recipe) -> str | Path:
-    """Where the model is that ``given`` names, or that its adapter is over: adapters are counted
-    as new ones.
+    """Return the folder or hub name of the model, or of the base if an adapter is named. Adapters
+    are counted as new ones.
     """
     from chronicals.config import ConfigurationError
     from chronicals.saving import SavedModel
@@ -104,6 +104,7 @@ def _base_of(given: Recipe) -> str | Path:
 
 
 def _counts(texts: Sequence[str]) -> list[int]:
+    """Return the numbers of cards of ``--gpus``."""
     from chronicals.config import ConfigurationError
 
     parts = values_of("gpus", texts)
@@ -114,22 +115,22 @@ def _counts(texts: Sequence[str]) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show(found: list[Plan], machines: Machines, uncounted: str | None) -> None:
-    """Print the table, and under it what it assumes.
+def _show(plans: list[Plan], machines: Machines, uncounted: str | None) -> None:
+    """Print the table, and its assumptions below it.
 
     Args:
-        uncounted: what the objective has that is not counted.
+        uncounted: costs of the objective that are not counted, in words.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=max(Console().width, WIDE))
-    some_stay = any(one.stay for one in found)
+    console = Console(width=max(Console().width, TABLE_COLUMNS))
+    some_stay = any(one.stay for one in plans)
     layers = ("layers again", "layers stay") if some_stay else ("layers again",)
     times = ("computing", "waiting", "slowed", "efficiency", "tokens/s")
     table = Table("cards", "GB held", *layers, "GB sent", *times, box=box.SIMPLE)
-    for one in found:
+    for one in plans:
         counts = (one.recomputed, one.stay) if some_stay else (one.recomputed,)
         table.add_row(
             f"{one.gpus:,}",
@@ -144,7 +145,7 @@ def _show(found: list[Plan], machines: Machines, uncounted: str | None) -> None:
         )
     console.print(table)
     divided = ", ".join(
-        f"{one.gpus:,}" for one in found if one.sharding == "weights" and one.gpus > 1
+        f"{one.gpus:,}" for one in plans if one.sharding == "weights" and one.gpus > 1
     )
     beside = f", but divided where there are {divided}" if divided else ""
     console.print(

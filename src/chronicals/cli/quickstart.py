@@ -48,11 +48,10 @@ def quickstart(
         shutil.rmtree(folder)
     keep_in(folder)
     with _to_be_started_again(folder):
-        done, preferences = (
-            run_preferences(folder, seed)
-            if objective == "dpo"
-            else (run_quickstart(folder, seed), None)
-        )
+        if objective == "dpo":
+            done, preferences = run_preferences(folder, seed)
+        else:
+            done, preferences = run_quickstart(folder, seed), None
     table = Table(
         "held out",
         "before",
@@ -111,8 +110,8 @@ def quickstart(
 
 @contextmanager
 def _to_be_started_again(folder: Path) -> Iterator[None]:
-    """Within: what stops a run says to start quickstart again, for there is no recipe by which a
-    run goes on.
+    """Let errors that stop a run say to start quickstart again, because it has no recipe to resume
+    from.
     """
     from chronicals.training.errors import Interrupted, TrainingError
     from chronicals.training.resume import how_to_resume
@@ -129,8 +128,8 @@ def _to_be_started_again(folder: Path) -> Iterator[None]:
 
 
 def _require_ours(folder: Path) -> None:
-    """Raises ConfigurationError where the folder holds anything that neither a quickstart nor an
-    export of its model wrote.
+    """Raise ConfigurationError if the folder has files that neither a quickstart nor an export of
+    its model wrote.
     """
     from chronicals.config import ConfigurationError
     from chronicals.export.workspace import EXPORTS, files_of_others

@@ -77,7 +77,7 @@ def train(
 
         become_launcher(nproc, without_option(sys.argv[1:], "--nproc"))
 
-    from chronicals.cli.beforehand import compile_attention, compile_data_functions
+    from chronicals.cli.precompile import compile_attention, compile_data_functions
     from chronicals.config import Recipe
 
     if resume:
@@ -100,7 +100,7 @@ def train(
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.loading import load_to_train
 
-    build_objective(config)  # its settings are wrong before anything is loaded, or not at all
+    build_objective(config)  # raises before anything is loaded if its settings are wrong
     ranks = Mesh.current()
     console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.writer)
     saved = SavedModel.find(plan.model, plan.base_model)
@@ -127,8 +127,8 @@ def train(
 
 
 def _put_back_earlier_run(flags: Mapping[str, Any]) -> None:
-    """Where the process that was to replace a run was killed too early, that run is what there
-    is to go on with.
+    """Restore the earlier run, if the process that was to replace it was killed before its first
+    checkpoint.
     """
     from chronicals.config import ChronicalsConfig
 
@@ -141,7 +141,7 @@ def _put_back_earlier_run(flags: Mapping[str, Any]) -> None:
 
 
 def _ledger(ledger: Ledger) -> Table:
-    """Rows of a data set by kind, and what becomes of them."""
+    """Return a table of the rows of a data set by kind, and of what becomes of them."""
     from rich import box
     from rich.table import Table
 
@@ -166,9 +166,7 @@ def _check_data(
     resume: bool | Path,
     console: Console,
 ) -> None:
-    """Report on the data and the length of the run; the reports of a run that is there are left
-    as they are.
-    """
+    """Report on the data and the length of the run. Reports of an earlier run are left as they are."""
     from rich.console import Console
     from rich.markup import escape
 

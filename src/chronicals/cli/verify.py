@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from chronicals.verification import Verification
 
-SHOWN = 15
-"""Modules in the table; the JSON has all of them."""
+TABLE_ROWS = 15
+"""Modules and failures that are printed; the JSON has all of them."""
 
 
 @with_recipe_flags
@@ -40,15 +40,15 @@ def verify(
     `chronicals verify --model MODEL --data your.jsonl` takes what `train` takes, and writes no
     model.
 
-    The first steps of the run are computed three times from the same weights: as `train` would, by
-        plain transformers in fp32
-    (eager attention, no packing, no accumulation), and by plain transformers in the run's own
-    dtype. The loss of each step and the gradient and update of each module may be at most 1.5 times
-    as far from fp32 as the third is. The update must be that of torch's AdamW for the run's own
-    gradients, apart from roundings in fp32, and the learning rate of every step of the whole run
-    that of its schedule. Over a base in 4 bits, transformers with bitsandbytes and PEFT is a fourth
-    arm, where they are installed, whose weights must be those of the run. The last line is the
-    verdict; exit code 1 if one of these fails, or if something that should be trained is not.
+    The first steps of the run are computed three times from the same weights: as `train` would,
+    by plain transformers in fp32 (eager attention, no packing, no accumulation), and by plain
+    transformers in the run's own dtype. The loss of each step and the gradient and update of
+    each module may be at most 1.5 times as far from fp32 as the third is. The update must be
+    that of torch's AdamW for the run's own gradients, apart from roundings in fp32, and the
+    learning rate of every step of the whole run that of its schedule. Over a base in 4 bits,
+    transformers with bitsandbytes and PEFT is a fourth arm, where they are installed, whose
+    weights must be those of the run. The last line is the verdict; exit code 1 if one of these
+    fails, or if something that should be trained is not.
     """
     from chronicals.config import Recipe
 
@@ -70,13 +70,13 @@ def verify(
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
-    given = (
+    model = OBJECTIVES[config.objective].load(
+        saved,
         DTYPES[config.mixed_precision],
         plan.trust_remote_code,
         config.quantization,
         watcher(config),
     )
-    model = OBJECTIVES[config.objective].load(saved, *given)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in all arms", total=steps)
         found = compare(
@@ -113,9 +113,8 @@ def _show(found: Verification, console: Console) -> None:
         if beside
         else {}
     )
-    modules = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0
-    )  # leaves the most columns for names
+    # Without padding, most columns are left for names.
+    modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     modules.add_column("module", overflow="fold")
     for name in (
         "of",
@@ -129,7 +128,7 @@ def _show(found: Verification, console: Console) -> None:
     ):
         modules.add_column(name, no_wrap=True)
     rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.ratio)
-    for deviation in rows[:SHOWN]:
+    for deviation in rows[:TABLE_ROWS]:
         modules.add_row(
             deviation.module,
             deviation.quantity,
@@ -142,9 +141,9 @@ def _show(found: Verification, console: Console) -> None:
             "[green]ok[/]" if deviation.ratio <= 1 else "[bold red]differs[/]",
         )
     console.print(losses, "", modules)
-    if len(rows) > SHOWN:
+    if len(rows) > TABLE_ROWS:
         console.print(
-            f"… and {len(rows) - SHOWN} more rows, each further inside what it is allowed"
+            f"… and {len(rows) - TABLE_ROWS} more rows, each further inside what it is allowed"
         )
     if beside and beside.gradients:
         median = [
@@ -155,11 +154,11 @@ def _show(found: Verification, console: Console) -> None:
         console.print(f"{words} {median[1]:.1e}, ours {median[0]:.1e}", soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
-    for failure in found.failures[:SHOWN]:
+    for failure in found.failures[:TABLE_ROWS]:
         console.print(f"[bold red]failed[/] {escape(failure)}", soft_wrap=True)
-    if len(found.failures) > SHOWN:
+    if len(found.failures) > TABLE_ROWS:
         console.print(
-            f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON of --output"
+            f"[bold red]failed[/] and {len(found.failures) - TABLE_ROWS} more, in the JSON of --output"
         )
     worst = max((row.ratio for row in rows), default=0.0)
     summary = f"{len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed"

@@ -18,26 +18,25 @@ from typing import Any
 from chronicals.config.values import undivided
 
 TO_RESUME = re.compile(r"""train\(\.\.\., resume=True\) and output_dir=('[^'\n]*'|"[^"\n]*")""")
-"""How a run in Python goes on."""
+"""The remedy in messages of Python runs that can be resumed."""
 
 WITHOUT_FLAG = ("columns",)
-"""Fields that stand in a recipe where the command has no flag for them."""
+"""Fields that are in a recipe if the command has no flag for them."""
 
 VALUE = r"""'[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[\w.+-]*\w"""
-"""What a value looks like in a message: a literal of Python, or a word."""
+"""Pattern of a value in a message: a literal of Python, or a word."""
 
-
-SETTING = re.compile(r"(?<![\w./'\"-])([a-z]\w*)=(\{'\w+': [^}\n]*\})")
-"""What settings of an objective look like in a message."""
+SETTINGS_IN_TEXT = re.compile(r"(?<![\w./'\"-])([a-z]\w*)=(\{'\w+': [^}\n]*\})")
+"""Pattern of an objective's settings in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """How the fields of one command are named.
+    """Translation of field names in messages to those that the user of one command wrote.
 
     Attributes:
-        switches: the fields, and whether each is a flag without a value.
-        in_recipe: whether a recipe was given.
+        switches: the fields; True for a flag without a value.
+        in_recipe: True if a recipe was given.
         as_flags: fields that were given as flags beside it, and options that are no fields.
     """
 
@@ -46,34 +45,39 @@ class Wording:
     as_flags: Collection[str] = ()
 
     def __call__(self, text: str) -> str:
-        """``text`` with each field that it names, and the value beside it, in the user's form."""
+        """Return ``text`` with each field that it names, and its value, in the user's form."""
         if not self.switches:
             return text
+        resume = "chronicals train --resume --output-dir"
         text = TO_RESUME.sub(
-            lambda found: (
-                f"chronicals train --resume --output-dir {shlex.quote(_value_of(found[1]))}"
-            ),
+            lambda match: f"{resume} {shlex.quote(_value_of(match[1]))}",
             text,
         )
-        name = "|".join(sorted([*self.switches, *WITHOUT_FLAG], key=len, reverse=True))
-        distinct = (
-            "|".join(sorted((name for name in self.switches if "_" in name), key=len, reverse=True))
-            or "(?!)"
-        )
+        # Longer names come first: a pattern takes the first alternative that matches.
+        names = sorted([*self.switches, *WITHOUT_FLAG], key=len, reverse=True)
+        any_name = "|".join(names)
         text = re.sub(
-            rf"(?<![\w./'\"-])({name})=({VALUE})",
-            lambda found: self._with_value(found[1], found[2]),
+            rf"(?<![\w./'\"-])({any_name})=({VALUE})",
+            lambda match: self._with_value(match[1], match[2]),
             text,
         )
-        text = SETTING.sub(lambda found: self._setting(found[1], found[2]), text)
+        text = SETTINGS_IN_TEXT.sub(lambda match: self._setting(match[1], match[2]), text)
         text = re.sub(
-            rf"(?m)(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text
+            rf"(?m)(?:^|(?<=; ))({any_name})(?=: )",
+            lambda match: flag(match[1]) if self._is_flag(match[1]) else match[1],
+            text,
         )
-        bare = rf"(?<![\w./='\"-])({distinct})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({distinct})'"
-        return re.sub(bare, lambda found: self._bare(found[1] or found[2], found[0]), text)
+        # Names of one word are words of English, too; those with an underscore are fields.
+        distinct = [name for name in names if "_" in name and name in self.switches]
+        bare = "|".join(distinct) or "(?!)"
+        return re.sub(
+            rf"(?<![\w./='\"-])({bare})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({bare})'",
+            lambda match: self._bare(match[1] or match[2], match[0]),
+            text,
+        )
 
     def _setting(self, section: str, text: str) -> str:
-        """``dpo={'beta': 0.1}``, settings of an objective, as flags or as lines of a recipe."""
+        """Return ``dpo={'beta': 0.1}``, settings of an objective, as flags or as lines of a recipe."""
         settings = _value_of(text)
         if section in self.switches or not isinstance(settings, dict):
             return f"{section}={text}"
@@ -87,13 +91,11 @@ class Wording:
     def _is_flag(self, name: str) -> bool:
         return name in self.switches and (not self.in_recipe or name in self.as_flags)
 
-    def _named(self, name: str) -> str:
-        return flag(name) if self._is_flag(name) else name
-
-    def _bare(self, name: str, as_it_is: str) -> str:
-        return flag(name) if self._is_flag(name) else as_it_is
+    def _bare(self, name: str, unchanged: str) -> str:
+        return flag(name) if self._is_flag(name) else unchanged
 
     def _with_value(self, name: str, text: str) -> str:
+        """Return ``name=value`` as a flag or as a line of a recipe."""
         value = _value_of(text)
         if value == text and text[0] in "[{":
             return f"{name}={text}"
@@ -139,23 +141,24 @@ def _in_yaml(value: Any) -> str:
 
 
 current = Wording({})
-"""Of the command that runs."""
+"""Wording of the command that runs."""
 
 
 def begin(
     switches: Mapping[str, bool], in_recipe: bool = False, as_flags: Collection[str] = ()
 ) -> None:
-    """From here on ``in_users_form`` speaks to the user of this command."""
+    """Set the wording of ``in_users_form`` to that of a command. For arguments see ``Wording``."""
     global current
     current = Wording(switches, in_recipe, as_flags)
 
 
 def in_users_form(text: str) -> str:
+    """Return a message with the fields it names in the form that the user gave them in."""
     return current(text)
 
 
 class LogFormatter(logging.Formatter):
-    """Log lines in the user's form."""
+    """Formatter of log lines in the user's form."""
 
     def format(self, record: logging.LogRecord) -> str:
         return in_users_form(super().format(record))

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.foreign import OURS, no_such_field, own_value
+from chronicals.config.foreign import OUR_NAMES, no_such_field, own_value
 from chronicals.config.headings import Heading
 from chronicals.config.sections import SECTIONS, gathered, merged
 from chronicals.config.values import (
@@ -41,11 +41,11 @@ from chronicals.config.values import (
 IMPLIED = ("quantization", "use_lora", "lora_dropout")
 """Fields that others may set where they were left out."""
 
-OF_SOURCES = "data_source"
-"""Kind of an error that says by itself, a line each, what is wrong in entries of data."""
+SOURCE_ERROR = "data_source"
+"""Kind of an error whose lines say what is wrong in each entry of data."""
 
-ENTRIES = ("gate", "columns")
-"""Fields of named entries, whose name a message has beside the field's."""
+NAMED_ENTRIES = ("gate", "columns")
+"""Fields of named entries. A message has the name of the entry, too."""
 
 
 def explain(
@@ -54,12 +54,12 @@ def explain(
     given: Mapping[str, Any] | None = None,
     unknown: Callable[..., str] = no_such_field,
 ) -> ConfigurationError:
-    """Return all that is wrong, a line each: the field, the value it was given, what is allowed,
-    and what to write instead.
+    """Return an error with a line for each mistake: the field, its value, what is allowed, and what
+    to write instead.
 
     Args:
         given: the fields that were passed.
-        unknown: says what to do about a field that there is not.
+        unknown: returns the line on a field that does not exist.
     """
     given = given or {}
     known = [field.name for field in dataclasses.fields(cls)]
@@ -67,16 +67,13 @@ def explain(
     for detail in error.errors():
         name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
         if detail["type"] == "missing":
-            lines += (
-                [] if any(OURS.get(theirs) == name for theirs in given) else [_missing(name, given)]
-            )
+            if not any(OUR_NAMES.get(theirs) == name for theirs in given):
+                lines.append(_missing(name, given))
         elif detail["type"] == "unexpected_keyword_argument":
-            lines.append(
-                _accepted(
-                    cls, name, detail["input"], unknown(name, detail["input"], known, given), given
-                )
-            )
-        elif detail["type"] == OF_SOURCES:
+            value = detail["input"]
+            line = unknown(name, value, known, given)
+            lines.append(_accepted(cls, name, value, line, given))
+        elif detail["type"] == SOURCE_ERROR:
             shown = "" if isinstance(detail["input"], (list, Mapping)) else f"={detail['input']!r}"
             lines += [f"{name}{shown}: {line}" for line in detail["msg"].splitlines()]
         else:
@@ -85,6 +82,7 @@ def explain(
 
 
 def _missing(name: str, given: Mapping[str, Any]) -> str:
+    """Return the line on a required field that was not passed."""
     line = f"{name}: required, and was not given"
     if name == "model" and given.get("base_model") is not None:
         meant = (
@@ -96,10 +94,10 @@ def _missing(name: str, given: Mapping[str, Any]) -> str:
 
 
 def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, Any]) -> str:
-    """Return the line on a field that has another name here, or one on the value where our field
-    does not take it.
+    """Return the line on a field that has another name here, or on its value if our field does not
+    take that.
     """
-    ours = OURS.get(name, "")
+    ours = OUR_NAMES.get(name, "")
     if f"; use {ours}={value!r}" not in line:
         return line
     field = cls.__pydantic_fields__[ours]  # type: ignore[attr-defined]
@@ -115,10 +113,10 @@ def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, A
 
 def _wrong(name: str, detail: Any, given: Mapping[str, Any]) -> str:
     """Return the line on a value that is not taken."""
-    inside = (
-        [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
-    )
-    line = f"{': '.join([name, *inside])}={detail['input']!r}: {detail['msg']}"
+    path = [name]
+    if name in NAMED_ENTRIES:
+        path += [part for part in detail["loc"][1:] if isinstance(part, str)]
+    line = f"{': '.join(path)}={detail['input']!r}: {detail['msg']}"
     if detail["type"] == FOREIGN:
         return line
     if detail["input"] is None:
@@ -134,8 +132,10 @@ STRICT = pydantic.ConfigDict(extra="forbid", validate_default=True)
 
 
 def configuration(cls: T) -> T:
-    """A checked dataclass whose errors are ConfigurationErrors, and which knows the fields that
-    were set: those that were given, unless as ``auto``."""
+    """Decorate a checked dataclass, so that its errors are ConfigurationErrors and its attribute
+    ``explicit`` has the names of the fields that were set: those passed with a value other than
+    ``auto``.
+    """
     checked: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {field.name for field in dataclasses.fields(cls)}
 
@@ -150,7 +150,7 @@ def configuration(cls: T) -> T:
             checked(self, **fields)
         except pydantic.ValidationError as error:
             raise explain(cls, error, fields) from None
-        vars(self)["explicit"] = frozenset(fields)
+        object.__setattr__(self, "explicit", frozenset(fields))
         self.check()
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -257,17 +257,17 @@ def raise_together(*checks: Callable[[], None]) -> None:
 
 
 MERGE = "tag:yaml.org,2002:merge"
-"""Of ``<<``, which may stand several times."""
+"""Tag of the key ``<<``, which may occur several times."""
 
 
 class _EachOnce(yaml.SafeLoader):
-    """YAML in which no field may stand twice, the first of which would be lost."""
+    """Loader of YAML that refuses a field which occurs twice, because the first would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
-        for key in (
-            key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE
-        ):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key.value} stands twice; keep one", key.start_mark
@@ -276,36 +276,38 @@ class _EachOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-EITHER = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
+EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
 """Pairs of fields of which a run has one."""
 
 
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` under ``others``, which win, setting by setting in sections: what can be said
-    in one of two ways (``EITHER``) is not said in both."""
-    kept = dict(fields)
-    if SECTIONS in kept and SECTIONS in others:
-        others = {**others, SECTIONS: merged(kept[SECTIONS], others[SECTIONS])}
-    for name, other in (*EITHER, *((other, name) for name, other in EITHER)):
-        if others.get(name) not in (None, AUTO):
-            kept.pop(other, None)
-    return {**kept, **others}
+    """Return ``fields`` overridden by ``others``, setting by setting in sections. If ``others`` have
+    one field of an exclusive pair, ``fields`` lose the other one.
+    """
+    result = dict(fields)
+    if SECTIONS in result and SECTIONS in others:
+        others = {**others, SECTIONS: merged(result[SECTIONS], others[SECTIONS])}
+    for first, second in EXCLUSIVE_PAIRS:
+        if others.get(first) not in (None, AUTO):
+            result.pop(second, None)
+        if others.get(second) not in (None, AUTO):
+            result.pop(first, None)
+    return {**result, **others}
 
 
 @configuration
 @dataclass(kw_only=True, config=STRICT)
 class ChronicalsConfig:
-    """What a training run does, apart from its model and data.
+    """Configuration of a training run, apart from its model and data.
 
     The ``use_*`` switches that are on by default *permit*: card, model and memory decide what runs,
-        and the first
-    lines of the log say what and why. A switch that was set and cannot be honoured raises. Fields
-    whose default depends on something (``DECIDED``) also take ``"auto"``, which leaves the decision
-    to the run, as leaving them out does.
+    and the first lines of the log say what and why. A switch that was set and cannot be honoured
+    raises. Fields whose default depends on something (``DECIDED``) also take ``"auto"``, which
+    leaves the decision to the run, as leaving them out does.
 
-    To assign to a field is to pass it: the value and what it must agree with are checked at once,
-        and what is refused changes
-    nothing. Fields that agree only together are changed together, by ``replace``.
+    Assigning to a field is the same as passing it: the value and the fields it must agree with are
+    checked at once, and a refused value changes nothing. Fields that agree only together are
+    changed together, by ``replace``.
 
     Raises:
         ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in
@@ -663,14 +665,14 @@ class ChronicalsConfig:
     """Names of the fields that were set."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As if the field had been passed."""
+        """Set a field as if it had been passed: the value is checked and becomes explicit."""
         changed = self.replace(**{name: value})
         name = name if hasattr(changed, name) else SECTIONS
-        implied = {other: getattr(changed, other) for other in IMPLIED}
-        vars(self).update({name: getattr(changed, name), "explicit": changed.explicit, **implied})
+        for changed_name in (name, "explicit", *IMPLIED):
+            object.__setattr__(self, changed_name, getattr(changed, changed_name))
 
     def check(self) -> None:
-        """Check what concerns more than one field; all that is wrong is told at once."""
+        """Check rules that concern more than one field. One error has all mistakes."""
         raise_together(
             self._check_length,
             self._check_dora,
@@ -750,7 +752,7 @@ class ChronicalsConfig:
                 )
             return
         if "lora_dropout" not in self.explicit:
-            vars(self)["lora_dropout"] = 0.0
+            object.__setattr__(self, "lora_dropout", 0.0)
         for name, is_set in (
             ("lora_dropout", self.lora_dropout > 0),
             ("use_dora", self.use_dora),
@@ -776,11 +778,11 @@ class ChronicalsConfig:
                 "contradict; keep one"
             )
         if self.load_in_4bit:
-            vars(self)["quantization"] = "nf4"
+            object.__setattr__(self, "quantization", "nf4")
         if self.quantization is None:
             return
         if "use_lora" not in self.explicit:
-            vars(self)["use_lora"] = True
+            object.__setattr__(self, "use_lora", True)
         said = f"quantization={self.quantization!r}"
         if not self.use_lora:
             raise ConfigurationError(
@@ -835,14 +837,12 @@ class ChronicalsConfig:
 
     @property
     def epochs(self) -> int | None:
-        """Passes over the data: one where neither they nor steps were given, None where steps
-        were.
-        """
+        """Passes over the data; one by default, None if the number of steps is set."""
         return None if self.max_steps is not None else self.num_epochs or 1
 
     @property
     def trained_tokens(self) -> TrainOn:
-        """``train_on``, or what the objective has by default."""
+        """``train_on``, or the default of the objective."""
         return self.train_on or ("all" if self.objective == "pretraining" else "answers")
 
     @property
@@ -857,44 +857,41 @@ class ChronicalsConfig:
         )
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values; what was explicit stays so."""
-        kept = {name: getattr(self, name) for name in self.explicit}
-        return type(self)(**{**kept, **changes})
+        """Return a copy with other values, which become explicit beside those that are."""
+        explicit = {name: getattr(self, name) for name in self.explicit}
+        return type(self)(**{**explicit, **changes})
 
     def fitted(self, **values: Any) -> Self:
-        """A copy with other values that the user did not set: ``explicit`` stays what it was."""
+        """Return a copy with other values that the user did not set: ``explicit`` is unchanged."""
         fitted = copy.copy(self)
-        vars(fitted).update(values)
+        for name, value in values.items():
+            object.__setattr__(fitted, name, value)
         return fitted
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON values."""
+        """Return all fields as plain JSON values."""
         return pydantic.TypeAdapter(type(self)).dump_python(self, mode="json")
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write the fields that were set; what was left to its default stays so when read again."""
+        """Write the fields that were set. Others have their defaults when the file is read."""
         chosen = {name: value for name, value in self.to_dict().items() if name in self.explicit}
         chosen |= chosen.pop(SECTIONS, {})
         Path(path).write_text(yaml.safe_dump(chosen, sort_keys=False))
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML mapping of fields; ``overrides`` win, a length of the run over the other way
-        to say it as well.
+        """Read a YAML mapping of fields. ``overrides`` win, also over the other field of an exclusive
+        pair, as ``max_steps`` over ``num_epochs``.
 
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.
         """
-        return cls(
-            **laid_over(
-                cls.read_yaml(path),
-                gathered(overrides, {field.name for field in dataclasses.fields(cls)}),
-            )
-        )
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**laid_over(cls.read_yaml(path), gathered(overrides, names)))
 
     @classmethod
     def read_yaml(cls, path: str | Path) -> dict[str, Any]:
-        """The fields in a YAML file, with the sections under their own field.
+        """Return the fields in a YAML file, with sections under the field ``sections``.
 
         Raises:
             ConfigurationError: the file is missing or is not a mapping.
@@ -913,8 +910,7 @@ class ChronicalsConfig:
         fields = {str(name): value for name, value in fields.items()}
         for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
             if isinstance(fields.get(name), str) and not is_auto(name, fields[name]):
-                with contextlib.suppress(
-                    ValueError
-                ):  # what is no number is told with what else is wrong
+                # A text that is no number is reported later, with all other mistakes.
+                with contextlib.suppress(ValueError):
                     fields[name] = float(fields[name])
         return gathered(fields, {field.name for field in dataclasses.fields(cls)})

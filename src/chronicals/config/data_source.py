@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from chronicals.config.config import OF_SOURCES, ConfigurationError, T, explain
+from chronicals.config.config import SOURCE_ERROR, ConfigurationError, T, explain
 from chronicals.config.foreign import no_such_field_of_data
 from chronicals.config.values import as_list, divided
 
@@ -27,9 +27,8 @@ def _raises_configuration_errors(cls: T) -> T:
     @functools.wraps(validated)
     def __init__(self: Any, *values: Any, **fields: Any) -> None:
         try:
-            validated(
-                self, *values[len(names) :], **dict(zip(names, values)), **fields
-            )  # an error then has the field's name
+            # Positional values are passed by name, so that an error has the field's name.
+            validated(self, *values[len(names) :], **dict(zip(names, values)), **fields)
         except pydantic.ValidationError as error:
             raise explain(cls, error, unknown=no_such_field_of_data) from None
 
@@ -44,7 +43,7 @@ def _as_text(path: Any) -> Any:
 @_raises_configuration_errors
 @dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
 class DataSource:
-    """Where rows come from, and how often each is seen in an epoch.
+    """A source of rows, and how often each row is seen in an epoch.
 
     Attributes:
         path: a file, a folder, a pattern such as ``parts/*.jsonl``, or ``owner/name`` on the hub;
@@ -70,7 +69,7 @@ class DataSource:
     name: str | None = None
 
 
-FIELDS = frozenset(
+ROW_FIELDS = frozenset(
     {
         "messages",
         "conversations",
@@ -101,8 +100,8 @@ FIELDS = frozenset(
 
 
 def _columns(value: Any) -> Any:
-    """A mapping from our names to theirs; ``theirs=ours`` texts, as the command line has them,
-    as one.
+    """Return a mapping from our names to theirs; ``theirs=ours`` texts of the command line become
+    one.
     """
     texts = as_list(value)
     if not isinstance(texts, list):
@@ -116,7 +115,7 @@ def _columns(value: Any) -> Any:
             raise PydanticCustomError(
                 "columns", "{text} is not THEIRS=OURS, as in question=prompt", {"text": repr(text)}
             )
-        if theirs in FIELDS and ours not in FIELDS:
+        if theirs in ROW_FIELDS and ours not in ROW_FIELDS:
             theirs, ours = ours, theirs
         if ours in mapping:
             raise PydanticCustomError("columns", "{name} is named twice", {"name": repr(ours)})
@@ -125,12 +124,12 @@ def _columns(value: Any) -> Any:
 
 
 def _of_our_names(value: Any) -> Any:
-    unknown = sorted(map(str, set(value) - FIELDS)) if isinstance(value, Mapping) else []
+    unknown = sorted(map(str, set(value) - ROW_FIELDS)) if isinstance(value, Mapping) else []
     if unknown:
         raise PydanticCustomError(
             "columns",
             "{name} is no field that is read; there are {known}",
-            {"name": ", ".join(map(repr, unknown)), "known": ", ".join(sorted(FIELDS))},
+            {"name": ", ".join(map(repr, unknown)), "known": ", ".join(sorted(ROW_FIELDS))},
         )
     return value
 
@@ -140,35 +139,32 @@ Columns = Annotated[dict[str, str] | None, BeforeValidator(_columns)]
 
 
 def with_columns(sources: str | list[DataSource] | None, columns: Mapping[str, str] | None) -> Any:
-    """The sources, with ``columns`` for those that name none of their own."""
+    """Return the sources, with ``columns`` for those that have none of their own."""
     if not sources or not columns:
         return sources
-    several = [DataSource(sources)] if isinstance(sources, str) else sources
+    listed = [DataSource(sources)] if isinstance(sources, str) else sources
     return [
-        one if one.columns else dataclasses.replace(one, columns=dict(columns)) for one in several
+        source if source.columns else dataclasses.replace(source, columns=dict(columns))
+        for source in listed
     ]
 
 
 def _parsed(value: Any) -> Any:
-    """A string without a weight as it is; anything else as a list of sources."""
-    values = [
-        one
-        for given in (value if isinstance(value, (list, tuple)) else [value])
-        for one in _named_in(given)
-    ]
+    """Return a text without a weight as it is, and anything else as a list of sources."""
+    values: list[Any] = []
+    for entry in value if isinstance(value, (list, tuple)) else [value]:
+        values += _named_in(entry)
     if not values:
-        raise PydanticCustomError(OF_SOURCES, "an empty list; name at least one source")
+        raise PydanticCustomError(SOURCE_ERROR, "an empty list; name at least one source")
     try:
         sources = [_source(one) for one in values]
     except ConfigurationError as error:
-        raise PydanticCustomError(OF_SOURCES, "{reason}", {"reason": str(error)}) from None
+        raise PydanticCustomError(SOURCE_ERROR, "{reason}", {"reason": str(error)}) from None
     return sources[0].path if sources == [DataSource(sources[0].path)] else sources
 
 
 def _named_in(value: Any) -> list[Any]:
-    """Return the sources of a text, which has commas between several unless a file has that name
-    or that pattern.
-    """
+    """Return the sources of a text, separated by commas unless a file has that name or pattern."""
     if not isinstance(value, str) or _is_there(value) or _is_there(_weighted(value)[0]):
         return [value]
     return divided(value)
@@ -188,7 +184,7 @@ def _source(value: Any) -> DataSource:
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """``path=weight``, unless a file has that name or that pattern."""
+    """Divide ``path=weight``, unless a file has that name or pattern."""
     path, sign, weight = text.rpartition("=")
     if not sign or not path or _is_there(text):
         return text, 1.0
@@ -205,23 +201,20 @@ def _is_there(text: str) -> bool:
 
 
 def _plain(value: str | list[DataSource] | None) -> Any:
-    """As a recipe has it: fields that were left to their defaults are left out."""
+    """Return sources as a recipe has them, without fields that have their defaults."""
     if value is None or isinstance(value, str):
         return value
-    return [
-        {
-            name: chosen
-            for name, chosen in dataclasses.asdict(one).items()
-            if chosen != getattr(DataSource, name, None)
-        }
-        for one in value
-    ]
+    entries = []
+    for source in value:
+        fields = dataclasses.asdict(source)
+        defaults = {name: getattr(DataSource, name, None) for name in fields}
+        entries.append({name: fields[name] for name in fields if fields[name] != defaults[name]})
+    return entries
 
 
 Sources = Annotated[str | list[DataSource], BeforeValidator(_parsed), PlainSerializer(_plain)]
-"""What a recipe takes as data: a string (a path, or ``path=weight``), a mapping of the fields of
-``DataSource``, or a list.
-"""
+"""Data of a recipe: a string (a path, or ``path=weight``), a mapping of the fields of
+``DataSource``, or a list of these."""
 
 OptionalSources = Annotated[
     str | list[DataSource] | None,

@@ -1,4 +1,4 @@
-"""What fields are called in other trainers, and what to write here instead.
+"""Names of fields in other trainers, and the text to write here instead.
 
 The names are those of transformers and TRL, PEFT, Axolotl, LLaMA-Factory, Unsloth, torchtune and
 nanoGPT.
@@ -244,22 +244,22 @@ NOWHERE: dict[str, str] = {
 
 NOWHERE |= UNNEEDED
 
-OURS = {theirs: ours for ours, names in RENAMED.items() for theirs in names.split()}
+OUR_NAMES = {theirs: ours for ours, names in RENAMED.items() for theirs in names.split()}
 
-SETTING: dict[str, list[str]] = {}
-"""What others call a setting, and the settings that it may be here, of several objectives."""
+SETTINGS_BY_NAME: dict[str, list[str]] = {}
+"""Settings of objectives here by the name that other trainers have for them."""
 for _ours, _names in SETTINGS.items():
     for _theirs in _names.split():
-        SETTING.setdefault(_theirs, []).append(_ours)
+        SETTINGS_BY_NAME.setdefault(_theirs, []).append(_ours)
 
 SOURCE_FIELDS = ("path", "subset", "split", "weight", "columns", "name")
 """Fields of an entry of data."""
 
-SHORT = 5
-"""Letters of a name of which another one in a few is a misspelling still."""
+SHORT_NAME_LENGTH = 5
+"""Letters of a name that is short: a larger share of them may differ in a misspelling."""
 
 NOT_SHOWN = object()
-"""In the place of a value that is not known."""
+"""Stand-in for a value that is not known."""
 
 
 def suggestion(
@@ -275,14 +275,18 @@ def suggestion(
     """
     name = name.replace("-", "_")
     known = (
-        name in OURS or name in INSTEAD or name in NOWHERE or name in SETTING or name in BY_VALUE
+        name in OUR_NAMES
+        or name in INSTEAD
+        or name in NOWHERE
+        or name in SETTINGS_BY_NAME
+        or name in BY_VALUE
     )
     if value is None and known:
         return "leave it out"
     meant = _by_value(name, value, fields) or _renamed(name, value, fields)
     if meant is not None:
         return meant
-    if OURS.get(name) in ("model", "data", "validation_data"):
+    if OUR_NAMES.get(name) in ("model", "data", "validation_data"):
         return (
             "model and data are arguments: ChronicalsTrainer(model, tokenizer, "
             "config).train(train_dataset, eval_dataset)"
@@ -293,7 +297,7 @@ def suggestion(
         return "leave it out" if value is False else f"use {INSTEAD[name]}"
     if name in NOWHERE:
         return f"leave it out: {NOWHERE[name]}"
-    if name in SETTING and "objective" in fields:
+    if name in SETTINGS_BY_NAME and "objective" in fields:
         return _setting(name, value, given or {})
     return _near(name, fields)
 
@@ -318,7 +322,7 @@ def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
 
 def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
     """Return the answer for a field that has another name here; None where it has none."""
-    ours = OURS.get(name) or (
+    ours = OUR_NAMES.get(name) or (
         name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None
     )
     if ours is not None and ours not in fields:
@@ -348,7 +352,7 @@ def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
     the first that does.
     """
     objective = objective_of(given)
-    several = [ours.partition(".") for ours in SETTING[name]]
+    several = [ours.partition(".") for ours in SETTINGS_BY_NAME[name]]
     section, _, setting = next((one for one in several if one[0] == objective), several[0])
     shown = "..." if value is NOT_SHOWN else repr(value)
     return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
@@ -389,26 +393,28 @@ def own_value(name: str, value: Any) -> str | None:
 
 
 def _near(name: str, fields: Collection[str]) -> str | None:
-    near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6 if len(name) <= SHORT else 0.75)
+    near = difflib.get_close_matches(
+        name, fields, n=1, cutoff=0.6 if len(name) <= SHORT_NAME_LENGTH else 0.75
+    )
     return f"did you mean {near[0]!r}?" if near else None
 
 
 def setting_called(name: str, known: Collection[str]) -> str | None:
-    """What to do about a setting that the section of an objective does not have; None where
+    """Return what to do about a setting that the section of an objective does not have; None if
     nothing is like it.
     """
-    for ours in SETTING.get(name, ()):
+    for ours in SETTINGS_BY_NAME.get(name, ()):
         if ours.partition(".")[2] in known:
             return f"use {ours.partition('.')[2]}"
-    if name in INSTEAD or name in NOWHERE or name in OURS:
-        return suggestion(name, NOT_SHOWN, {OURS[name]} if name in OURS else ())
+    if name in INSTEAD or name in NOWHERE or name in OUR_NAMES:
+        return suggestion(name, NOT_SHOWN, {OUR_NAMES[name]} if name in OUR_NAMES else ())
     return _near(name, known)
 
 
 def no_such_field(
     name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
 ) -> str:
-    """What an error says of a field that there is not; see ``suggestion``."""
+    """Return what an error says of a field that does not exist; see ``suggestion``."""
     meant = suggestion(name, value, fields, given)
     return f"{name}: no such field" + (f"; {meant}" if meant else "")
 
@@ -425,8 +431,8 @@ T = TypeVar("T", bound=type)
 
 
 def suggests_fields(cls: T) -> T:
-    """A dataclass that answers a field it does not have with a ConfigurationError that names the
-    one that is meant.
+    """Decorate a dataclass, so that an unknown field raises a ConfigurationError that names the one
+    that is meant.
     """
     made = cls.__init__  # type: ignore[misc]
     fields = [field.name for field in dataclasses.fields(cls)]

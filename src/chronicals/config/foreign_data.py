@@ -1,4 +1,4 @@
-"""What entries of data are called in other trainers, and what to write here instead.
+"""Fields of data entries in other trainers, and the text to write here instead.
 
 The names are those of Axolotl's ``datasets`` and LLaMA-Factory's ``dataset_info.json``.
 """

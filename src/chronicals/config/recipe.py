@@ -1,6 +1,4 @@
-"""Recipe: a configuration together with the model and the data, as the command line and YAML
-files have it.
-"""
+"""Recipe: a configuration with the model and the data, as the command line and YAML files have it."""
 
 from __future__ import annotations
 
@@ -28,12 +26,11 @@ from chronicals.config.presets import preset_fields
 from chronicals.config.sections import lasting_sections
 from chronicals.config.values import not_foreign
 
-KEPT = "resume.yaml"
-"""In the folder of a run, the recipe that ``--resume`` reads; a user's own ``recipe.yaml`` may
-well lie there.
-"""
+RESUME_FILE = "resume.yaml"
+"""File in the folder of a run with the recipe that ``--resume`` reads. A user's own recipe there may
+be called ``recipe.yaml``."""
 
-PATHS = {
+PATH_FIELDS = {
     "model",
     "base_model",
     "data",
@@ -46,7 +43,7 @@ PATHS = {
 
 
 def _lasting(value: Any) -> Any:
-    """A field of paths with absolute ones."""
+    """Return the value of a field of paths with absolute paths."""
     if isinstance(value, list):
         return [dataclasses.replace(source, path=lasting(source.path)) for source in value]
     if isinstance(value, Path):
@@ -96,12 +93,12 @@ class Recipe(ChronicalsConfig):
         resume: bool | Path = False,
         **flags: Any,
     ) -> Recipe:
-        """From a preset, a YAML file and single fields, each of which wins over the ones before.
+        """Return the recipe of a preset, a YAML file and single fields; later ones win.
 
         Args:
-            resume: without a file, go by the one that the run in ``output_dir`` has kept; as a
-                folder, of a checkpoint or a run, by that of this run, which also goes on there
-                unless ``output_dir`` is given.
+            resume: without a file, take the recipe that the run in ``output_dir`` has written. The
+                folder of a checkpoint or a run stands for this run, whose folder is the default of
+                ``output_dir``.
 
         Raises:
             ConfigurationError: there is no such preset, file or run, a field is wrong, or the run
@@ -112,9 +109,16 @@ class Recipe(ChronicalsConfig):
             if isinstance(resume, Path):
                 run = resume.parent.parent if resume.parent.name == "checkpoints" else resume
                 flags = {"output_dir": str(run), **flags}
-            file = cls._kept_by(run, whole="model" in flags and "data" in flags)
-            if file is not None:
+            file = run / RESUME_FILE
+            if file.exists():
                 cls._check_objective(run, cls.read_yaml(file), flags)
+            elif "model" in flags and "data" in flags:
+                file = None
+            else:
+                raise ConfigurationError(
+                    f"resume: {str(run)!r} holds no run to go on with (there is no {RESUME_FILE}); "
+                    "name the folder of one by output_dir, or give model and data to begin one"
+                )
         fields = laid_over(
             preset_fields(preset) if preset is not None else {},
             cls.read_yaml(file) if file is not None else {},
@@ -122,44 +126,31 @@ class Recipe(ChronicalsConfig):
         return cls(**laid_over(fields, flags))
 
     @staticmethod
-    def _kept_by(run: Path, whole: bool) -> Path | None:
-        """The recipe that a run has kept; None where there is none and what else was given is
-        ``whole``.
-        """
-        if (run / KEPT).exists():
-            return run / KEPT
-        if not whole:
-            raise ConfigurationError(
-                f"resume: {str(run)!r} holds no run to go on with (there is no {KEPT}); name the "
-                "folder of one by output_dir, "
-                "or give model and data to begin one"
-            )
-        return None
-
-    @staticmethod
-    def _check_objective(run: Path, kept: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-        """Raises ConfigurationError where another objective is asked for than the run's."""
-        own = kept.get("objective", ChronicalsConfig().objective)
-        if (asked := flags.get("objective", own)) != own:
+    def _check_objective(run: Path, recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if another objective is set than the run's."""
+        objective = recipe.get("objective", ChronicalsConfig().objective)
+        asked = flags.get("objective", objective)
+        if asked != objective:
             raise ConfigurationError(
                 f"objective={asked!r}: the run in {str(run)!r} goes on with its own, which is "
-                f"{own!r}; leave it out, or begin "
+                f"{objective!r}; leave it out, or begin "
                 "a new run with another output_dir"
             )
 
     def write_to(self, folder: Path) -> None:
-        """Write what was set, for ``given`` to resume by from any folder: aside, then renamed."""
+        """Write the fields that were set, from which ``given`` resumes in any working folder. The
+        file is written under another name first, then renamed.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f".{KEPT}.{os.getpid()}"
-        kept = {name: _lasting(getattr(self, name)) for name in PATHS & self.explicit}
-        kept |= (
-            {"overwrite": False} if self.overwrite else {}
-        )  # the run that goes on is the one to keep
-        self.replace(**kept, **lasting_sections(self.sections)).to_yaml(aside)
-        os.replace(aside, folder / KEPT)
+        aside = folder / f".{RESUME_FILE}.{os.getpid()}"
+        changes = {name: _lasting(getattr(self, name)) for name in PATH_FIELDS & self.explicit}
+        if self.overwrite:  # a resumed run must not replace itself
+            changes["overwrite"] = False
+        self.replace(**changes, **lasting_sections(self.sections)).to_yaml(aside)
+        os.replace(aside, folder / RESUME_FILE)
 
     def check(self) -> None:
-        """Check what concerns more than one field, and what is evaluated on."""
+        """Check rules that concern more than one field, and the data for evaluation."""
         raise_together(super().check, self._check_split, self._check_keep, self._check_eval_steps)
 
     def _check_split(self) -> None:
@@ -190,22 +181,13 @@ class Recipe(ChronicalsConfig):
 
     @property
     def sources(self) -> tuple[Any, Any]:
-        """``data`` and ``validation_data``, with ``columns`` for the sources that name none of
-        their own.
+        """``data`` and ``validation_data``, with ``columns`` for the sources that have none of their
+        own.
         """
-        return with_columns(self.data, self.columns), with_columns(
-            self.validation_data, self.columns
-        )
+        data = with_columns(self.data, self.columns)
+        return data, with_columns(self.validation_data, self.columns)
 
     def config(self) -> ChronicalsConfig:
-        """The configuration without the model and the data."""
-        own = {
-            "model",
-            "base_model",
-            "data",
-            "validation_data",
-            "columns",
-            "chat_template",
-            "trust_remote_code",
-        }
-        return ChronicalsConfig(**{name: getattr(self, name) for name in self.explicit - own})
+        """Return the configuration without the model and the data."""
+        shared = {field.name for field in dataclasses.fields(ChronicalsConfig)}
+        return ChronicalsConfig(**{name: getattr(self, name) for name in self.explicit & shared})

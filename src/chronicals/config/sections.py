@@ -1,5 +1,5 @@
-"""Sections: settings of objectives, ``dpo: {beta: 0.1}``, held as they were given until the
-objective's file checks them.
+"""Sections: settings of objectives, ``dpo: {beta: 0.1}``, unchecked until the objective's own file
+checks them.
 """
 
 from __future__ import annotations
@@ -10,76 +10,73 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.foreign import BY_VALUE, INSTEAD, NOWHERE, OURS
+from chronicals.config.foreign import BY_VALUE, INSTEAD, NOWHERE, OUR_NAMES
 from chronicals.config.paths import lasting
 
 SECTIONS = "sections"
-"""The field that holds them: the name of an objective, and its settings."""
-
+"""Name of the field with all sections: names of objectives, and their settings."""
 
 SHARED = "router"
 """Section that any objective may have beside its own."""
 
-PATHS = frozenset({"teacher", "reference_model"})
+PATH_SETTINGS = frozenset({"teacher", "reference_model"})
 """Settings, of any objective, that name a folder or a hub name."""
 
 
 def lasting_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """``sections`` with absolute paths, to be found again from another folder."""
-    return {
-        section: {
-            name: lasting(value) if name in PATHS and isinstance(value, str) else value
-            for name, value in given.items()
-        }
-        for section, given in sections.items()
-    }
+    """Return ``sections`` with absolute paths, which hold in any folder."""
+    result: dict[str, Any] = {}
+    for section, settings in sections.items():
+        result[section] = dict(settings)
+        for name in PATH_SETTINGS & settings.keys():
+            if isinstance(settings[name], str):
+                result[section][name] = lasting(settings[name])
+    return result
 
 
 def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """``fields`` with each mapping that stands under the name of no field moved into ``sections``,
-    paths as texts.
+    """Return ``fields`` with each mapping whose name is no field's moved into ``sections``, paths as
+    texts.
 
     Raises:
-        ConfigurationError: under the name of the run's objective there is something else.
+        ConfigurationError: the section of the run's objective is no mapping.
     """
-    elsewhere = {*known, *OURS, *INSTEAD, *NOWHERE, *BY_VALUE}
-    found = {
-        name: _texts(value)
-        for name, value in fields.items()
-        if isinstance(value, Mapping) and name not in elsewhere
-    }
+    fields_of_others = {*known, *OUR_NAMES, *INSTEAD, *NOWHERE, *BY_VALUE}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and name not in fields_of_others:
+            sections[name] = {
+                setting: os.fspath(given) if isinstance(given, Path) else given
+                for setting, given in value.items()
+            }
     own = fields.get("objective")
-    if isinstance(own, str) and own in fields.keys() - found.keys() - elsewhere:
+    if isinstance(own, str) and own in fields.keys() - sections.keys() - fields_of_others:
         if fields[own] is not None:
             raise ConfigurationError(
                 f"{own}={fields[own]!r}: settings of an objective have names; give '{own}: "
                 f"{{NAME: VALUE}}' in a recipe, "
                 f"{own}={{'NAME': VALUE}} in Python"
             )
-        found[own] = {}  # in YAML a section without a line
-    if not found:
+        sections[own] = {}  # an empty section in YAML
+    if not sections:
         return dict(fields)
-    rest = {name: value for name, value in fields.items() if name not in found}
-    return {**rest, SECTIONS: merged(rest.get(SECTIONS, {}), found)}
-
-
-def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: os.fspath(value) if isinstance(value, Path) else value
-        for name, value in settings.items()
-    }
+    rest = {name: value for name, value in fields.items() if name not in sections}
+    return {**rest, SECTIONS: merged(rest.get(SECTIONS, {}), sections)}
 
 
 def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Each setting of both, that of ``others`` where both have it."""
+    """Return the settings of both; those of ``others`` win."""
     return {
         name: {**sections.get(name, {}), **others.get(name, {})} for name in [*sections, *others]
     }
 
 
 def of_flags(texts: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Of ``dpo.beta=0.1`` texts, as the command line has them; values are read as YAML, and as
-    text where they are none, or lists (``[PAD]``), which no setting takes."""
+    """Return the sections of ``dpo.beta=0.1`` texts of the command line.
+
+    Values are read as YAML. A text that is no YAML, or a list (``[PAD]``) or mapping, which no
+    setting takes, stays a text.
+    """
     import yaml
 
     sections: dict[str, dict[str, Any]] = {}
@@ -87,8 +84,10 @@ def of_flags(texts: Collection[str]) -> dict[str, dict[str, Any]]:
         path, _, value = text.partition("=")
         name, _, setting = path.partition(".")
         try:
-            found = yaml.safe_load(value)
+            parsed = yaml.safe_load(value)
         except yaml.YAMLError:
-            found = value
-        sections.setdefault(name, {})[setting] = value if isinstance(found, (list, dict)) else found
+            parsed = value
+        if isinstance(parsed, (list, dict)):
+            parsed = value
+        sections.setdefault(name, {})[setting] = parsed
     return sections

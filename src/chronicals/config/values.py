@@ -1,5 +1,5 @@
-"""Values of fields in the forms that people give them in: texts of the command line, words with
-commas, ranges.
+"""Values of fields in the forms that users write: texts of the command line, words with commas,
+ranges.
 """
 
 from __future__ import annotations
@@ -87,15 +87,14 @@ def as_list(value: Any) -> Any:
 
 
 def as_shares(value: Any) -> Any:
-    """A mapping as it is; ``name=share`` texts, as the command line has them, as one."""
+    """Return a mapping as it is, and ``name=share`` texts of the command line as a mapping."""
     texts = as_list(value)
     if not isinstance(texts, list):
         return value
     shares = dict[str, str]()
     for text in texts:
-        name, sign, share = (
-            part.strip() for part in str(text).rpartition("=")
-        )  # a pattern may hold the sign, too
+        # The last sign counts: a pattern may contain others.
+        name, sign, share = (part.strip() for part in str(text).rpartition("="))
         if not (sign and name and share):
             raise PydanticCustomError("shares", "{text} is not NAME=VALUE", {"text": repr(text)})
         if name in shares:
@@ -105,7 +104,9 @@ def as_shares(value: Any) -> Any:
 
 
 def as_pattern(value: Any) -> Any:
-    """``value``, which as a text is matched against paths of layers."""
+    """Return ``value``. A text must be a regular expression, which is matched with paths of
+    layers.
+    """
     try:
         re.compile(value if isinstance(value, str) else "")
     except re.error as error:
@@ -116,13 +117,14 @@ def as_pattern(value: Any) -> Any:
 
 
 def as_patterns(value: dict[str, Any]) -> dict[str, Any]:
-    """``value``, whose keys are such texts."""
+    """Return ``value``, whose keys must be regular expressions."""
     for key in value:
         as_pattern(key)
     return value
 
 
 def as_lora_init(value: str) -> str:
+    """Return ``value``, which must be the name of an initialisation."""
     if not is_init(value):
         raise PydanticCustomError("init", "{takes}", {"takes": INITS})
     return value
@@ -143,40 +145,37 @@ def as_names(value: Any) -> Any:
 
 
 def as_numbers(value: Any) -> Any:
-    """``0-7,20`` as the list of these numbers; a list of such texts and of numbers likewise."""
-    parts = (
-        value
-        if isinstance(value, list)
-        else as_list(str(value))
-        if isinstance(value, (str, int))
-        else None
-    )
-    if parts is None:
+    """Return ``0-7,20``, or a list of such texts and of numbers, as a sorted list of numbers."""
+    if not isinstance(value, (list, str, int)):
         return value
-    found: list[int] = []
-    for part in (word for text in parts for word in as_list(str(text))):
+    parts: list[str] = []
+    for text in value if isinstance(value, list) else [value]:
+        parts += divided(str(text))
+    numbers = set[int]()
+    for part in parts:
         match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not span:
             raise PydanticCustomError(
                 "numbers", "{part} is no number and no range as 0-7", {"part": repr(part)}
             )
-        found += range(first, last + 1)
-    return sorted(set(found))
+        numbers.update(span)
+    return sorted(numbers)
 
 
 def as_tokens(value: Any) -> Any:
-    """Ids and texts of tokens; digits alone, as the command line has them, are an id."""
+    """Return tokens as a list of ids and texts. Digits alone, as the command line has them, are an
+    id.
+    """
     if isinstance(value, dict):
         return {name: as_tokens(tokens) for name, tokens in value.items()}
-    listed = (
-        as_list(value) if isinstance(value, str) else [value] if isinstance(value, int) else value
-    )
-    return (
-        [int(x) if isinstance(x, str) and x.isdecimal() else x for x in listed]
-        if isinstance(listed, list)
-        else listed
-    )
+    if isinstance(value, str):
+        value = divided(value)
+    elif isinstance(value, int):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [int(x) if isinstance(x, str) and x.isdecimal() else x for x in value]
 
 
 FOREIGN = "foreign"
@@ -198,14 +197,14 @@ def not_foreign(name: str) -> Callable[[Any], Any]:
 
 
 def none_as_empty(value: Any) -> Any:
-    """``none``, as the command line says that there are to be none, as a list."""
+    """Return ``none``, by which the command line asks for an empty list, as one."""
     return [] if value in ("none", ["none"]) else value
 
 
 def infinity_as_none(value: Any) -> Any:
-    """JSON knows no infinity."""
+    """Return infinity as None, because JSON has no infinity."""
     return None if value in (math.inf, "inf", ".inf") else value
 
 
 OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
-"""``~`` is the home folder, also where no shell has seen it."""
+"""A path in which ``~`` is the home folder, also if no shell has replaced it."""

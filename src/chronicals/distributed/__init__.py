@@ -1,6 +1,5 @@
 """Processes that train together."""
 
-from chronicals.distributed.alike import fingerprint, fingerprint_over, prove_alike, shared_settings
 from chronicals.distributed.alone import alone
 from chronicals.distributed.embedding_shards import (
     EmbeddingInShards,
@@ -25,6 +24,12 @@ from chronicals.distributed.launch import Launch, require_one_process, warn_of_o
 from chronicals.distributed.machines import on_each_machine
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.presence import WAITING
+from chronicals.distributed.rank_agreement import (
+    fingerprint,
+    fingerprint_over,
+    prove_alike,
+    shared_settings,
+)
 from chronicals.distributed.rank_files import RankFiles
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
 from chronicals.distributed.shards import Shards

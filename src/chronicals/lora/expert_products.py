@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.model_shape import EXPERTS
+from chronicals.model_shape import EXPERT_FIELDS
 from chronicals.versions import EXPERTS_SAY_PARALLEL, transformers_before
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
@@ -98,7 +98,7 @@ def is_parallel(layer: Any) -> bool:
     there = min(
         len(layer.down_proj), getattr(layer, "num_experts", len(layer.down_proj))
     )  # the first may be a DTensor
-    numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERTS)
+    numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERT_FIELDS)
     configured = next((number for number in numbers if isinstance(number, int)), there)
     return there != configured
 

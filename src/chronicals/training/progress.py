@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chronicals.training.callbacks import Callback
+from chronicals.training.default_logging import is_heard
 from chronicals.training.evaluation import Evaluation
-from chronicals.training.heard import is_heard
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
 

@@ -31,13 +31,13 @@ from chronicals.policies.weight_copies import with_sharding
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.columns import StartColumns, with_frozen_columns
+from chronicals.training.default_logging import heard
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.finish import about_data, finish
 from chronicals.training.frozen import check_frozen_positions
 from chronicals.training.guard import check_that_something_was_applied
-from chronicals.training.heard import heard
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
 from chronicals.training.out_of_memory import saying_what_helps

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals import beforehand
+from chronicals import precompilation
 from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
 from chronicals.kernels.amax import absent
 from chronicals.kernels.operators import operator
@@ -67,7 +67,7 @@ def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., 
     _keep_compiled_kernels(device)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    while beforehand.running("chronicals.attention.compilation"):
+    while precompilation.running("chronicals.attention.compilation"):
         time.sleep(COMPILE_POLL_SECONDS)
     return _flash_attn_fwd, _flash_attn_bwd
 

@@ -1,6 +1,4 @@
-"""The plain loop: forward, backward, clip, update, over the work's documents as padded rows.
-Peers and the reference.
-"""
+"""The plain loop over padded rows: forward, backward, clip, update. The reference and the peers train by it."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.arms.padding import PaddedStep, padded
-from chronicals.benchmark.arms.ways import fastest_way, make_states
+from chronicals.benchmark.arms.padding import PaddedStep
 from chronicals.benchmark.measurement import (
     ArmPlan,
     Clock,
@@ -26,78 +23,19 @@ from chronicals.benchmark.measurement import (
     reset_peak,
 )
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import Document, Work
+from chronicals.benchmark.work import Work
 
 
-def train_padded(
-    model: Any,
-    work: Work,
-    plan: ArmPlan,
-    settings: str,
-    steps: Sequence[Sequence[Document]] | None = None,
-    rows: int | None = None,
-    updates: bool = True,
-    attentions: Sequence[str] = (),
-) -> None:
-    """Train ``model`` for the planned rounds and hand each in.
-
-    The batches lie on the device beforehand, and nothing waits for it between steps; later rounds
-    take them once more. A trial finds the fastest of several attentions first, and where rows
-    differ in length of several ways to cut a step into micro-batches; the optimizer has its states
-    by then.
+class PaddedLoop:
+    """A model, AdamW over its trained parameters, and rounds of steps over padded batches.
 
     Args:
-        steps: documents of each step; the work's own by default.
-        rows: documents in a micro-batch at most, without a trial; the work's by default.
-        updates: False never makes optimizer states: for a single step where they do not fit.
-        attentions: of transformers, to choose between, the safest last; by default the model's own.
-    """
-    steps = (
-        list(work.documents_by_step(plan.in_all + (PROFILED_STEPS if plan.trace else 0)))
-        if steps is None
-        else steps
-    )
-    model.train()
-    loop = _Loop(model, work, updates)
-    if rows:
-        batches = [padded(documents, rows, device()) for documents in steps]
-    else:
-        if updates:
-            make_states(loop.optimizer)
-        way, failed = fastest_way(model, steps, work.rows_a_micro_batch, attentions)
-        batches = [way.cut(documents, work.rows_a_micro_batch) for documents in steps]
-        settings = ", ".join(filter(None, [settings, way.words, *failed]))
-    micro_batches = sum(len(batch.micro_batches) for batch in batches) / len(batches)
-    settings += (
-        f", {micro_batches:.1f} micro-batches a step, sorted by length" if micro_batches > 1 else ""
-    )
-    if leaves_cudnn(batches):
-        settings += ", no cuDNN attention"
-    loaded = time.perf_counter() - plan.began
-    reset_peak()
-    while plan.hand_in(replace(loop.round(batches, plan), settings=settings, load_seconds=loaded)):
-        pass
-
-
-def leaves_cudnn(batches: Sequence[PaddedStep]) -> bool:
-    """Where steps differ in their shapes, torch's attention takes no kernels of cuDNN from here
-    on: for each shape the host would make a plan, which takes longer than the step. Whether that
-    is so."""
-    differ = device().type == "cuda" and len({str(batch.shapes) for batch in batches}) > 1
-    if differ:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return differ
-
-
-class _Loop:
-    """A model, AdamW over what it trains, and the rounds of its steps.
-
-    Args:
-        updates: whether the optimizer makes a step.
+        updates: False never calls the optimizer, for a single step whose states do not fit.
     """
 
-    def __init__(self, model: Any, work: Work, updates: bool):
+    def __init__(self, model: Any, work: Work, updates: bool = True):
         config = work.config()
+        model.train()
         self.model = model
         self.updates = updates
         self.max_norm = config.max_grad_norm or math.inf
@@ -112,11 +50,36 @@ class _Loop:
         )
         self.movement = Movement(model)
 
+    def run(self, batches: Sequence[PaddedStep], plan: ArmPlan, settings: str) -> None:
+        """Train the planned rounds over ``batches`` and hand each one in.
+
+        The batches are on the device already, and nothing waits for it between steps. Later rounds
+        take them once more.
+
+        Args:
+            settings: how the model runs, in words; what is decided here is added.
+        """
+        micro_batches = sum(len(batch.micro_batches) for batch in batches) / len(batches)
+        if micro_batches > 1:
+            settings += f", {micro_batches:.1f} micro-batches a step, sorted by length"
+        if disable_cudnn_for_varying_shapes(batches):
+            settings += ", no cuDNN attention"
+        loaded = time.perf_counter() - plan.began
+        reset_peak()
+        another_round = True
+        while another_round:
+            measured = self.round(batches, plan)
+            another_round = plan.hand_in(replace(measured, settings=settings, load_seconds=loaded))
+
     def step(self, batch: PaddedStep, clock: Clock) -> tuple[Tensor, Tensor]:
-        """Loss, and gradient norm before clipping, on the device."""
+        """Train one step.
+
+        Returns:
+            the loss and the gradient norm before clipping, scalars on the device.
+        """
         total = torch.zeros((), device=device())
-        for given, share in batch.micro_batches:
-            loss = self.model(**given).loss
+        for arguments, share in batch.micro_batches:
+            loss = self.model(**arguments).loss
             loss = loss if share == 1 else loss * share
             loss.backward()
             total += loss.detach()
@@ -128,13 +91,13 @@ class _Loop:
         return total, norm
 
     def round(self, batches: Sequence[PaddedStep], plan: ArmPlan) -> Measurement:
-        """The steps of a round over the batches, from the first one again where they are fewer,
-        and the profiled ones.
+        """Train the steps of one round, starting again at the first batch if they are fewer, and
+        the profiled steps if the plan has a trace.
         """
         clock = Clock()
         measured = [batches[step % len(batches)] for step in range(plan.in_all)]
         clock.mark()
-        found = [self.step(batch, clock) for batch in measured]
+        results = [self.step(batch, clock) for batch in measured]
         seconds = clock.seconds()
         peak = peak_gib()
         profile = None
@@ -148,8 +111,8 @@ class _Loop:
             tokens=[batch.tokens for batch in measured],
             slots=[batch.slots for batch in measured],
             seconds=seconds,
-            losses=[float(loss) for loss, _ in found],
-            grad_norms=[float(norm) for _, norm in found],
+            losses=[float(loss) for loss, _ in results],
+            grad_norms=[float(norm) for _, norm in results],
             warm_up=plan.discarded,
             peak_gib=peak,
             trained_share=self.movement.trained_share,
@@ -157,3 +120,17 @@ class _Loop:
             profile=profile,
             first=not plan.rounds,
         )
+
+
+def disable_cudnn_for_varying_shapes(batches: Sequence[PaddedStep]) -> bool:
+    """Switch cuDNN's attention kernels off for this process if steps differ in their shapes.
+
+    The host makes a plan for each shape, which takes longer than the step.
+
+    Returns:
+        True if they were switched off.
+    """
+    varies = device().type == "cuda" and len({str(batch.shapes) for batch in batches}) > 1
+    if varies:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return varies

@@ -13,8 +13,10 @@ import torch
 
 from chronicals.benchmark.arms.weights import load, load_in_4_bits
 from chronicals.benchmark.measurement import ArmPlan, Measurement, reset_peak
+from chronicals.benchmark.plan import OUR_FIELDS
+from chronicals.benchmark.preparation import adapter_shape, start_of
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import SPARE_STEPS, UNEQUAL, Work, adapter_shape, start_of
+from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.lora.peft_format import PREFIX
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import DTYPES
@@ -22,17 +24,15 @@ from chronicals.training import Callback, ChronicalsTrainer, Interrupted
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
 
-CROWDED = 4
-"""Where so many arms like it would not fit on the card together, its graphs are given back while
-it waits for its turn.
-"""
+CROWDED_ARMS = 4
+"""Our CUDA graphs are released between rounds if so many arms like ours do not fit on the card."""
 
 
 class Collector(Callback):
-    """Keeps the metrics of a round's steps, hands them in, and ends the run when no other round is
-    wanted.
+    """Collects the metrics of a round's steps, hands them in, and ends the run when no other round
+    is requested.
 
-    After the first round a few more steps are traced, where asked.
+    After the first round a few more steps are traced if the plan has a trace.
     """
 
     def __init__(self, work: Work, plan: ArmPlan, settings: str, run_in_fp8: bool):
@@ -56,11 +56,12 @@ class Collector(Callback):
         if beyond == 0 and traced:
             assert self.plan.trace is not None
             self.profiler = Profiler(self.plan.trace)
-        if beyond == traced and not self._hand_in():
+        if beyond == traced and not self.hand_in():
             assert self.trainer is not None
             self.trainer.stop(save=False)
 
-    def _hand_in(self) -> bool:
+    def hand_in(self) -> bool:
+        """Hand in the round. Returns True if another one is requested."""
         steps = self.steps[: self.plan.in_all]
         coverage = self.run.coverage
         profile = None
@@ -77,7 +78,7 @@ class Collector(Callback):
             self.trainer.release_graphs()
         computed = [step.tokens for step in steps]
         tokens = self.work.real_tokens(steps[0].step - 1, computed)
-        wanted = self.plan.hand_in(
+        another_round = self.plan.hand_in(
             Measurement(
                 settings=self.settings,
                 tokens=tokens,
@@ -97,21 +98,22 @@ class Collector(Callback):
             )
         )
         self.steps = []
-        return wanted
+        return another_round
 
 
 def is_crowded(peak: float) -> bool:
-    return (
-        torch.cuda.is_available()
-        and CROWDED * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
-    )
+    """Return whether ``CROWDED_ARMS`` arms of ``peak`` GiB are more than the card's memory."""
+    if not torch.cuda.is_available():
+        return False
+    return CROWDED_ARMS * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
 
 
 def ours(work: Work, plan: ArmPlan) -> None:
     """Train through the trainer; the plan's changes are fields of the configuration."""
     run = f"run-{time.time_ns()}"
     config = work.config(run, **{"max_steps": plan.at_most + SPARE_STEPS, **plan.changes})
-    model = (load_in_4_bits if work.in_4_bits else load)(work.model, DTYPES[config.mixed_precision])
+    load_model = load_in_4_bits if work.in_4_bits else load
+    model = load_model(work.model, DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
     collector = Collector(work, plan, _settings(work, config, plan), config.use_fp8)
@@ -121,20 +123,21 @@ def ours(work: Work, plan: ArmPlan) -> None:
     collector.trainer = trainer
     try:
         trainer.train(work.documents)
-    except Interrupted:  # all that is wanted has been measured
+    except Interrupted:  # all requested rounds have been measured
         pass
     finally:
         shutil.rmtree(config.output_dir, ignore_errors=True)
 
 
 def _attach(model: Any, work: Work, config: Any) -> None:
-    """The row's adapters, or those of this arm's shape, under its own dropout, with the values
-    that every arm starts from; the trainer makes those that not every arm has."""
+    """Add the adapters of this arm's configuration, with the values that every arm starts from.
+    Adapters that not every arm has are left to the trainer.
+    """
     from chronicals.lora import apply_lora
     from chronicals.lora.layers import linear_adapters
 
     row = work.config()
-    if any(getattr(config, name) != getattr(row, name) for name in UNEQUAL):
+    if any(getattr(config, name) != getattr(row, name) for name in OUR_FIELDS):
         return
     apply_lora(model, adapter_shape(config))
     start = start_of(work, config)

@@ -1,6 +1,4 @@
-"""A step's documents as micro-batches of padded rows, sorted by length so that little is
-padding.
-"""
+"""A step's documents as micro-batches of padded rows, sorted by length so that little is padding."""
 
 from __future__ import annotations
 
@@ -10,17 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from chronicals.benchmark.work import Document
 
-OVERHEAD = 2048
-"""Positions that cost as much as one more micro-batch, where no trial says otherwise."""
-
-TRIED = (512, OVERHEAD, 8192)
-"""Overheads between which a padded peer chooses by a trial: many small micro-batches, or few
-with more padding.
-"""
+MICRO_BATCH_OVERHEAD = 2048
+"""Positions that cost as much as one more micro-batch, unless a trial finds another number."""
 
 
 @dataclass(frozen=True)
@@ -41,32 +33,33 @@ class PaddedStep:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Rows and width of each micro-batch."""
-        return [tuple(given["input_ids"].shape) for given, _ in self.micro_batches]
+        return [tuple(arguments["input_ids"].shape) for arguments, _ in self.micro_batches]
 
 
 def padded(
-    documents: Sequence[Document], rows: int, place: torch.device, overhead: int = OVERHEAD
+    documents: Sequence[Document],
+    rows: int,
+    place: torch.device,
+    overhead: int = MICRO_BATCH_OVERHEAD,
 ) -> PaddedStep:
-    """``documents`` sorted by length, in micro-batches of at most ``rows`` rows, padded on the
-    right.
+    """Return the documents sorted by length, in micro-batches of at most ``rows`` rows, padded on
+    the right.
 
-    The sums over the step are the same in any order. A batch without padding has no mask, so that
-    attention may take its causal path.
+    Sums over the step do not depend on the order. A batch without padding has no mask, so that
+    attention can take its causal path.
 
     Args:
-        overhead: how many positions of padding are better than one more micro-batch.
+        overhead: positions of padding that cost as much as one more micro-batch.
     """
     ordered = sorted(documents, key=len, reverse=True)
-    groups = [
-        ordered[start:end]
-        for start, end in grouped([len(document) for document in ordered], rows, overhead)
-    ]
+    lengths = [len(document) for document in ordered]
+    groups = [ordered[start:end] for start, end in grouped(lengths, rows, overhead)]
     targets = [
         sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups
     ]
     micro_batches = []
     slots = 0
-    for group, held in zip(groups, targets):
+    for group, group_targets in zip(groups, targets):
         width = len(group[0])
         ids = torch.zeros(len(group), width, dtype=torch.long)
         labels = torch.full_like(ids, -100)
@@ -75,60 +68,18 @@ def padded(
             ids[row, : len(document)] = torch.from_numpy(np.asarray(document.ids, np.int64))
             labels[row, : len(document)] = torch.from_numpy(np.asarray(document.labels, np.int64))
             mask[row, : len(document)] = 1
-        given = {"input_ids": ids, "labels": labels} | (
-            {} if bool(mask.all()) else {"attention_mask": mask}
-        )
-        micro_batches.append(
-            ({name: x.to(place) for name, x in given.items()}, held / sum(targets))
-        )
+        arguments = {"input_ids": ids, "labels": labels}
+        if not bool(mask.all()):
+            arguments["attention_mask"] = mask
+        placed = {name: x.to(place) for name, x in arguments.items()}
+        micro_batches.append((placed, group_targets / sum(targets)))
         slots += ids.numel()
-    return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
-
-
-def packed(documents: Sequence[Document], place: torch.device) -> PaddedStep:
-    """``documents`` one after the other in a single row, for an attention that keeps apart what
-    ``position_ids`` begin anew.
-    """
-    ids = torch.from_numpy(
-        np.concatenate([np.asarray(document.ids, np.int64) for document in documents])
-    )
-    labels = torch.from_numpy(
-        np.concatenate([np.asarray(document.labels, np.int64) for document in documents])
-    )
-    positions = torch.cat([torch.arange(len(document)) for document in documents])
-    labels[positions == 0] = -100
-    given = {
-        name: x[None].to(place)
-        for name, x in {"input_ids": ids, "labels": labels, "position_ids": positions}.items()
-    }
-    return PaddedStep([(given | flash_lengths(given["position_ids"]), 1.0)], len(ids), len(ids))
-
-
-def flash_lengths(position_ids: Tensor) -> dict[str, Any]:
-    """Where packed documents begin and how long the longest is, as transformers' flash attention
-    takes them.
-
-    Without them it looks for them in each layer anew, and hands the longest on as a tensor, which
-    FlashAttention-4 refuses.
-
-    Args:
-        position_ids: of a packed row, [1, length]; each document begins anew at 0.
-    """
-    flat = position_ids.flatten()
-    ends = torch.tensor([len(flat)], dtype=torch.int32, device=flat.device)
-    bounds = torch.cat([(flat == 0).nonzero().flatten().to(torch.int32), ends])
-    longest = int(bounds.diff().max())
-    return {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return PaddedStep(micro_batches, sum(lengths), slots)
 
 
 def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int, int]]:
-    """Bounds of the consecutive groups, of at most ``rows`` each, with the least positions and
-    ``overhead`` for each group.
+    """Return the bounds of the consecutive groups, of at most ``rows`` each, that have the fewest
+    positions plus ``overhead`` for each group.
 
     Args:
         lengths: of sorted documents, the longest first.
@@ -136,18 +87,15 @@ def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int,
     costs = [0.0]
     starts = [0]
     for end in range(1, len(lengths) + 1):
-        cost, start = min(
-            (
-                costs[start]
-                + overhead
-                + (end - start) * lengths[start]
-                + 1e-6 * (end - start) ** 2,
-                -start,
-            )  # even, where equal
-            for start in range(max(0, end - rows), end)
-        )
+        candidates = []
+        for start in range(max(0, end - rows), end):
+            count = end - start
+            # The last term makes groups even where costs are equal.
+            cost = costs[start] + overhead + count * lengths[start] + 1e-6 * count**2
+            candidates.append((cost, -start))
+        cost, negated_start = min(candidates)
         costs.append(cost)
-        starts.append(-start)
+        starts.append(-negated_start)
     bounds = []
     end = len(lengths)
     while end:

@@ -8,10 +8,10 @@ With log π(y|x) the sum over an answer's tokens and |y| their number, of a micr
 A step is the mean over its micro-batches: one, or those of a peer's trainer. π_ref is the model
 before the first step. TRL has the prompt's tokens in the first term of ORPO, too.
 
-Where arms train weights in bf16, forward passes have weights rounded to it, as theirs do, and
-updates are made of fp32 ones: from weights that are bf16 numbers, updates of 5e-8 do not show for
-many steps. Each loss, and for adapters the gradients' norm, is computed in plain bf16, too: DPO's
-is a difference of sums over hundreds of tokens, in which rounding shows.
+If arms train weights in bf16, forward passes here have weights rounded to bf16, and updates are
+added to fp32 weights: an update of 5e-8 does not change a bf16 number for many steps. Each loss, and
+for adapters the gradients' norm, is also computed in plain bf16, because DPO's loss is a difference
+of sums over hundreds of tokens, in which rounding shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.benchmark.arms.plain import TIGHT_STEPS, fp32_model
+from chronicals.benchmark.arms.reference import TIGHT_STEPS, fp32_model
 from chronicals.benchmark.measurement import (
     ArmPlan,
     Clock,
@@ -38,16 +38,21 @@ from chronicals.benchmark.measurement import (
     peak_gib,
     reset_peak,
 )
-from chronicals.benchmark.pairs import Held, Pair, PairWork
+from chronicals.benchmark.pairs import Pair, PairSteps, PairWork
 
-AT_ONCE = 2
-"""Pairs whose logits exist together."""
+PAIRS_AT_ONCE = 2
+"""Pairs whose logits exist at a time."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a group of G pairs, each ``[G]``: log π of both answers, their numbers of tokens, and
-    the log-probability of what the cross-entropy has of the chosen row."""
+    """Scores of a group of G pairs, ``[G]`` each.
+
+    Attributes:
+        chosen, rejected: log π of the answers.
+        chosen_tokens, rejected_tokens: their numbers of tokens.
+        trained: log-probability of the tokens of the chosen row that are in the cross-entropy.
+    """
 
     chosen: Tensor
     rejected: Tensor
@@ -60,39 +65,34 @@ def reference(work: PairWork, plan: ArmPlan) -> None:
     """Train the pairs of the work's first steps, or those of the plan's file."""
     model, settings, tight = fp32_model(work, plan)
     count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
-    held = Held([[pairs] for pairs in work.pairs_by_step(count)])
+    pair_steps = PairSteps([[pairs] for pairs in work.pairs_by_step(count)])
     if plan.documents is not None:
-        held = Held.of_json(json.loads(plan.documents.read_text()))
-    train(
-        model,
-        settings,
-        work,
-        ArmPlan(count, 0, out=plan.out, began=plan.began),
-        held,
-        1 if tight else AT_ONCE,
-    )
+        pair_steps = PairSteps.of_json(json.loads(plan.documents.read_text()))
+    short_plan = ArmPlan(count, 0, out=plan.out, began=plan.began)
+    train(model, settings, work, short_plan, pair_steps, 1 if tight else PAIRS_AT_ONCE)
 
 
 def train(
-    model: Any, settings: str, work: PairWork, plan: ArmPlan, held: Held, at_once: int
+    model: Any, settings: str, work: PairWork, plan: ArmPlan, pair_steps: PairSteps, at_once: int
 ) -> None:
-    """Train the steps of ``held``, at most those of the plan, and hand them in.
+    """Train the steps, at most those of the plan, and hand them in.
 
     Args:
         settings: how the model runs, in words.
+        at_once: pairs whose logits exist at a time.
     """
-    held = replace(held, steps=held.steps[: plan.in_all])
-    steps = held.steps
+    pair_steps = replace(pair_steps, steps=pair_steps.steps[: plan.in_all])
+    steps = pair_steps.steps
     config = work.config()
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    rounds = config.mixed_precision == "bf16"
-    losses_of = Losses(model, work, held, at_once)
+    in_16_bit = config.mixed_precision == "bf16"
+    losses_of = Losses(model, work, pair_steps, at_once)
     rounded_of = None
-    if rounds:
+    if in_16_bit:
         with in_bf16(model):
-            rounded_of = Losses(model, work, held, at_once)
-    masters = Masters(parameters if rounds and not work.adapts else [])
+            rounded_of = Losses(model, work, pair_steps, at_once)
+    masters = Masters(parameters if in_16_bit and not work.adapts else [])
     optimizer = torch.optim.AdamW(
         parameters,
         lr=config.learning_rate,
@@ -108,26 +108,26 @@ def train(
     rounded = list[float]()
     rounded_norms = list[float]()
     spreads = list[float]()
-    of_groups = list[float]()
+    rounded_groups = list[float]()
     loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
     for number in range(len(steps)):
         if rounded_of is not None:
             with in_bf16(model), torch.set_grad_enabled(work.adapts):
-                of_groups = [_added(loss) for loss in rounded_of(number)]
+                rounded_groups = [_backward(loss) for loss in rounded_of(number)]
             if work.adapts:
                 rounded_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)))
                 optimizer.zero_grad(set_to_none=True)
-        exact = [_added(loss) for loss in losses_of(number)]
+        exact = [_backward(loss) for loss in losses_of(number)]
         losses.append(sum(exact))
         if rounded_of is not None:
-            rounded.append(sum(of_groups))
-            spreads.append(math.sqrt(sum((a - b) ** 2 for a, b in zip(of_groups, exact))))
+            rounded.append(sum(rounded_groups))
+            spreads.append(math.sqrt(sum((a - b) ** 2 for a, b in zip(rounded_groups, exact))))
         norms.append(
             float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf))
         )
-        if len(steps) > 1:  # states of a single step may not fit
+        if len(steps) > 1:  # with a single step, the optimizer's states may not fit
             with masters.exact():
                 optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -153,46 +153,51 @@ def train(
     )
 
 
-def _added(loss: Tensor) -> float:
-    """The value of a group's loss, whose gradients are added where they are computed."""
+def _backward(loss: Tensor) -> float:
+    """Return the value of a group's loss, and add its gradients if it has some."""
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())
 
 
 class Losses:
-    """Of each group of pairs what it adds to its step's loss, as the model is when it is asked.
+    """Parts of a step's loss, one for each group of pairs. They are computed with the weights that
+    the model has when it is called.
 
     Args:
-        at_once: pairs of a group. Of DPO the model as it is now is the reference.
+        at_once: pairs of a group. DPO's reference policy is the model as it is now.
     """
 
-    def __init__(self, model: Any, work: PairWork, held: Held, at_once: int):
+    def __init__(self, model: Any, work: PairWork, pair_steps: PairSteps, at_once: int):
         self.model = model
         self.work = work
-        self.held = held
+        self.pair_steps = pair_steps
         self.at_once = at_once
-        self.start = (
-            [list(self._scores(step)) for step in held.steps] if work.objective == "dpo" else []
-        )
+        self.start = list[list[Scores]]()
+        if work.objective == "dpo":
+            with torch.no_grad():
+                for step in pair_steps.steps:
+                    self.start.append([scores_of(model, group) for _, group in self._groups(step)])
 
-    @torch.no_grad()
-    def _scores(self, step: Sequence[Sequence[Pair]]) -> list[Scores]:
-        return [
-            scores_of(self.model, group) for part in step for group in groups(part, self.at_once)
-        ]
+    def _groups(
+        self, step: Sequence[Sequence[Pair]]
+    ) -> Iterator[tuple[Sequence[Pair], Sequence[Pair]]]:
+        """Yield each micro-batch of a step with each of its groups."""
+        for micro_batch in step:
+            for start in range(0, len(micro_batch), self.at_once):
+                yield micro_batch, micro_batch[start : start + self.at_once]
 
     def __call__(self, number: int) -> Iterator[Tensor]:
-        """Of step ``number``, one group after the other."""
-        step = self.held.steps[number]
-        trained = self.held.prompt_is_trained
-        parts = [(part, group) for part in step for group in groups(part, self.at_once)]
-        for place, (part, group) in enumerate(parts):
-            scores = scores_of(self.model, group, trained)
+        """Yield the parts of the loss of step ``number``."""
+        step = self.pair_steps.steps[number]
+        prompt_is_trained = self.pair_steps.prompt_is_trained
+        for place, (micro_batch, group) in enumerate(self._groups(step)):
+            scores = scores_of(self.model, group, prompt_is_trained)
             if self.work.objective == "dpo":
-                yield dpo_loss(self.work, part, scores, self.start[number][place]) / len(step)
+                loss = dpo_loss(self.work, micro_batch, scores, self.start[number][place])
             else:
-                yield orpo_loss(self.work, part, scores, trained) / len(step)
+                loss = orpo_loss(self.work, micro_batch, scores, prompt_is_trained)
+            yield loss / len(step)
 
 
 class Masters:
@@ -201,48 +206,43 @@ class Masters:
     """
 
     def __init__(self, weights: Sequence[Tensor]):
-        self.exactly = {weight: weight.detach().clone() for weight in weights}
+        self.values = {weight: weight.detach().clone() for weight in weights}
         self._round()
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Within: weights have all of their digits, and may be updated."""
-        for weight, value in self.exactly.items():
+        """Give the weights their fp32 values for an update; round them again at the end."""
+        for weight, value in self.values.items():
             weight.data.copy_(value)
         yield
-        for weight, value in self.exactly.items():
+        for weight, value in self.values.items():
             value.copy_(weight.data)
         self._round()
 
     def _round(self) -> None:
-        for weight in self.exactly:
+        for weight in self.values:
             weight.data.copy_(weight.data.bfloat16())
 
 
 @contextmanager
 def in_bf16(model: Any) -> Iterator[None]:
-    """Within: weights are in bf16, all but adapters."""
+    """Put the weights in bf16 for the duration of the context, all but adapters."""
     adapted = any(not p.requires_grad for p in model.parameters())
-    kept = [(p, p.data) for p in model.parameters() if not (adapted and p.requires_grad)]
-    for parameter, value in kept:
+    values = [(p, p.data) for p in model.parameters() if not (adapted and p.requires_grad)]
+    for parameter, value in values:
         parameter.data = value.bfloat16()
     try:
         yield
     finally:
-        for parameter, value in kept:
+        for parameter, value in values:
             parameter.data = value
 
 
-def groups(pairs: Sequence[Pair], size: int) -> Iterator[Sequence[Pair]]:
-    """``size`` of them at a time."""
-    return (pairs[start : start + size] for start in range(0, len(pairs), size))
-
-
 def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False) -> Scores:
-    """Of all rows together, padded on the right.
+    """Compute the scores of all rows together, padded on the right.
 
     Args:
-        prompt_is_trained: whether the cross-entropy has the prompt's tokens.
+        prompt_is_trained: True if the cross-entropy includes the prompt's tokens.
     """
     rows = [pair.rows[side] for side in (0, 1) for pair in pairs]
     prompts = torch.tensor([len(pair.prompt) for pair in pairs] * 2, device=device())
@@ -253,33 +253,36 @@ def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False
         mask[number, : len(row)] = 1
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     log_p = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * mask[:, 1:]
-    of_answer = (torch.arange(1, ids.shape[1], device=device()) >= prompts[:, None]) & mask[
-        :, 1:
-    ].bool()
-    chosen, rejected = (log_p * of_answer).sum(1).chunk(2)
+    positions = torch.arange(1, ids.shape[1], device=device())
+    in_answer = (positions >= prompts[:, None]) & mask[:, 1:].bool()
+    chosen, rejected = (log_p * in_answer).sum(1).chunk(2)
     trained = log_p[: len(pairs)].sum(1) if prompt_is_trained else chosen
-    chosen_tokens, rejected_tokens = of_answer.sum(1).chunk(2)
+    chosen_tokens, rejected_tokens = in_answer.sum(1).chunk(2)
     return Scores(chosen, rejected, chosen_tokens, rejected_tokens, trained)
 
 
-def dpo_loss(work: PairWork, part: Sequence[Pair], scores: Scores, start: Scores) -> Tensor:
-    """What a group of pairs adds to the loss of its micro-batch ``part``.
+def dpo_loss(work: PairWork, micro_batch: Sequence[Pair], scores: Scores, start: Scores) -> Tensor:
+    """Return the part of DPO's loss of a micro-batch that is that of a group of its pairs.
 
     Args:
-        start: their scores before the first step.
+        scores: of the group.
+        start: its scores before the first step.
     """
     margins = (scores.chosen - start.chosen) - (scores.rejected - start.rejected)
-    return -F.logsigmoid(work.beta * margins).sum() / len(part)
+    return -F.logsigmoid(work.beta * margins).sum() / len(micro_batch)
 
 
 def orpo_loss(
-    work: PairWork, part: Sequence[Pair], scores: Scores, prompt_is_trained: bool
+    work: PairWork, micro_batch: Sequence[Pair], scores: Scores, prompt_is_trained: bool
 ) -> Tensor:
-    """As ``dpo_loss``; the cross-entropy is a mean over the micro-batch's tokens."""
-    trained = sum(
-        len(pair.chosen) + (len(pair.prompt) - 1 if prompt_is_trained else 0) for pair in part
-    )
+    """Return the part of ORPO's loss of a micro-batch that is that of a group of its pairs. The
+    cross-entropy is a mean over the micro-batch's tokens.
+    """
+    trained = sum(len(pair.chosen) for pair in micro_batch)
+    if prompt_is_trained:
+        trained += sum(len(pair.prompt) - 1 for pair in micro_batch)
     chosen = scores.chosen / scores.chosen_tokens
     rejected = scores.rejected / scores.rejected_tokens
     odds = (chosen - (1 - chosen.exp()).log()) - (rejected - (1 - rejected.exp()).log())
-    return -scores.trained.sum() / trained - work.beta * F.logsigmoid(odds).sum() / len(part)
+    cross_entropy = -scores.trained.sum() / trained
+    return cross_entropy - work.beta * F.logsigmoid(odds).sum() / len(micro_batch)

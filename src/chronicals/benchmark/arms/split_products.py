@@ -1,4 +1,4 @@
-"""Products in fp32 with frozen weights that are bf16 numbers, by tensor cores: of the reference
+"""Products in fp32 with frozen weights that are bf16 numbers, by tensor cores, for the reference
 over a frozen base.
 
 A significand of fp32 has 24 bits, of TF32 11, of bf16 8. ``x`` is taken as the sum of two TF32
@@ -25,27 +25,28 @@ FIRST_BITS = -(1 << 13)
 """Keeps of an fp32 number what TF32 has."""
 
 TERMS = (4096, 512, 128)
-"""Terms that a tensor core may sum by itself; the most that are exact enough on the card are
-taken.
-"""
+"""Terms that a tensor core may sum by itself; the largest number that is exact enough on the card
+is taken."""
 
-ROWS = 256
-WORSE = 8.0
-"""Rows by which the products are tried on a card, and how many times the error of plain fp32
-they may have.
-"""
+TRIAL_ROWS = 256
+"""Rows by which the products are tried on a card."""
+
+ERROR_FACTOR = 8.0
+"""Largest error of the products, as a multiple of that of plain fp32."""
 
 
 def split_frozen(model: nn.Module) -> int | None:
-    """Have the frozen linear layers of an fp32 model multiply so, where their weights allow it.
+    """Let the frozen linear layers of an fp32 model multiply by tensor cores, if their weights are
+    bf16 numbers.
 
     Returns:
-        the terms that a tensor core sums by itself. None: layers are as they were, for the products
-            are less exact on this
-        card than is promised, or no layer is such.
+        the terms that a tensor core sums by itself. None if no layer is changed: none is such, or
+        the products are not exact enough on this card.
     """
     layers = [
-        module for module in model.modules() if type(module) is nn.Linear and _can(module.weight)
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and _is_frozen_bf16(module.weight)
     ]
     if not layers:
         return None
@@ -57,7 +58,7 @@ def split_frozen(model: nn.Module) -> int | None:
     return terms
 
 
-def _can(weight: Tensor) -> bool:
+def _is_frozen_bf16(weight: Tensor) -> bool:
     return (
         not weight.requires_grad
         and weight.dtype == torch.float32
@@ -66,19 +67,17 @@ def _can(weight: Tensor) -> bool:
 
 
 def as_exact(weight: Tensor, terms: int) -> bool:
-    """Whether products of random rows with the weight, and with its transpose, are about as near
-    to those in fp64 as fp32's.
+    """Return whether products of random rows with the weight, and with its transpose, are about as
+    near to those in fp64 as fp32's.
     """
-    return all(_as_exact(right, terms) for right in (weight, weight.t()))
-
-
-def _as_exact(right: Tensor, terms: int) -> bool:
-    x = torch.randn(ROWS, right.shape[0], device=right.device)
-    exact = x.double() @ right.double()
-    split, plain = (
-        (found.double() - exact).abs().max() for found in (_times(x, right, terms), x @ right)
-    )
-    return bool(split <= WORSE * plain)
+    for right in (weight, weight.t()):
+        x = torch.randn(TRIAL_ROWS, right.shape[0], device=right.device)
+        exact = x.double() @ right.double()
+        split_error = (_times(x, right, terms).double() - exact).abs().max()
+        plain_error = ((x @ right).double() - exact).abs().max()
+        if not bool(split_error <= ERROR_FACTOR * plain_error):
+            return False
+    return True
 
 
 def _forward(layer: nn.Linear, terms: int, x: Tensor) -> Tensor:

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.floor import DecoderShape
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.work import Work, adapter_shape, start_of
+from chronicals.benchmark.preparation import adapter_shape, start_of
+from chronicals.benchmark.work import Work
 
 
 def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A causal language model on the card, straight from the file where accelerate is there to do
-    it; without a router loss, so that all arms have the cross-entropy as their loss.
+    """Load a causal language model onto the device, straight from the file if accelerate is
+    installed. It has no router loss, so that all arms have the cross-entropy as their loss.
 
     Raises:
-        ValueError: the checkpoint lacks weights or holds others than the class has.
+        ValueError: the checkpoint lacks weights or has others than the class.
     """
     from transformers import AutoModelForCausalLM
 
@@ -29,85 +29,53 @@ def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
     model = load_whole(
         AutoModelForCausalLM, path, dtype=dtype, use_safetensors=True, **place, **options
     )
-    return _settled(model if place else model.to(device()))
+    return without_router_loss(model if place else model.to(device()))
 
 
 def load_in_4_bits(path: str, dtype: torch.dtype) -> Any:
-    """The same with layers and experts in 4 bits as our run has them."""
+    """Load the model with layers and experts in 4 bits, as our run has them."""
     from chronicals.models import load_model
 
-    return _settled(load_model(path, dtype, quantization="nf4").to(device()))
-
-
-def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
-    """The row's model as a peer on transformers has it: over layers of bitsandbytes where the row
-    is in 4 bits. Stacked experts, which that library leaves, have the values of ours in 16 bits.
-
-    Raises:
-        ImportError, ValueError: it cannot be loaded.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from chronicals.models import load_by_bitsandbytes
-
-    if not work.in_4_bits:
-        return load(work.model, dtype, **options)
-    model = _settled(
-        load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options)
-    )
-    if has_experts(work):
-        from chronicals.quantization import packed_experts
-
-        _copy_values(model, packed_experts(load_in_4_bits(work.model, dtype)))
-    return model
-
-
-def base_of_peers(work: Work) -> str:
-    """In words what ``load_for_peers`` gives where the row is in 4 bits."""
-    return "base in bitsandbytes' NF4" + (", its experts in 16 bits" if has_experts(work) else "")
-
-
-def has_experts(work: Work) -> bool:
-    """Whether the row's model is a mixture."""
-    from transformers import AutoConfig
-
-    return DecoderShape.of(AutoConfig.from_pretrained(work.model)).routed
+    return without_router_loss(load_model(path, dtype, quantization="nf4").to(device()))
 
 
 def load_dequantised(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A plain fp32 model of the weights that layers and experts in 4 bits stand for, which were
-    quantised from ``dtype``; options are of ``from_pretrained``."""
+    """Load a plain fp32 model with the values of layers and experts in 4 bits.
+
+    Args:
+        dtype: of the weights that were quantised.
+        options: of ``from_pretrained``.
+    """
     from chronicals.quantization import packed_modules
 
     model = load(path, torch.float32, **options)
-    _copy_values(model, packed_modules(load_in_4_bits(path, dtype)))
+    copy_values(model, packed_modules(load_in_4_bits(path, dtype)))
     return model
 
 
-def _copy_values(model: Any, packed: Iterable[tuple[str, Any]]) -> None:
+def copy_values(model: Any, packed: Iterable[tuple[str, Any]]) -> None:
     """Copy the values of another model's packed modules, given with their paths."""
     for path, module in packed:
         for name, values in module.dequantised():
             model.get_parameter(f"{path}.{name}").data.copy_(values)
 
 
-def _settled(model: Any) -> Any:
+def without_router_loss(model: Any) -> Any:
+    """Switch off a model's cache and its router loss. Returns the model."""
     model.config.use_cache = False
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "output_router_logits"):
-            config.output_router_logits, config.router_aux_loss_coef = (
-                False,
-                0.0,
-            )  # TRL's trainer reads the second
+            config.output_router_logits = False
+            config.router_aux_loss_coef = 0.0  # TRL's trainer reads this one
     return model
 
 
-PREFIX = "base_model.model."
-"""Of names of a model in PEFT's."""
+PEFT_PREFIX = "base_model.model."
+"""Prefix of a model's names in PEFT."""
 
 
 def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False, **changes: Any) -> Any:
-    """PEFT's LoRA as the row describes it, started from the row's adapters.
+    """Wrap a model in PEFT's LoRA as the row describes it, starting from the row's adapters.
 
     Args:
         autocast_adapter_dtype: keep adapters in fp32 over a bf16 model (PEFT's default); False is
@@ -120,12 +88,12 @@ def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False, **ch
     shape = adapter_shape(config)
     start = start_of(work, config)
     paths = [
-        name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
         for name in start
         if ".lora_A." in name
     ]
-    each = {path: shape.at(path) for path in paths}
-    described = peft.LoraConfig(
+    shapes = {path: shape.at(path) for path in paths}
+    lora = peft.LoraConfig(
         r=shape.rank,
         lora_alpha=shape.alpha,
         lora_dropout=0.0,
@@ -135,33 +103,36 @@ def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False, **ch
         bias="none",
         task_type="CAUSAL_LM",
         rank_pattern={
-            re.escape(path): own.rank for path, own in each.items() if own.rank != shape.rank
+            re.escape(path): layer.rank
+            for path, layer in shapes.items()
+            if layer.rank != shape.rank
         },
         alpha_pattern={
-            re.escape(path): own.alpha for path, own in each.items() if own.alpha != shape.alpha
+            re.escape(path): layer.alpha
+            for path, layer in shapes.items()
+            if layer.alpha != shape.alpha
         },
     )
-    model = peft.get_peft_model(model, described, autocast_adapter_dtype=autocast_adapter_dtype)
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=autocast_adapter_dtype)
     start_from(model, start)
     return model
 
 
 def start_from(model: Any, start: Mapping[str, torch.Tensor]) -> None:
-    """Fill PEFT's adapters, or those of a library built on it, from values by their names in PEFT's
-    files.
+    """Copy values, by their names in PEFT's files, into the adapters of PEFT or of a library built
+    on it.
 
     Raises:
         ValueError: the model's adapters are not those.
     """
-    own = {
+    adapters = {
         name.replace(".default", ""): p
         for name, p in model.named_parameters()
         if ".lora_A." in name or ".lora_B." in name
     }
-    if own.keys() != start.keys():
-        raise ValueError(
-            f"adapters differ from those of the row: {sorted(own.keys() ^ start.keys())[:2]}"
-        )
+    if adapters.keys() != start.keys():
+        differing = sorted(adapters.keys() ^ start.keys())[:2]
+        raise ValueError(f"adapters differ from those of the row: {differing}")
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in adapters.items():
             parameter.copy_(start[name])

@@ -24,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from chronicals.bound_process import end_with_parent
 from chronicals.data.making.chunks import Chunk
 from chronicals.data.making.encoding import ChunkEncoder
 from chronicals.data.making.frames import chunk_of_frame, frame_of_encoded, read_frame, write_frame
 from chronicals.data.tokens.template import Tokenizer
-from chronicals.lifeline import end_with_parent
 
 WORKER_SETTINGS = "how.json"
 

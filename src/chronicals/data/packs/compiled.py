@@ -21,7 +21,7 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
-from chronicals import beforehand
+from chronicals import precompilation
 from chronicals.data.packs.machine_code import COMPILING_MODULE, source_hash
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class _Cache(FunctionCache):
         """Return the machine code, waiting for the process that makes it; None if there is none."""
         try:
             code = super().load_overload(sig, target_context)
-            while code is None and beforehand.running(COMPILING_MODULE):
+            while code is None and precompilation.running(COMPILING_MODULE):
                 time.sleep(POLL_SECONDS)
                 code = super().load_overload(sig, target_context)
             return code

@@ -17,7 +17,7 @@ COMPILED_SOURCES = "data/**/*.py", "config/*.py", "batch.py"
 """Patterns of every file of the package that ``chronicals.data`` imports."""
 
 COMPILING_MODULE = "chronicals.data.packs.compilation"
-"""Module that ``chronicals.beforehand`` runs as a process to compile all functions."""
+"""Module that ``chronicals.precompilation`` runs as a process to compile all functions."""
 
 
 @functools.cache

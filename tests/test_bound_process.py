@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import chronicals
-from chronicals.lifeline import BoundProcess
+from chronicals.bound_process import BoundProcess
 from process_groups import members, wait_until
 
 SOURCE = str(Path(chronicals.__file__).parent.parent)
@@ -34,7 +34,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="re
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_parent_that_is_killed(how):
     program = (
-        "import sys, time; from chronicals.lifeline import BoundProcess; "
+        "import sys, time; from chronicals.bound_process import BoundProcess; "
         f"process = BoundProcess([sys.executable, '-c', {CHILD!r}]); print(process.pid, "
         "flush=True); time.sleep(600)"
     )

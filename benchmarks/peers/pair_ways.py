@@ -1,7 +1,7 @@
-"""How a peer's trainer takes a step of pairs: attention, and pairs of a micro-batch; the fastest is
-found by a trial.
+"""Ways to train a step of pairs in a peer's trainer: attention, and pairs of a micro-batch. A trial
+finds the fastest.
 
-The trial takes steps whose lengths no way has met before, as training does: with cuDNN's attention
+The trial takes steps of lengths that are new to every way, as training does: with cuDNN's attention
 the host makes a plan for each of them.
 """
 
@@ -17,35 +17,35 @@ from typing import Any, Protocol
 
 import torch
 
-from chronicals.benchmark.arms.ways import FLASH_ATTENTION
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.pairs import SHARES, Pair, PairWork
+from chronicals.benchmark.pairs import PROMPT_SHARES, Pair, PairWork
+from peers.ways import FLASH_ATTENTION
 
-MOST = 16
-USUAL = 4
-"""Pairs of a micro-batch: at most, and where attentions are compared."""
+MOST_PAIRS = 16
+"""Largest number of pairs in a micro-batch."""
 
-TIMED = 4
-ENOUGH = 6.0
-"""Usual steps that a way is timed in at most, of which the median counts, and seconds after
-which no further one begins.
-"""
+USUAL_PAIRS = 4
+"""Pairs of a micro-batch when attentions are compared."""
 
-CLOSE = 1.3
-"""Times the fastest attention's seconds, with the usual pairs, within which another is tried
-with more pairs, too.
-"""
+TIMED_STEPS = 4
+"""Largest number of usual steps in which a way is timed; the median counts."""
 
-WARM = 3
-"""Other steps before the first way is timed: models that are compiled are compiled anew for the
-first few lengths.
-"""
+ENOUGH_SECONDS = 6.0
+"""Seconds of these steps after which no further one begins."""
+
+CLOSE_RATIO = 1.3
+"""An attention is also tried with more pairs if its time, with the usual pairs, is at most so many
+times that of the fastest."""
+
+WARM_UP_STEPS = 3
+"""Other steps before the first way is timed: compiled models are compiled anew for the first few
+lengths."""
 
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
 
 class Build(Protocol):
-    """Makes a trainer of ``model`` of these steps, with so many pairs in a micro-batch."""
+    """Makes a trainer of ``model`` over the given steps, with ``pairs`` in a micro-batch."""
 
     @property
     def model(self) -> Any: ...
@@ -55,17 +55,18 @@ class Build(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Of a peer's model.
+    """An attention of a peer's model.
 
     Attributes:
         name: in transformers; None leaves the model as it is.
-        cudnn: whether torch's own may be cuDNN's.
+        cudnn: True if torch's attention may take cuDNN's kernels.
     """
 
     name: str | None = None
     cudnn: bool = True
 
     def take(self, model: Any) -> None:
+        """Let the model use it."""
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
         if self.name:
             model.set_attn_implementation(self.name)
@@ -76,20 +77,21 @@ class Attention:
 
 
 def attentions_of(names: Sequence[str], on_card: bool) -> list[Attention]:
-    """Those to choose between: by each name, and of torch's own also without cuDNN; the safest
-    last.
+    """Return the attentions to choose between: each name, and torch's own also without cuDNN; the
+    safest last.
     """
-    found = list[Attention]()
-    given: Sequence[str | None] = names or [None]
-    for name in given:
-        alone = on_card and name not in FLASH_ATTENTION
-        found += [*([Attention(name, cudnn=False)] if alone else []), Attention(name)]
-    return found
+    attentions = list[Attention]()
+    choices: Sequence[str | None] = names or [None]
+    for name in choices:
+        if on_card and name not in FLASH_ATTENTION:
+            attentions.append(Attention(name, cudnn=False))
+        attentions.append(Attention(name))
+    return attentions
 
 
 @dataclass(frozen=True)
 class PairWay:
-    """Pairs of a micro-batch, and the attention."""
+    """A number of pairs in a micro-batch, and an attention."""
 
     pairs: int
     attention: Attention
@@ -100,28 +102,27 @@ class PairWay:
 
 
 class PairTrial:
-    """Times ways of taking a step: first the one with the longest row, which must fit, then some
-    with a usual number of tokens, whose lengths no way has met before.
+    """Times ways of training a step: first the one with the longest row, which must fit, then some
+    with a usual number of tokens, of lengths that are new to every way.
 
     Attributes:
-        failed: words for each way that did not run, with the error.
+        seconds: of a usual step, for each way that ran.
+        failed: the error of each way that did not run.
     """
 
     def __init__(self, build: Build, steps: Sequence[Sequence[Pair]]):
         by_tokens = sorted(steps, key=lambda step: sum(pair.tokens for pair in step))
-        first = max(len(steps) - TIMED, 0) // 2
+        first = max(len(steps) - TIMED_STEPS, 0) // 2
+        last = first + TIMED_STEPS
         longest = max(steps, key=lambda step: step[0].longest)
-        usual = by_tokens[first : first + TIMED]
-        others = [
-            step for step in by_tokens[:first] + by_tokens[first + TIMED :] if step is not longest
-        ]
-        chosen = [longest, *usual, *others[-WARM:]]
+        usual = by_tokens[first:last]
+        others = [step for step in by_tokens[:first] + by_tokens[last:] if step is not longest]
+        chosen = [longest, *usual, *others[-WARM_UP_STEPS:]]
         size = len(longest)
         self.build = build
         self.trainer = build(chosen, 1)
-        if getattr(
-            self.trainer.args, "use_liger_kernel", False
-        ):  # the trainer does when training begins
+        if getattr(self.trainer.args, "use_liger_kernel", False):
+            # The trainer itself applies them when training begins.
             from transformers.integrations.liger import apply_liger_kernel
 
             apply_liger_kernel(self.trainer.model, self.trainer.args.liger_kernel_config)
@@ -135,32 +136,29 @@ class PairTrial:
         self.failed = dict[PairWay, str]()
 
     def run(self, way: PairWay) -> None:
-        """Time it, or note why it does not run; one with more pairs than what ran out of memory
-        is not tried.
+        """Time a way, or note why it does not run. A way with more pairs than one that ran out of
+        memory is not tried.
         """
-        full = [
-            other
-            for other, why in self.failed.items()
-            if why == OUT_OF_MEMORY and other.attention == way.attention
-        ]
-        if (
-            way in self.seconds
-            or way in self.failed
-            or any(other.pairs <= way.pairs for other in full)
-        ):
+        if way in self.seconds or way in self.failed:
             return
+        for other, reason in self.failed.items():
+            same_attention = other.attention == way.attention
+            if reason == OUT_OF_MEMORY and same_attention and other.pairs <= way.pairs:
+                return
         try:
             self.seconds[way] = self._timed(way)
             return
-        except Exception as error:  # a peer's own; what it holds is freed behind this block
+        except Exception as error:  # its tensors are freed when this block ends
             self.failed[way] = type(error).__name__
         self.build.model.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def run_first_again(self) -> None:
-        """The shorter of both times counts: while it is the first, a way may compile more than
-        ``WARM`` steps meet. It is not cuDNN's, which is faster where lengths are met again."""
+        """Time the first way again, and take the shorter time: a model may be compiled in more than
+        ``WARM_UP_STEPS`` steps. The first way is not cuDNN's, which is faster for lengths that it
+        has seen.
+        """
         if len(self.seconds) > 1:
             way = next(iter(self.seconds))
             before = self.seconds.pop(way)
@@ -170,8 +168,8 @@ class PairTrial:
             self.seconds = {way: min(before, again), **self.seconds}
 
     def _timed(self, way: PairWay) -> float:
-        """Seconds of a usual step forward and backward, the median of some that differ in their
-        lengths.
+        """Return the seconds of a usual step forward and backward, the median of some that differ
+        in their lengths.
         """
         model = self.build.model
         args = self.trainer.args
@@ -185,7 +183,7 @@ class PairTrial:
             self._passed(way, rows)
         seconds = list[float]()
         for rows in self.usual:
-            if sum(seconds) < ENOUGH:
+            if sum(seconds) < ENOUGH_SECONDS:
                 seconds.append(self._passed(way, rows))
         return statistics.median(seconds)
 
@@ -200,11 +198,12 @@ class PairTrial:
 
     @property
     def close(self) -> list[Attention]:
-        """Attentions, of those timed so far, that may be the fastest with more pairs; the
-        fastest first.
+        """Attentions, of those timed so far, that may be the fastest with more pairs; the fastest
+        first.
         """
         ways = sorted(self.seconds, key=self.seconds.__getitem__)
-        return [way.attention for way in ways if self.seconds[way] <= CLOSE * self.seconds[ways[0]]]
+        limit = CLOSE_RATIO * min(self.seconds.values(), default=0.0)
+        return [way.attention for way in ways if self.seconds[way] <= limit]
 
     @property
     def fastest(self) -> PairWay | None:
@@ -212,7 +211,7 @@ class PairTrial:
 
     @property
     def words(self) -> list[str]:
-        """What came of each way."""
+        """Result of each way."""
         timed = [f"{way.words} {seconds:.2f} s" for way, seconds in self.seconds.items()]
         tried = [f"passes of a usual step: {', '.join(timed)}"] if len(timed) > 1 else []
         return [*tried, *(f"{way.words} did not run: {why}" for way, why in self.failed.items())]
@@ -225,9 +224,11 @@ def known_or_fastest_way(
     work: PairWork,
     arm: str,
 ) -> tuple[PairWay, list[str]]:
-    """What a trial found for another row of the same model, mode and objective, else what one finds
-    now: where prompts are another share of built-in rows, a peer's rows are as long. Its steps must
-    hold as many pairs: more of them may be divided into micro-batches that the trial did not have.
+    """Return the result of an earlier trial for another row of the same model, mode and objective,
+    or of a trial now.
+
+    Built-in rows have the same lengths whatever the share of their prompts. The steps must hold as
+    many pairs: other numbers are divided into other micro-batches.
 
     Args:
         arm: in words.
@@ -235,22 +236,22 @@ def known_or_fastest_way(
     Returns:
         the way, and in words what was tried.
     """
-    if work.data not in SHARES:
+    if work.data not in PROMPT_SHARES:
         return fastest_way(build, steps, attentions)
     name = re.sub(r"[^a-z0-9]+", "-", f"{work.name} {work.mode} {work.objective} {arm}".lower())
     file = work.folder.parent / "ways" / f"{name}.json"
     config = work.config()
-    alike = [str(device()), config.batch_size, config.max_seq_length, len(steps[0])]
+    conditions = [str(device()), config.batch_size, config.max_seq_length, len(steps[0])]
     if file.exists():
-        found = json.loads(file.read_text())
-        if found["alike"] == alike:
-            way = PairWay(found["pairs"], Attention(**found["attention"]))
+        earlier = json.loads(file.read_text())
+        if earlier["alike"] == conditions:
+            way = PairWay(earlier["pairs"], Attention(**earlier["attention"]))
             way.attention.take(build.model)
-            return way, [f"as in the trial of {found['data']}", *found["tried"]]
+            return way, [f"as in the trial of {earlier['data']}", *earlier["tried"]]
     way, tried = fastest_way(build, steps, attentions)
     file.parent.mkdir(exist_ok=True)
     about = {
-        "alike": alike,
+        "alike": conditions,
         "data": work.data,
         "pairs": way.pairs,
         "attention": asdict(way.attention),
@@ -263,19 +264,19 @@ def known_or_fastest_way(
 def fastest_way(
     build: Build, steps: Sequence[Sequence[Pair]], attentions: Sequence[Attention]
 ) -> tuple[PairWay, list[str]]:
-    """The fastest of the attentions and numbers of pairs in a micro-batch; the model is left with
-    that attention.
+    """Find the fastest attention and number of pairs in a micro-batch. The model is left with that
+    attention.
 
-    Attentions are compared with ``USUAL`` pairs, or as many as fit; the fastest is timed with all
-    other numbers, and those that come close with larger ones, for an attention may take the host
-    longer and the card less.
+    Attentions are compared with ``USUAL_PAIRS``, or as many as fit. The fastest is timed with all
+    other numbers, and those that come close with larger ones, because an attention may cost the
+    host more time and the card less.
 
     Returns:
         the way, and in words what was tried.
     """
-    sizes = [size for size in range(1, MOST + 1) if len(steps[0]) % size == 0]
+    sizes = [size for size in range(1, MOST_PAIRS + 1) if len(steps[0]) % size == 0]
     trial = PairTrial(build, steps)
-    for size in sorted((size for size in sizes if size <= USUAL), reverse=True):
+    for size in sorted((size for size in sizes if size <= USUAL_PAIRS), reverse=True):
         for attention in attentions:
             trial.run(PairWay(size, attention))
         if trial.seconds:
@@ -283,7 +284,7 @@ def fastest_way(
             break
     for place, attention in enumerate(trial.close):
         for size in sizes[1:]:
-            if place == 0 or size > USUAL:
+            if place == 0 or size > USUAL_PAIRS:
                 trial.run(PairWay(size, attention))
     way = trial.fastest or PairWay(1, attentions[-1])
     way.attention.take(build.model)

@@ -1,5 +1,5 @@
-"""How a peer takes a step's documents: attention, and micro-batches; the fastest is found by a
-trial before the first step.
+"""Ways to train a step's documents in a peer: attention and micro-batches. A trial before the first
+step finds the fastest.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.padding import (
-    OVERHEAD,
-    TRIED,
-    PaddedStep,
-    flash_lengths,
-    packed,
-    padded,
-)
+from chronicals.benchmark.arms.padding import MICRO_BATCH_OVERHEAD, PaddedStep, padded
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Document
+from peers.packing import flash_lengths, packed
 
 FLASH_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
-"""Of transformers, the fastest first; packed rows need one of them."""
+"""Names in transformers, the fastest first; packed rows need one of them."""
+
+TRIED_OVERHEADS = (512, MICRO_BATCH_OVERHEAD, 8192)
+"""Overheads between which a trial chooses: many small micro-batches, or few with more padding."""
 
 
 def flash_attention(model: Any) -> str | None:
-    """The first of them that trains two packed documents here; the model is left with it, or
-    with sdpa.
+    """Find the first flash attention that trains two packed documents here. The model is left with
+    it, or with sdpa.
     """
     if device().type != "cuda" or model.dtype == torch.float32:
         return None
@@ -51,29 +48,30 @@ def flash_attention(model: Any) -> str | None:
 
 
 def keeps_documents_apart(model: Any) -> bool:
-    """Whether other tokens in the first of two packed documents leave the second one's logits
-    the same bits.
+    """Return whether the logits of the second of two packed documents are bit-equal for any tokens
+    in the first.
     """
     ids = torch.arange(64, device=device())[None]
-    other = torch.where(ids < 32, ids + 1, ids)
+    changed = torch.where(ids < 32, ids + 1, ids)
     positions = ids % 32
-    given = {"position_ids": positions, **flash_lengths(positions)}
+    arguments = {"position_ids": positions, **flash_lengths(positions)}
     with torch.no_grad():
-        first, second = (model(input_ids=x, **given).logits[:, 32:] for x in (ids, other))
-    return torch.equal(first, second)
+        logits = model(input_ids=ids, **arguments).logits[:, 32:]
+        logits_of_changed = model(input_ids=changed, **arguments).logits[:, 32:]
+    return torch.equal(logits, logits_of_changed)
 
 
 @dataclass(frozen=True)
 class Way:
-    """An attention with a way to cut a step into micro-batches.
+    """An attention, and how a step is cut into micro-batches.
 
     Attributes:
-        attention: by its name in transformers; None leaves the model as it is.
+        attention: its name in transformers; None leaves the model as it is.
         overhead: of padded rows, see ``padded``; None packs the step into one row.
     """
 
     attention: str | None = None
-    overhead: int | None = OVERHEAD
+    overhead: int | None = MICRO_BATCH_OVERHEAD
 
     @property
     def words(self) -> str:
@@ -82,16 +80,18 @@ class Way:
         )
 
     def cut(self, documents: Sequence[Document], rows: int) -> PaddedStep:
+        """Return the micro-batches of a step, of at most ``rows`` padded rows."""
         if self.overhead is None:
             return packed(documents, device())
         return padded(documents, rows, device(), self.overhead)
 
 
 class Trial:
-    """Times ways of taking the first step and that with the most tokens, forward and backward.
+    """Times ways of training the first step and that with the most tokens, forward and backward.
 
     Attributes:
-        failed: words for each way that did not run, with the error.
+        seconds: of each way that ran.
+        failed: the error of each way that did not run, in words.
     """
 
     def __init__(self, model: Any, steps: Sequence[Sequence[Document]], rows: int):
@@ -103,11 +103,11 @@ class Trial:
         self.failed = dict[Way, str]()
 
     def run(self, way: Way) -> None:
-        """Time it, or note why it does not run.
+        """Time a way, or note why it does not run.
 
         Raises:
-            Exception: of a model that is left as it is or has sdpa, over padded rows; what else is
-                there to take.
+            Exception: padded rows with sdpa, or with the model as it is, do not run; there is no
+                other way left.
         """
         try:
             if way.attention:
@@ -116,9 +116,7 @@ class Trial:
                 self.failed[way] = "its documents see each other"
                 return
             batches = [way.cut(documents, self.rows) for documents in self.steps]
-            _forward_and_backward(
-                self.model, batches
-            )  # compiles, and picks kernels for these shapes
+            _forward_and_backward(self.model, batches)  # compiles and picks kernels
             began = _now()
             _forward_and_backward(self.model, batches)
             self.seconds[way] = _now() - began
@@ -134,7 +132,7 @@ class Trial:
             torch.cuda.empty_cache()
 
     def fastest(self, ways: Sequence[Way]) -> Way:
-        """Of those that run; where none does, the last."""
+        """Return the fastest of the ways that run; the last if none does."""
         for way in ways:
             if way not in self.seconds and way not in self.failed:
                 self.run(way)
@@ -148,46 +146,45 @@ class Trial:
 def fastest_way(
     model: Any, steps: Sequence[Sequence[Document]], rows: int, attentions: Sequence[str] = ()
 ) -> tuple[Way, list[str]]:
-    """The fastest attention, and with it the fastest micro-batches; the model is left with that
+    """Find the fastest attention, and with it the fastest micro-batches. The model is left with that
     attention.
 
-    Where rows differ in length, an attention that keeps packed documents apart is tried with packed
-        rows, too: it may be the
-    slowest over padded ones.
+    If rows differ in length, an attention that keeps packed documents apart is also tried with
+    packed rows: it may be the slowest over padded ones.
 
     Args:
-        rows: in a micro-batch at most.
-        attentions: to choose between, the safest last; by none the model stays as it is.
+        rows: rows of a micro-batch, at most.
+        attentions: names to choose between, the safest last; without any the model is left as it is.
 
     Returns:
-        the way, and in words what did not run: attentions, and packed rows.
+        the way, and in words the attentions and packed rows that did not run.
     """
     trial = Trial(model, steps, rows)
     names: list[str | None] = [*attentions] or [None]
-    cuts = [Way(names[-1], overhead).cut for overhead in TRIED]
-    ragged = (
-        len({str([cut(documents, rows).shapes for documents in trial.steps]) for cut in cuts}) > 1
-    )
-    ways = [Way(name, None) for name in names if name in FLASH_ATTENTION and ragged] + [
-        Way(name) for name in names
-    ]
+    shapes = set()
+    for overhead in TRIED_OVERHEADS:
+        way = Way(names[-1], overhead)
+        shapes.add(str([way.cut(documents, rows).shapes for documents in trial.steps]))
+    ragged = len(shapes) > 1
+    ways = [Way(name, None) for name in names if name in FLASH_ATTENTION and ragged]
+    ways += [Way(name) for name in names]
     way = trial.fastest(ways) if len(ways) > 1 else ways[0]
     if ragged and way.overhead is not None:
         way = trial.fastest(
-            [Way(way.attention, overhead) for overhead in sorted(TRIED, reverse=True)]
+            [Way(way.attention, overhead) for overhead in sorted(TRIED_OVERHEADS, reverse=True)]
         )
     if way.attention:
         model.set_attn_implementation(way.attention)
-    told = [
-        name
-        for name in trial.failed
-        if name != way and (name.attention != way.attention or name.overhead is None)
+    remarks = [
+        f"{failed.words} did not run: {reason}"
+        for failed, reason in trial.failed.items()
+        if failed != way and (failed.attention != way.attention or failed.overhead is None)
     ]
-    return way, [f"{name.words} did not run: {trial.failed[name]}" for name in told]
+    return way, remarks
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states of AdamW as they are before its first step, so that a trial has the memory
+    """Make the states of AdamW as they are before its first step, so that a trial needs the memory
     of a real step.
     """
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -1,9 +1,9 @@
 """TRL's trainers of preferences, ``DPOTrainer`` and ``ORPOTrainer``, on the work's pairs.
 
-Their own tokenising is left out, so that all arms have the same tokens. Steps have as many pairs
-each as ours have in the mean, sorted by length. Attention and the pairs of a micro-batch are the
-fastest in a trial (``pair_ways``). DPO has its reference as the row says: log-probabilities stored
-before the first step, or adapters off.
+Their own tokenising is left out, so that all arms have the same tokens. Each step has as many pairs
+as ours have in the mean, sorted by length. Attention and the pairs of a micro-batch are the fastest
+in a trial (``pair_ways``). The reference of DPO is the row's: log-probabilities stored before the
+first step, or adapters off.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.arms.pair_ways import attentions_of, known_or_fastest_way
-from chronicals.benchmark.arms.plain import DTYPES
-from chronicals.benchmark.arms.trainer import Enough, Watch, usual_arguments
-from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import base_of_peers, load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import COMPARED, ArmPlan, device, reset_peak
-from chronicals.benchmark.pairs import Held, Pair, PairWork, equal_steps
+from chronicals.benchmark.pairs import Pair, PairSteps, PairWork
 from chronicals.benchmark.work import SPARE_STEPS
 from chronicals.models import load_tokenizer
+from peers.models import PEER_DTYPES, base_of_peers, load_for_peers
+from peers.pair_ways import attentions_of, known_or_fastest_way
+from peers.trainer import Enough, Watch, usual_arguments
+from peers.ways import flash_attention
 
 
 def trl(work: PairWork, plan: ArmPlan) -> None:
-    """TRL's trainer at its best, without recomputation."""
+    """Train through TRL's trainer at its best, without recomputation."""
     _trl(work, plan, recompute=False)
 
 
 def trl_recompute(work: PairWork, plan: ArmPlan) -> None:
-    """The same with gradient checkpointing."""
+    """Train as ``trl``, with gradient checkpointing."""
     _trl(work, plan, recompute=True)
 
 
 def _trl(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
-    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    model = load_for_peers(
+        work, PEER_DTYPES[work.config().mixed_precision], attn_implementation="sdpa"
+    )
     attentions = [*filter(None, [flash_attention(model)]), "sdpa"]
     if work.adapts:
         model = with_peft(model, work)
@@ -74,7 +76,8 @@ def train_pairs(
 
     Args:
         words: how it runs.
-        attentions: of transformers, to choose between, the safest last; by default the model's own.
+        attentions: names in transformers to choose between, the safest last; by default the
+            model's own.
         arguments: further fields of the trainer's configuration.
     """
     steps = equal_steps([*work.pairs_by_step(plan.in_all + SPARE_STEPS)])
@@ -138,9 +141,8 @@ class Builder:
             train_dataset=rows,
             processing_class=load_tokenizer(self.work.tokenizer),
         )
-        if "ref" in getattr(
-            self.model, "peft_config", {}
-        ):  # a copy of the adapters, in the place of having them off
+        # TRL may have copied the adapters as a reference; here the reference has them off.
+        if "ref" in getattr(self.model, "peft_config", {}):
             self.model.delete_adapter("ref")
         trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
         return trainer
@@ -167,7 +169,7 @@ def _of_dpo() -> tuple[type[Any], type[Any], Row]:
 def _of_orpo() -> tuple[type[Any], type[Any], Row]:
     try:
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-    except ImportError:  # where it stood before TRL 1.0
+    except ImportError:  # its place before TRL 1.0
         from trl import ORPOConfig, ORPOTrainer
 
     class Tokenised(ORPOTrainer):
@@ -191,7 +193,7 @@ def _of_orpo() -> tuple[type[Any], type[Any], Row]:
 
 
 class PairWatch(Watch):
-    """Sees pairs of prompts and answers.
+    """Records pairs of prompts and answers.
 
     Attributes:
         objective: of the row.
@@ -211,34 +213,32 @@ class PairWatch(Watch):
         return [pairs_in(inputs)]
 
     def own_batches(self) -> Any:
-        """The steps as the reference reads them: a mean over pairs has no micro-batches; ORPO's
-        is over tokens.
+        """Return the steps as the reference reads them. DPO's mean over pairs needs no micro-batches;
+        ORPO's is over tokens.
         """
         if self.objective == "orpo":
-            return Held(self.batches, prompt_is_trained=True).to_json()
+            return PairSteps(self.batches, prompt_is_trained=True).to_json()
         whole = _whole(self.batches)
         expected = _whole(self.expected)
-        return None if whole == expected else Held(whole).to_json()
+        return None if whole == expected else PairSteps(whole).to_json()
 
     def begins_alike(self) -> bool:
         return self.objective == "dpo" and _whole(self.batches[:1]) == _whole(self.expected[:1])
 
 
 def _whole(steps: Sequence[Sequence[Sequence[Pair]]]) -> list[list[list[Pair]]]:
-    """Each step as one micro-batch."""
-    return [[_in_order(step)] for step in steps]
-
-
-def _in_order(step: Sequence[Sequence[Pair]]) -> list[Pair]:
-    return sorted(
-        itertools.chain.from_iterable(step),
-        key=lambda pair: (-pair.longest, pair.prompt, pair.chosen),
-    )
+    """Return each step as one micro-batch, in an order that depends on the pairs alone."""
+    whole = []
+    for step in steps:
+        pairs = itertools.chain.from_iterable(step)
+        ordered = sorted(pairs, key=lambda pair: (-pair.longest, pair.prompt, pair.chosen))
+        whole.append([ordered])
+    return whole
 
 
 def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
-    """The pairs of a trainer's batch: of DPO all chosen rows before the rejected ones, of ORPO
-    both apart.
+    """Return the pairs of a trainer's batch. DPO's has all chosen rows before the rejected ones,
+    ORPO's both in tensors of their own.
     """
     if "input_ids" in inputs:
         ids, mask, answers = (
@@ -260,4 +260,21 @@ def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
     return [
         Pair(prompt, chosen, sides[half + number][1])
         for number, (prompt, chosen) in enumerate(sides[:half])
+    ]
+
+
+def equal_steps(steps: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
+    """Return the same pairs in the same order with their mean number in each step, sorted within a
+    step, the longest first.
+
+    From three pairs on the number is rounded to a multiple of four, which can be divided into
+    micro-batches.
+    """
+    mean = sum(map(len, steps)) / len(steps)
+    size = max(4 * round(mean / 4) if mean >= 3 else round(mean), 1)
+    pairs = [pair for step in steps for pair in step]
+    whole = range(0, len(pairs) - size + 1, size)
+    return [
+        sorted(pairs[start : start + size], key=lambda pair: pair.longest, reverse=True)
+        for start in whole
     ]

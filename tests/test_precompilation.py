@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from chronicals import beforehand
+from chronicals import precompilation
 
-SOURCE = str(Path(beforehand.__file__).parent.parent)
+SOURCE = str(Path(precompilation.__file__).parent.parent)
 
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """Starts a module of these lines, and what it was started with."""
-    monkeypatch.setattr(beforehand, "DONE", tmp_path / "done")
-    monkeypatch.setattr(beforehand, "_processes", {})
+    monkeypatch.setattr(precompilation, "MARKS_FOLDER", tmp_path / "done")
+    monkeypatch.setattr(precompilation, "_processes", {})
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([SOURCE, str(tmp_path)]))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
     def start(lines, arguments=(), facts=()):
-        beforehand._processes.clear()
+        precompilation._processes.clear()
         (tmp_path / "works.py").write_text("import pathlib\n" + textwrap.dedent(lines))
-        beforehand.start("works", arguments, facts)
-        return beforehand._processes.get("works", (None,))[0]
+        precompilation.start("works", arguments, facts)
+        return precompilation._processes.get("works", (None,))[0]
 
     return start
 
@@ -35,8 +35,8 @@ def started(tmp_path, monkeypatch):
 def test_it_is_done_once_for_the_same_facts(started, tmp_path):
     writes = f"def main(name):\n    pathlib.Path({str(tmp_path)!r}, name).touch()"
     process = started(writes, ["first"], ["1.0"])
-    assert beforehand.running("works") and process.wait(60) == 0
-    assert (tmp_path / "first").exists() and not beforehand.running("works")
+    assert precompilation.running("works") and process.wait(60) == 0
+    assert (tmp_path / "first").exists() and not precompilation.running("works")
     assert started(writes, ["first"], ["1.0"]) is None
     assert started(writes, ["second"], ["1.0"]) is not None
     assert started(writes, ["first"], ["1.1"]) is not None
@@ -49,13 +49,13 @@ def test_what_failed_is_done_again(started):
 
 def test_only_the_first_process_of_a_machine_starts_it(started, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert started("def main():\n    pass") is None and not beforehand.running("works")
+    assert started("def main():\n    pass") is None and not precompilation.running("works")
 
 
 def test_nobody_waits_for_ever(started, monkeypatch):
-    monkeypatch.setattr(beforehand, "PATIENCE", 0.0)
+    monkeypatch.setattr(precompilation, "LONGEST_WAIT", 0.0)
     process = started("import time\ndef main():\n    time.sleep(60)")
-    assert process.poll() is None and not beforehand.running("works")
+    assert process.poll() is None and not precompilation.running("works")
     process.kill()
 
 
@@ -66,7 +66,7 @@ def test_nothing_is_started_where_no_mark_can_be_left(started, tmp_path):
 
 def test_it_imports_nothing_heavy():
     program = (
-        "import sys, chronicals.cli.beforehand; print({'torch', 'numba', 'numpy'} & "
+        "import sys, chronicals.cli.precompile; print({'torch', 'numba', 'numpy'} & "
         "set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"

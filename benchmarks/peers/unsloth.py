@@ -1,5 +1,5 @@
-"""Unsloth: its model in a plain loop where rows have no padding, its trainer with its own packing
-where they would.
+"""Unsloth: its model in a plain loop if all rows have one length, otherwise its trainer with its own
+packing.
 
 Its process has imported it before anything else (see ``unsloth_import``).
 """
@@ -10,38 +10,35 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.loop import train_padded
-from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
 from chronicals.benchmark.measurement import ArmPlan
-from chronicals.benchmark.work import UNEVEN, Work, start_of
+from chronicals.benchmark.preparation import start_of
+from chronicals.benchmark.work import UNEVEN_FIELDS, Work
+from peers.loop import train_padded
+from peers.trainer import train_with_trainer
 
 
 def unsloth(work: Work, plan: ArmPlan) -> None:
-    """Without recomputation."""
+    """Train without recomputation."""
     _unsloth(work, plan, recompute=False)
 
 
 def unsloth_recompute(work: Work, plan: ArmPlan) -> None:
-    """With its own recomputation, its default."""
+    """Train with its own recomputation, its default."""
     _unsloth(work, plan, recompute=True)
 
 
 def unsloth_padded(work: Work, plan: ArmPlan) -> None:
-    """Without recomputation and without packing: padded rows."""
-    train_padded(
-        load(work, False)[0],
-        work,
-        plan,
-        f"plain loop, padded rows, no recomputation, {states(work)}",
-    )
+    """Train padded rows, without recomputation."""
+    model, _ = load(work, recompute=False)
+    train_padded(model, work, plan, f"plain loop, padded rows, no recomputation, {states(work)}")
 
 
 def unsloth_compiled(work: Work, plan: ArmPlan) -> None:
-    """LoRA through ``FastModel``, which compiles transformers' modules, as its full fine-tuning
-    does; without recomputation.
+    """Train LoRA through ``FastModel``, which compiles transformers' modules, as its full
+    fine-tuning does; without recomputation.
     """
-    model, tokenizer = load(work, False, compiled=True)
+    model, tokenizer = load(work, recompute=False, compiled=True)
     _train(model, tokenizer, work, plan, "FastModel", recompute=False)
 
 
@@ -74,10 +71,10 @@ def _train(
 
 
 def packed_attention() -> str:
-    """What its LoRA layers take for packed documents here.
+    """Return the attention that its LoRA layers take for packed documents here.
 
     Raises:
-        ValueError: one call a document, which is not what it is installed for.
+        ValueError: it would make one call for each document, five times slower.
     """
     from unsloth.utils import attention_dispatch
 
@@ -94,14 +91,14 @@ def packed_attention() -> str:
 
 
 def states(work: Work) -> str:
-    """In words, its optimizer and what it keeps weights in."""
+    """Return in words its optimizer and the dtype of its weights."""
     if work.in_4_bits:
         return "fused AdamW, base in bitsandbytes' NF4"
     return "fused AdamW" if work.adapts else "fused AdamW, weights and states bf16"
 
 
 def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]:
-    """Its model and the model's tokenizer, with the row's adapters.
+    """Load its model, with the row's adapters, and the tokenizer.
 
     Raises:
         ValueError: adapters differ between layers.
@@ -110,20 +107,20 @@ def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]
 
     loader = FastModel if compiled else FastLanguageModel
     config = work.config()
-    if uneven := [name for name in UNEVEN if getattr(config, name)]:
-        given = f"{uneven[0]}={getattr(config, uneven[0])!r}"
-        raise ValueError(
-            f"{given}: it is measured with plain adapters of one rank in all layers; leave it out "
-            "of --against"
-        )
-    way: Any = "unsloth" if recompute else False
+    for name in UNEVEN_FIELDS:
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: it is measured with plain adapters of one rank "
+                "in all layers; leave it out of --against"
+            )
+    checkpointing: Any = "unsloth" if recompute else False
     model, tokenizer = loader.from_pretrained(
         work.model,
         max_seq_length=config.max_seq_length,
         dtype=torch.bfloat16,
         load_in_4bit=work.in_4_bits,
         full_finetuning=not work.adapts,
-        use_gradient_checkpointing=way,
+        use_gradient_checkpointing=checkpointing,
     )
     if work.adapts:
         start = start_of(work, config)
@@ -135,7 +132,7 @@ def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]
             bias="none",
             use_rslora=config.use_rslora,
             target_modules=sorted({name.split(".")[-3] for name in start}),
-            use_gradient_checkpointing=way,
+            use_gradient_checkpointing=checkpointing,
         )
         start_from(model, start)
     loader.for_training(model)

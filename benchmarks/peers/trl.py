@@ -1,5 +1,5 @@
-"""TRL: packing without padding where an attention that keeps packed documents apart is there,
-else its padded batches.
+"""TRL: packing without padding if an attention for packed documents runs here, otherwise its padded
+batches.
 """
 
 from __future__ import annotations
@@ -8,33 +8,36 @@ import logging
 from importlib.util import find_spec
 from typing import Any
 
-from chronicals.benchmark.arms.plain import DTYPES
-from chronicals.benchmark.arms.trainer import train_with_trainer, with_flash_lengths
-from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import base_of_peers, has_experts, load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
+from peers.models import PEER_DTYPES, base_of_peers, has_experts, load_for_peers
+from peers.trainer import train_with_trainer, with_flash_lengths
+from peers.ways import flash_attention
 
 logger = logging.getLogger(__name__)
 
-ROWS = 8
-"""Padded rows of a micro-batch, about, where nothing packs."""
+PADDED_ROWS = 8
+"""Approximate number of rows of a padded micro-batch."""
 
 
 def trl(work: Work, plan: ArmPlan) -> None:
-    """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where
-    they are installed; over layers of bitsandbytes where the row is in 4 bits."""
+    """Train through ``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's
+    kernels if they are installed; over layers of bitsandbytes if the row is in 4 bits.
+    """
     _trl(work, plan, recompute=False)
 
 
 def trl_recompute(work: Work, plan: ArmPlan) -> None:
-    """The same with gradient checkpointing."""
+    """Train as ``trl``, with gradient checkpointing."""
     _trl(work, plan, recompute=True)
 
 
 def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
-    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    model = load_for_peers(
+        work, PEER_DTYPES[work.config().mixed_precision], attn_implementation="sdpa"
+    )
     attention = flash_attention(model)
     if work.adapts:
         model = with_peft(model, work)
@@ -48,7 +51,7 @@ def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
     else:
         counts = [len(documents) for documents in work.documents_by_step(plan.in_all)]
         mean = round(sum(counts) / len(counts))
-        accumulation = max(1, round(mean / ROWS))
+        accumulation = max(1, round(mean / PADDED_ROWS))
         options = {
             "per_device_train_batch_size": max(1, mean // accumulation),
             "gradient_accumulation_steps": accumulation,
@@ -61,9 +64,8 @@ def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
         + (", gradient checkpointing" if recompute else "")
     )
     settings += f", {base_of_peers(work)}" if work.in_4_bits else ""
-    if (
-        liger and work.adapts and has_experts(work)
-    ):  # Liger's make gradients of frozen experts, and are tuned for minutes
+    if liger and work.adapts and has_experts(work):
+        # Liger's expert kernels compute gradients of frozen experts, and are tuned for minutes.
         options["liger_kernel_config"] = {"swiglu": False}
         settings += ", experts by grouped_mm"
     if recompute:

@@ -1,4 +1,6 @@
-"""What ``train`` has other processes compile while it imports libraries and loads the model."""
+"""Compilation that ``train`` starts in other processes while it imports libraries and loads the
+model.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from chronicals import beforehand
+from chronicals import precompilation
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs import machine_code
 from chronicals.model_shape import ModelShape
 
-FLASH_ATTENTION = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"
+FLASH_ATTENTION_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch")
+"""Packages whose versions decide what FlashAttention-4 compiles."""
 
 
 def compile_data_functions() -> None:
     """Start a process that compiles the data functions with numba, if they are not compiled yet."""
     if machine_code.source_hash():
-        beforehand.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
+        precompilation.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
 
 
 def compile_attention(model: str, config: ChronicalsConfig) -> None:
@@ -26,22 +29,28 @@ def compile_attention(model: str, config: ChronicalsConfig) -> None:
     model's head sizes are known.
     """
     try:
-        versions = [version(package) for package in FLASH_ATTENTION]
+        versions = [version(package) for package in FLASH_ATTENTION_PACKAGES]
     except PackageNotFoundError:
         return
-    shape = _heads(_configuration(model))
-    if shape and config.use_flash_attention and config.mixed_precision in ("bf16", "fp16"):
+    configuration = _configuration(model)
+    shape = ModelShape.of(configuration)
+    if not shape.head_dim:
+        return
+    text_config = configuration.get("text_config") or configuration
+    softcap = text_config.get("attn_logit_softcapping") or 0
+    heads = [str(number) for number in (shape.heads, shape.kv_heads, shape.head_dim, softcap)]
+    if config.use_flash_attention and config.mixed_precision in ("bf16", "fp16"):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision]
-        beforehand.start(
+        precompilation.start(
             "chronicals.attention.compilation",
-            [dtype, str(config.max_seq_length), *shape],
+            [dtype, str(config.max_seq_length), *heads],
             versions,
         )
 
 
 def _configuration(model: str) -> dict[str, Any]:
-    """The configuration of a model folder or of a hub model in the local cache; empty if there
-    is none.
+    """Return the configuration of a model folder or of a hub model in the local cache; empty if
+    there is none.
     """
     file: Path | None = Path(model) / "config.json"
     if not Path(model).is_dir():
@@ -49,22 +58,11 @@ def _configuration(model: str) -> dict[str, Any]:
         from huggingface_hub.errors import HFValidationError
 
         try:
-            found = try_to_load_from_cache(model, "config.json")
+            cached = try_to_load_from_cache(model, "config.json")
         except HFValidationError:
             return {}
-        file = Path(found) if isinstance(found, str) else None
+        file = Path(cached) if isinstance(cached, str) else None
     try:
         return json.loads(file.read_text()) if file is not None else {}
     except (OSError, ValueError):  # loading the model will report it
         return {}
-
-
-def _heads(facts: dict[str, Any]) -> list[str]:
-    """Query heads, key heads, head width and softcap, as arguments; empty if the configuration
-    lacks them.
-    """
-    shape = ModelShape.of(facts)
-    if not shape.head_dim:
-        return []
-    softcap = (facts.get("text_config") or facts).get("attn_logit_softcapping")
-    return [str(fact) for fact in (shape.heads, shape.kv_heads, shape.head_dim, softcap or 0)]

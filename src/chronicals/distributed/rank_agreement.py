@@ -1,5 +1,5 @@
-"""Proof that all ranks train the same: one rank that stands elsewhere would add gradients of
-another model, in silence.
+"""Checks that all ranks train the same model in the same way. A rank that differs would add
+gradients of another model without any error.
 """
 
 from __future__ import annotations
@@ -16,52 +16,54 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.weight_shards import codes_here, copies_of
 
-OF_A_MACHINE = frozenset(
+MACHINE_FIELDS = frozenset(
     {"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"}
 )
 """Fields of the configuration that may differ from rank to rank."""
 
 AT_A_TIME = 1 << 20
-"""Elements that are summed at a time: torch makes 8 bytes of each, and of their places."""
+"""Elements that are summed at a time: torch takes 8 bytes for each, and 8 for its position."""
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as an element."""
+INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by the bytes of an element."""
 
 
 def prove_alike(ranks: Mesh, facts: Mapping[str, Any]) -> None:
-    """Compare ``facts`` (plain JSON) of all ranks, which must all ask.
+    """Compare ``facts`` (plain JSON) of all ranks, which must all call this.
 
     Raises:
         ConfigurationError: they differ; on every rank.
     """
     if ranks.count == 1:
         return
-    told = ranks.gather_values(dict(facts))
+    facts_by_rank = ranks.gather_values(dict(facts))
+    first = facts_by_rank[0]
     for name in facts:
-        for rank, other in enumerate(told):
-            if other[name] != told[0][name]:
+        for rank, other in enumerate(facts_by_rank):
+            if other[name] != first[name]:
                 raise ConfigurationError(
                     f"the {ranks.count} processes do not train the same: {name} is "
-                    f"{told[0][name]!r} on rank 0 and "
+                    f"{first[name]!r} on rank 0 and "
                     f"{other[name]!r} on rank {rank}; start all with the same model, data and "
                     "configuration"
                 )
 
 
 def shared_settings(config: ChronicalsConfig) -> dict[str, Any]:
-    """Fields that must be the same on every rank."""
-    return {name: value for name, value in config.to_dict().items() if name not in OF_A_MACHINE}
+    """Return the fields that must be the same on every rank."""
+    return {name: value for name, value in config.to_dict().items() if name not in MACHINE_FIELDS}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of the bits of tensors in their order.
+    """Digests of the bits of tensors in their order.
 
     Attributes:
-        values: the same wherever elements lie within a tensor, and among however many ranks it is
-            divided; an fp32 shard of a bf16 weight has the same bits but for zeros.
-        places: of where each element lies, too; to be compared where ``divided`` is the same.
-        divided: among how many ranks tensors are divided.
+        values: digest that does not depend on the positions of elements in a tensor, nor on the
+            number of ranks that share it; an fp32 shard of a bf16 weight has the same bits apart
+            from zeros.
+        places: digest of the positions, too; to be compared for equal ``divided``.
+        divided: number of ranks that share each tensor.
     """
 
     values: str
@@ -70,24 +72,27 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of tensors and of their places, as this rank has them. Waits for the device."""
+    """Return a digest of the bits of tensors and their positions on this rank. Waits for the device."""
     return fingerprint_over(tensors).places
 
 
 def fingerprint_over(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> Fingerprint:
-    """Of tensors that may be divided among ``ranks``, which all ask. Waits for the device."""
-    given = list(tensors)
+    """Return the fingerprint of tensors that may be divided among ``ranks``, which must all call
+    this. Waits for the device.
+    """
+    tensors = list(tensors)
     ranks = ranks or Mesh()
-    if not given:
+    if not tensors:
         return Fingerprint(_digest(torch.zeros(0)), _digest(torch.zeros(0)), 1)
-    sums = torch.stack(
-        [_sums_of_bits(codes_here(tensor)) for tensor in given]
-    ).cpu()  # [tensors, 2]
-    copies = [copies_of(tensor, ranks.count) for tensor in given]  # 0 where a rank has all of it
-    told = torch.stack(ranks.gather(sums)) if ranks.count > 1 else sums[None]
-    parts = [
-        told[:, at, :][: ranks.count // among if among else 1] for at, among in enumerate(copies)
-    ]  # one copy of each
+    # [tensors, 2]
+    sums = torch.stack([_sums_of_bits(codes_here(tensor)) for tensor in tensors]).cpu()
+    # Copies of each tensor among the ranks; 0 if every rank has all of it.
+    copies = [copies_of(tensor, ranks.count) for tensor in tensors]
+    sums_by_rank = torch.stack(ranks.gather(sums)) if ranks.count > 1 else sums[None]
+    parts = []  # of one copy of each tensor
+    for number, count in enumerate(copies):
+        shards = ranks.count // count if count else 1
+        parts.append(sums_by_rank[:shards, number, :])
     values = torch.stack([part[:, 0].sum() for part in parts])
     divided = max(len(part) for part in parts)
     return Fingerprint(_digest(values), _digest(torch.cat([part[:, 1] for part in parts])), divided)
@@ -98,11 +103,13 @@ def _digest(numbers: Tensor) -> str:
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:
-    """int64 ``[2]``: the sum of all bytes, and of all elements as integers times their places,
-    from 1; they wrap around.
+    """Return int64 ``[2]``: the sum of all bytes, and the sum of all elements as integers times their
+    positions, from 1. Sums wrap around.
     """
     flat = tensor.reshape(-1)
-    words = flat.view(torch.uint8 if flat.dtype == torch.bool else WORDS[flat.element_size()])
+    words = flat.view(
+        torch.uint8 if flat.dtype == torch.bool else INTEGER_DTYPES[flat.element_size()]
+    )
     places = torch.arange(1, min(len(words), AT_A_TIME) + 1, device=flat.device)
     sums = [torch.zeros(2, dtype=torch.int64, device=flat.device)]
     for begin in range(0, len(words), AT_A_TIME):

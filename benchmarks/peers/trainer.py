@@ -1,4 +1,4 @@
-"""Arms that train through TRL's ``SFTTrainer``, Unsloth's included: their own loop, their own
+"""Peers that train through TRL's ``SFTTrainer``, also as Unsloth patches it, with its own loop and
 packing.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.arms.padding import flash_lengths
 from chronicals.benchmark.measurement import (
     COMPARED,
     ArmPlan,
@@ -25,6 +24,7 @@ from chronicals.benchmark.measurement import (
     reset_peak,
 )
 from chronicals.benchmark.work import SPARE_STEPS, Document, Work
+from peers.packing import flash_lengths
 
 
 def train_with_trainer(
@@ -37,21 +37,20 @@ def train_with_trainer(
     collate: Callable[[Any], Any] = lambda collator: collator,
     **arguments: Any,
 ) -> None:
-    """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and
-    of the last.
+    """Train through ``SFTTrainer`` and hand in each round, with losses and norms of its first steps
+    and of the last.
 
-    With packing the trainer decides which documents meet in a step: those of the first steps are
-        reported as they came,
-    for a reference of their own. Without it they are the work's documents in the work's order, as
-    many in each step as batch size times accumulation, sorted by length within the step.
+    With packing the trainer decides which documents are in a step; those of the first steps are
+    reported, for a reference of their own. Without it a step holds as many of the work's documents,
+    in the work's order, as batch size times accumulation, sorted by length within the step.
 
     Args:
-        collate: from the trainer's collator to the one that it is to take.
+        collate: returns the collator to use in the place of the trainer's.
         arguments: further fields of ``SFTConfig``.
 
     Raises:
-        ValueError: the documents have tokens that are not trained, which token rows cannot tell the
-            trainer.
+        ValueError: the documents have tokens that are not trained, which rows of token ids cannot
+            express.
     """
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
@@ -88,8 +87,8 @@ def train_with_trainer(
 
 
 def usual_arguments(work: Work, plan: ArmPlan) -> dict[str, Any]:
-    """Arguments of a trainer for the row: its recipe, and neither files nor logs, but for steps
-    that ``Watch`` asks for.
+    """Return arguments of a trainer for the row: its recipe, without files, and with logs only of
+    the steps that ``Watch`` asks for.
     """
     config = work.config()
     return {
@@ -118,7 +117,7 @@ def usual_arguments(work: Work, plan: ArmPlan) -> dict[str, Any]:
 def with_flash_lengths(
     collator: Callable[[Any], dict[str, Any]],
 ) -> Callable[[Any], dict[str, Any]]:
-    """The collator, its packed rows with ``flash_lengths``."""
+    """Return the collator, with ``flash_lengths`` for its packed rows."""
 
     def collated(rows: Any) -> dict[str, Any]:
         batch = collator(rows)
@@ -128,21 +127,21 @@ def with_flash_lengths(
 
 
 def sorted_in_steps(documents: Sequence[Document], size: int) -> list[Document]:
-    """Each ``size`` of the documents, the longest first."""
+    """Return the documents with each ``size`` of them sorted, the longest first."""
     steps = (documents[start : start + size] for start in range(0, len(documents), size))
     return [document for step in steps for document in sorted(step, key=len, reverse=True)]
 
 
 class Enough(Exception):
-    """No further round is wanted."""
+    """Ends a trainer's loop, because no further round is requested."""
 
 
 class Watch:
-    """Sees every micro-batch of a trainer, marks the end of every step and hands in the rounds.
+    """Records every micro-batch of a trainer, marks the end of every step and hands in the rounds.
 
     Args:
-        expected: token ids of the documents of the work's first steps; those that the trainer takes
-            are kept.
+        expected: token ids of the documents of the work's first steps, to compare with those that
+            the trainer takes.
     """
 
     def __init__(self, trainer: Any, plan: ArmPlan, settings: str, expected: list[list[Any]]):
@@ -186,7 +185,7 @@ class Watch:
         return Marks()
 
     def hand_in(self) -> bool:
-        """The steps since the last round; whether there is to be another."""
+        """Hand in the steps since the last round. Returns True if another round is requested."""
         first = not self.plan.rounds
         wanted = self.plan.hand_in(
             Measurement(
@@ -213,11 +212,11 @@ class Watch:
         return wanted
 
     def own_batches(self) -> Any:
-        """What the first steps held, None where these are the work's."""
+        """Return the content of the first steps; None if it is the work's."""
         return self.batches if self.batches != self.expected else None
 
     def begins_alike(self) -> bool:
-        """Whether the loss of the first step is one of the same documents."""
+        """Return whether the first step holds the same documents as the work's."""
         return self.batches[:1] == self.expected[:1]
 
     def _see(self, inputs: dict[str, Any]) -> None:
@@ -229,13 +228,13 @@ class Watch:
             self.batches[step] += self.held(inputs)
 
     def sizes(self, inputs: dict[str, Any]) -> tuple[Tensor, int]:
-        """Real tokens of a micro-batch, and its positions."""
+        """Return the real tokens of a micro-batch, and its positions."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask")
         return torch.tensor(ids.numel()) if mask is None else mask.sum(), ids.numel()
 
     def held(self, inputs: dict[str, Any]) -> list[Any]:
-        """What a micro-batch holds."""
+        """Return the documents of a micro-batch."""
         return documents_in(inputs)
 
     def _by_step(self, part: int) -> list[int]:
@@ -245,7 +244,7 @@ class Watch:
         return sums
 
     def _logged(self, name: str) -> list[float | None]:
-        """What the trainer logged of each step, None where it did not log."""
+        """Return the values that the trainer logged, by step; None for steps without a log."""
         by_step = {
             line["step"]: float(line[name])
             for line in self.trainer.state.log_history
@@ -255,23 +254,21 @@ class Watch:
 
 
 def documents_in(inputs: dict[str, Any]) -> list[list[int]]:
-    """Token ids of the documents in a trainer's batch: by packed lengths, by positions that
-    restart, or by row.
+    """Return the token ids of the documents in a trainer's batch, divided by packed lengths, by
+    positions that restart, or by row.
     """
-    ids, mask, positions = (
-        inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids")
-    )
-    assert ids is not None
-    kept = (
-        torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
-    )
-    flat = ids[kept]
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
+    positions = inputs.get("position_ids")
+    has_mask = mask is not None and mask.dim() == 2
+    real = mask.bool() if has_mask else torch.ones_like(ids, dtype=torch.bool)
+    flat = ids[real]
     lengths = inputs.get("packed_seq_lengths")
     if lengths is not None and int(lengths.sum()) == flat.numel():
         parts = lengths.tolist()
     elif positions is not None and positions.shape == ids.shape:
-        starts = (positions[kept] == 0).nonzero().flatten().tolist()
+        starts = (positions[real] == 0).nonzero().flatten().tolist()
         parts = [end - start for start, end in zip(starts, [*starts[1:], flat.numel()])]
     else:
-        parts = kept.sum(1).tolist()
+        parts = real.sum(1).tolist()
     return [part.tolist() for part in flat.cpu().split(parts) if len(part) > 1]

@@ -1,4 +1,4 @@
-"""Log lines reach a user who configured no logging; what a user configured stays as it is."""
+"""Logging to stderr for users who configured none. A configuration of the user's is not changed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-OURS = logging.getLogger("chronicals")
+PACKAGE_LOGGER = logging.getLogger("chronicals")
 
 
 class Stderr(logging.StreamHandler):
-    """Writes to whatever stderr is at that time: a progress bar, a notebook and a test put their
-    own there.
+    """Handler that writes to the current ``sys.stderr``, which progress bars, notebooks and tests
+    replace.
     """
 
     def __init__(self) -> None:
@@ -26,28 +26,29 @@ class Stderr(logging.StreamHandler):
 
 @contextmanager
 def heard(first: bool = True) -> Iterator[None]:
-    """Within: where no logger above has a handler, ours writes to stderr.
+    """Let our logger write to stderr for the duration of the context, unless it or a logger above it
+    has a handler.
 
     Args:
-        first: whether this is the first rank; others write warnings alone.
+        first: True for the first rank; other ranks write only warnings.
     """
-    if OURS.hasHandlers():
+    if PACKAGE_LOGGER.hasHandlers():
         yield
         return
     handler = Stderr()
-    level = OURS.level
+    level = PACKAGE_LOGGER.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.NOTSET if first else logging.WARNING)
-    OURS.addHandler(handler)
+    PACKAGE_LOGGER.addHandler(handler)
     if level == logging.NOTSET:
-        OURS.setLevel(logging.INFO)
+        PACKAGE_LOGGER.setLevel(logging.INFO)
     try:
         yield
     finally:
-        OURS.setLevel(level)
-        OURS.removeHandler(handler)
+        PACKAGE_LOGGER.setLevel(level)
+        PACKAGE_LOGGER.removeHandler(handler)
 
 
 def is_heard(logger: logging.Logger) -> bool:
-    """Whether anybody sees what ``logger`` says at level INFO."""
+    """Return whether messages of ``logger`` at level INFO are shown anywhere."""
     return logger.isEnabledFor(logging.INFO) and logger.hasHandlers()

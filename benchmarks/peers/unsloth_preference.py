@@ -8,19 +8,19 @@ from contextlib import nullcontext
 
 import torch
 
-from chronicals.benchmark.arms.preference import train_pairs
-from chronicals.benchmark.arms.unsloth import load, states
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.pairs import PairWork
+from peers.preference import train_pairs
+from peers.unsloth import load, states
 
 
 def unsloth(work: PairWork, plan: ArmPlan) -> None:
-    """Without recomputation."""
+    """Train without recomputation."""
     _unsloth(work, plan, recompute=False)
 
 
 def unsloth_recompute(work: PairWork, plan: ArmPlan) -> None:
-    """With its own recomputation, its default."""
+    """Train with its own recomputation, its default."""
     _unsloth(work, plan, recompute=True)
 
 
@@ -33,9 +33,8 @@ def _unsloth(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     how = "its recomputation" if recompute else "no recomputation"
     words = [f"its {work.objective.upper()}Trainer", how, states(work)]
     in_bf16 = work.config().mixed_precision == "bf16" and not work.adapts
-    with (
-        torch.autocast(device().type, torch.bfloat16) if in_bf16 else nullcontext()
-    ):  # TRL stores the reference without one
+    # TRL computes the stored log-probabilities of the reference without autocast.
+    with torch.autocast(device().type, torch.bfloat16) if in_bf16 else nullcontext():
         train_pairs(
             model,
             work,

@@ -7,15 +7,17 @@ from types import SimpleNamespace
 import made
 import pytest
 import torch
+from peers import distilled
+from peers.names import chosen_peers
 from test_command import run
 from test_preference_arms import TIGHT, measured
 
-from chronicals.benchmark.arms import distilled, ours
+from chronicals.benchmark.arms import distillation_reference, ours
+from chronicals.benchmark.distillation import DistillationWork
 from chronicals.benchmark.parity import refusal
+from chronicals.benchmark.preparation import prepare
 from chronicals.benchmark.shapes import SHAPES, build_model
-from chronicals.benchmark.taught import TaughtWork
-from chronicals.benchmark.work import Work, prepare
-from chronicals.cli import benchmark as command
+from chronicals.benchmark.work import Work
 from chronicals.config import ConfigurationError
 from chronicals.models import load_tokenizer
 
@@ -52,7 +54,7 @@ def planned(folder, teacher, mode="full", data="fixed", **given):
     work = made.work(
         folder, mode, data, objective="distill", sections={"distill": settings}, **MOVING
     )
-    assert isinstance(work, TaughtWork)
+    assert isinstance(work, DistillationWork)
     prepare(work)
     return work
 
@@ -64,7 +66,7 @@ def row(request, tmp_path_factory, teacher):
     """A work, its reference, and the folder of results."""
     folder = tmp_path_factory.mktemp("row")
     work = planned(folder, teacher, *request.param)
-    return work, measured(distilled.reference, work, folder), folder
+    return work, measured(distillation_reference.reference, work, folder), folder
 
 
 @pytest.mark.parametrize("arm", [ours.ours, distilled.transformers], ids=["ours", "transformers"])
@@ -91,7 +93,7 @@ def test_the_divergence_is_that_of_jensen_and_shannon():
         for one in (log_p, log_q)
     ]
     (expected,) = torch.autograd.grad(0.5 * sum(kl), student)
-    found = distilled.plain_divergence(student, head, teacher, other, targets)
+    found = distillation_reference.plain_divergence(student, head, teacher, other, targets)
     torch.testing.assert_close(found.double(), (0.5 * sum(kl)).detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(
         torch.autograd.grad(found, student)[0], expected, rtol=1e-4, atol=1e-7
@@ -100,11 +102,11 @@ def test_the_divergence_is_that_of_jensen_and_shannon():
 
 def test_another_teacher_is_refused(row, tmp_path, monkeypatch):
     work, reference, _ = row
-    own = distilled._hidden
+    own = distillation_reference._hidden_states
     wrong = {96: 0.9, 64: 1.0}
     monkeypatch.setattr(
-        distilled,
-        "_hidden",
+        distillation_reference,
+        "_hidden_states",
         lambda model, given: own(model, given) * wrong[model.config.hidden_size],
     )
     assert "loss" in refusal(measured(distilled.transformers, work, tmp_path), reference, TIGHT)
@@ -112,9 +114,10 @@ def test_another_teacher_is_refused(row, tmp_path, monkeypatch):
 
 def test_the_teacher_is_no_weight_of_the_student():
     student = torch.nn.Linear(2, 2)
-    taught = distilled.Taught(student, torch.nn.Linear(3, 3), distilled.plain_divergence)
-    assert sum(p.numel() for p in taught.parameters()) == 6
-    assert not any(p.requires_grad for p in taught._teacher[0].parameters())
+    loss = distillation_reference.plain_divergence
+    model = distillation_reference.StudentOfTeacher(student, torch.nn.Linear(3, 3), loss)
+    assert sum(p.numel() for p in model.parameters()) == 6
+    assert not any(p.requires_grad for p in model._teacher[0].parameters())
 
 
 def test_settings_that_not_every_arm_has_are_refused(tmp_path, teacher):
@@ -136,7 +139,7 @@ def test_settings_that_not_every_arm_has_are_refused(tmp_path, teacher):
         ConfigurationError,
         match="against='trl': has no trainer for documents with a teacher; .* liger",
     ):
-        command._peers(["trl"], "fixed", lora=False, objective="distill")
+        chosen_peers(["trl"], "fixed", lora=False, objective="distill")
 
 
 def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch):
@@ -146,7 +149,7 @@ def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch):
         lambda name, place, device: built.append((name, place)),
     )
     monkeypatch.setattr(Work, "stream", lambda self: None)
-    monkeypatch.setattr(TaughtWork, "write_tokenizer", lambda self: None)
+    monkeypatch.setattr(DistillationWork, "write_tokenizer", lambda self: None)
     work = made.work(tmp_path, objective="distill", sections={"distill": {"teacher": "qwen3-8b"}})
     prepare(work)
     assert dict(built) == {
