@@ -32,9 +32,9 @@ import torch
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore, build_store, plan_packs
-from chronicals.data.packs.assembly import ENTRIES
-from chronicals.data.packs.loader import Memory
+from chronicals.data.packs.assembly import ENTRIES_FACT
 from chronicals.data.packs.packing import STRATEGIES
+from chronicals.data.packs.step_memory import StepMemory
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 
 SEQUENCES = 1_000_000
@@ -99,15 +99,15 @@ def assembly(store: TokenStore, batch_size: int, width: int) -> dict:
     step as in the stream.
     """
     stream = BatchStream(store, settings(batch_size, width))
-    shape = stream._shape
+    shape = stream._sizes
     rates = []
     for step in range(400):
         packs = stream._packs_at(step * stream.packs_a_step)
-        memory = Memory(shape, 1, pin=False)
+        memory = StepMemory(shape, 1, pin=False)
         start = time.perf_counter()
         assert memory.assemble(packs[None], stream._documents) == (1, -1)
         took = time.perf_counter() - start
-        entries = int(memory.facts[..., ENTRIES].sum()) + shape.batches
+        entries = int(memory.facts[..., ENTRIES_FACT].sum()) + shape.batches
         rates.append((shape.batches * shape.tokens * 24 + entries * 4) / took)
     rates = rates[20:]
     return {

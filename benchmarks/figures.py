@@ -17,6 +17,7 @@ import plots
 from cards_table import several_cards
 from experts_table import experts
 from measured_rows import RESULTS, ROOT, Row
+from page_text import laid_out
 
 PICKED = [
     "rmsnorm 4096 forward",
@@ -834,7 +835,7 @@ def written(name: str) -> str:
     text = (ROOT / name).read_text()
     for mark, make in PAGES[name].items():
         text = with_figures(text, make(), mark)
-    return text
+    return laid_out(text)
 
 
 if __name__ == "__main__":

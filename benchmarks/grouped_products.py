@@ -46,9 +46,9 @@ from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product, fp8_product_launch
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.grouped_product import (
-    FIRST,
-    NEITHER,
-    SECOND,
+    GATHER_FIRST,
+    GATHER_NONE,
+    GATHER_SECOND,
     ProductLaunch,
     grouped_product,
     grouped_weight_gradient,
@@ -295,13 +295,13 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
             )
             for label, launch in gradients().items()
         }
-        source, which = (a, 0) if gathers == FIRST else (b, 1)
+        source, which = (a, 0) if gathers == GATHER_FIRST else (b, 1)
 
         def of_copies(launch: ProductLaunch) -> Tensor:
             """Of rows that are copied to their experts before."""
             rows = [a, b]
             rows[which] = source[to.order_S // each]
-            return launch_weight_gradient(launch, *rows, to, NEITHER, 1.0, KIND)
+            return launch_weight_gradient(launch, *rows, to, GATHER_NONE, 1.0, KIND)
 
         found |= {
             f"copied, {label}": partial(of_copies, launch) for label, launch in gradients().items()
@@ -317,8 +317,8 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
         "down": (second, of_rows(unit, w2, False, unit)),
         "gradient of the unit": (second, of_rows(dy, w2.mT, True, sorted_dy)),
         "gradient of x": (first, of_rows(h, w1.mT, False, h)),
-        "dW of down": (second, of_weight(dy, unit, FIRST, (sorted_dy, unit))),
-        "dW of gate and up": (first, of_weight(h, x, SECOND, (h, sorted_x))),
+        "dW of down": (second, of_weight(dy, unit, GATHER_FIRST, (sorted_dy, unit))),
+        "dW of gate and up": (first, of_weight(h, x, GATHER_SECOND, (h, sorted_x))),
     }
 
 

@@ -30,7 +30,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
-from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_, quantize_moment
+from chronicals.kernels.adamw_8bit import (
+    MOMENT_BLOCK,
+    QuantizedTensors,
+    adamw_8bit_,
+    quantize_moment,
+)
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
@@ -41,7 +46,7 @@ from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
 from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
 from chronicals.kernels.fp8 import (
-    SCALINGS,
+    FP8_SCALINGS,
     Scaled,
     fp8_quantize,
     fp8_quantize_reference,
@@ -49,13 +54,17 @@ from chronicals.kernels.fp8 import (
 )
 from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
-from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
+from chronicals.kernels.fp8_linear import LINEAR_SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.kernels.gguf_blocks import KINDS, dequantize_gguf
+from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
-from chronicals.kernels.grouped_product import SECOND, grouped_product, grouped_weight_gradient
+from chronicals.kernels.grouped_product import (
+    GATHER_SECOND,
+    grouped_product,
+    grouped_weight_gradient,
+)
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -70,7 +79,7 @@ from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
-from chronicals.kernels.two_streams import FIRST
+from chronicals.kernels.two_streams import HIGH_PRIORITY
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import Merged, merged_linear
 from chronicals.lora.padding import columns_for
@@ -538,7 +547,7 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
             ):
                 quantized = quantize_moment(torch.zeros(1, device="cuda"), signed)
                 codes.append(torch.full_like(weight, int(quantized[0]), dtype=torch.uint8))
-                scales.append(torch.zeros(-(-weight.numel() // SIZE), device="cuda"))
+                scales.append(torch.zeros(-(-weight.numel() // MOMENT_BLOCK), device="cuda"))
             tensors.steps.append(torch.zeros((), device="cuda"))
             if master:
                 tensors.lows.append(torch.zeros_like(weight, dtype=torch.int16))
@@ -548,7 +557,7 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
                 t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies
             )
         }
-        moved = int((10 + 4 * master + 16 / SIZE) * elements)
+        moved = int((10 + 4 * master + 16 / MOMENT_BLOCK) * elements)
         name = f"adamw_8bit_ bf16 weights, {'with' if master else 'without'} masters"
         yield Row(name, arms, bytes=moved)
         if BITSANDBYTES and not master:
@@ -737,7 +746,7 @@ class Captured:
     def __init__(self, call: Callable[[], object]):
         self.launched = call
         self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(priority=FIRST)
+        stream = torch.cuda.Stream(priority=HIGH_PRIORITY)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             call()
@@ -756,7 +765,7 @@ def fp8():
     rows = ELEMENTS // 4096
     width = 4096
     x = random(rows, width)
-    for scaling in SCALINGS:
+    for scaling in FP8_SCALINGS:
         for layout, written in (("rows", 1), ("both", 2)):
             read = 4 if scaling == "tensor" or (scaling == "row" and layout == "both") else 2
             call = Captured(partial(fp8_quantize, x, scaling, torch.float8_e4m3fn, layout))
@@ -949,7 +958,7 @@ def in_turn(calls: list[Callable[[], object]]) -> None:
 def gguf_blocks():
     """2^26 weights in the blocks of GGUF files."""
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    for kind, (block, size) in KINDS.items():
+    for kind, (block, size) in GGUF_KINDS.items():
         packed = torch.randint(
             0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda"
         )
@@ -993,7 +1002,7 @@ def experts():
     }
     yield Row("grouped_product gate and up", product, products=lambda: rows @ first[0].t())
     gradient = {
-        "ours": lambda: grouped_weight_gradient(both, x, to, SECOND),
+        "ours": lambda: grouped_weight_gradient(both, x, to, GATHER_SECOND),
         "torch": lambda: F.grouped_mm(both.t(), rows, offs=ends),
     }
     yield Row("grouped_product weight gradient", gradient, products=lambda: both.t() @ rows)

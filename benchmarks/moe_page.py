@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from page_text import laid_out
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "moe.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -195,4 +197,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(laid_out(page()))

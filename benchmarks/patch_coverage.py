@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from page_text import laid_out  # noqa: E402
 
 from patching.architectures import ROLES, Line, architectures, cover, prove_packs  # noqa: E402  the tests' own table
 
@@ -103,7 +105,7 @@ def main() -> None:
         if not lines[-1].reason:
             lines[-1].packs = prove_packs(name)
         print(name, lines[-1].reason or ("equal" if lines[-1].equal else "DIFFERS"), flush=True)
-    arguments.out.write_text(page(lines))
+    arguments.out.write_text(laid_out(page(lines)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from page_text import laid_out
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chronicals.config import ChronicalsConfig
@@ -146,7 +147,7 @@ def main() -> None:
         for work, (size, fields, cards) in WORKS.items()
         for gpus in cards
     ]
-    given.out.write_text(INTRODUCTION + "".join(rows))
+    given.out.write_text(laid_out(INTRODUCTION + "".join(rows)))
 
 
 if __name__ == "__main__":

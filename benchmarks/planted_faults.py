@@ -14,7 +14,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from page_text import laid_out  # noqa: E402
 
 from chronicals.data import build_store  # noqa: E402
 from chronicals.data.reading.gate import RULES, DataReport  # noqa: E402
@@ -90,7 +92,7 @@ def page() -> str:
             share
         ) or f"{share:.0%} of the rows"
         lines.append(f"| `{rule}` | {above} | {what} | {remedy} | {found(rule)} |")
-    return INTRODUCTION + "\n".join(lines) + "\n"
+    return laid_out(INTRODUCTION + "\n".join(lines) + "\n")
 
 
 def main() -> None:

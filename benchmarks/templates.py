@@ -13,7 +13,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "data")]
+sys.path[:0] = [
+    str(ROOT / "tests"),
+    str(ROOT / "tests" / "data"),
+    str(ROOT / "benchmarks"),
+]
+
+from page_text import laid_out  # noqa: E402
 
 from chronicals.data import TemplateError, Tokenizer  # noqa: E402
 from chronicals.data.tokens.chat_templates import FAMILIES  # noqa: E402
@@ -205,7 +211,7 @@ def page() -> str:
     stock = (
         INTRODUCTION.format(**versions) + count + table + "\n" + TWINS + "\n".join(listed) + "\n"
     )
-    return stock + BY_NAME + by_name() + LEFT_OUT
+    return laid_out(stock + BY_NAME + by_name() + LEFT_OUT)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from chronicals.kernels.gguf_blocks import KINDS
+from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.quantization import Blocks
 
 
@@ -14,7 +14,7 @@ def random_blocks(rows, columns, kind, seed=0, decades=7):
     """Any bytes but for the scales in 16 bits, which are numbers of both signs, some of them
     zero or subnormal.
     """
-    block, size = KINDS[kind]
+    block, size = GGUF_KINDS[kind]
     draw = np.random.default_rng(seed)
     found = draw.integers(0, 256, (rows * columns // block, size), np.uint8)
     for place in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
@@ -37,7 +37,7 @@ def by_ggml(weight, kind):
     import gguf
     import llama_cpp
 
-    (block, size) = KINDS[kind]
+    (block, size) = GGUF_KINDS[kind]
     (rows, columns) = weight.shape
     given = weight.float().contiguous()
     packed = torch.empty(rows, columns // block * size, dtype=torch.uint8)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from chronicals.kernels.fp8 import LIMITS
+from chronicals.kernels.fp8 import FP8_MAX
 from chronicals.kernels.launch import interpreting
 
 ROUNDED = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": torch.bfloat16}
@@ -40,7 +40,7 @@ def round_as_a_card_does(patch):
         kind = ROUNDED[str(wanted)]
         rounded = (
             given.clamp(-torch.finfo(kind).max, torch.finfo(kind).max).to(kind)
-            if kind in LIMITS
+            if kind in FP8_MAX
             else given.to(kind)
         )
         return rounded.view(torch.uint16 if str(wanted) == "bf16" else torch.uint8).numpy()

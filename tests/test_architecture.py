@@ -17,7 +17,7 @@ FLOORS = [
     {"patching", "saving"},
     {"lora", "moe"},
     {"models"},
-    {"attention", "quantization", "optimizers", "memory"},
+    {"attention", "formats", "quantization", "optimizers", "memory"},
     {"kernels"},
 ]
 LEAVES = [
@@ -87,6 +87,58 @@ def test_imports_run_down(path):
     room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     wrong = sorted(other for other in imports(path) if not allowed(room, other))
     assert not wrong, f"{room} imports {wrong}"
+
+
+def files_imported(path: Path) -> set[str]:
+    """Modules of ``chronicals.data`` that a file imports, also within functions."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            for name in node.names:
+                module = f"{node.module}.{name.name}"
+                is_file = (SOURCE.parent / f"{module.replace('.', '/')}.py").exists()
+                modules.add(module if is_file else str(node.module))
+    return {module for module in modules if module.startswith("chronicals.data.")}
+
+
+DATA_IMPORTS = {
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): files_imported(path)
+    for path in (SOURCE / "data").rglob("*.py")
+    if path.name != "__init__.py"
+}
+"""The files that each file of ``data/`` imports."""
+
+
+@pytest.mark.parametrize("module", sorted(DATA_IMPORTS))
+def test_rooms_of_data_import_lower_ones(module):
+    from chronicals.data import FLOORS as rooms
+
+    upward = [
+        other
+        for other in DATA_IMPORTS[module]
+        if rooms.index(other.split(".")[2]) > rooms.index(module.split(".")[2])
+    ]
+    assert not upward, f"{module} imports {upward}"
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Files that import each other in a circle; empty if there is none."""
+    left = dict(imports)
+    while left:
+        lowest = [module for module, others in left.items() if not others & left.keys()]
+        if not lowest:
+            return sorted(left)
+        for module in lowest:
+            del left[module]
+    return []
+
+
+def test_files_of_data_form_no_circle():
+    assert not circle(DATA_IMPORTS)
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
 
 
 def test_kernels_know_nothing_else_of_ours():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from chronicals.cli.app import app
 from chronicals.cli.options import SETTING, SHORT, values_of, without_option
 from chronicals.config import Recipe
-from chronicals.data.kinds.rows import TRAINED
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.export import FORMATS
 from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.registry import BESIDE
@@ -275,7 +275,7 @@ def test_settings_of_objectives_over_answers_are_documented():
                 documented |= {(objective, name): others[1] for objective in objectives}
     for setting, _, default in (row for row in table_rows("reward.md") if len(row) == 3):
         documented["reward", setting.strip("`")] = default
-    answers = [name for name, cls in IN_TREE.items() if not set(cls.row_kinds) <= set(TRAINED)]
+    answers = [name for name, cls in IN_TREE.items() if not set(cls.row_kinds) <= set(DOCUMENT_KINDS)]
     assert answers
     for objective in answers:
         for field in dataclasses.fields(OBJECTIVES[objective].Settings):

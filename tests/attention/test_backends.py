@@ -238,7 +238,7 @@ def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(monkeypatch, tmp
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: (asked.append(device), (9, 0))[1]
     )
-    monkeypatch.setattr(flash_attn_4, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(flash_attn_4, "KERNEL_CACHE", tmp_path / "cache")
     monkeypatch.setattr(flash_attn_4.os, "environ", {})
     monkeypatch.setattr(flash_attn_4, "version", missing)
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))

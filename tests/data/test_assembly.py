@@ -11,7 +11,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, build_store
 from chronicals.data.making import chunks
 from chronicals.data.making import store as stores
-from chronicals.data.packs.assembly import BUCKETS, ENTRY_SHARES
+from chronicals.data.packs.assembly import ENTRY_SHARES, WIDTH_BUCKETS
 
 FILLER = 77
 
@@ -43,7 +43,7 @@ def reference(store, packs, width, most_documents):
             targets += [IGNORED] * length
             positions += range(length)
             bounds.append(len(ids))
-    share = -(-len(packs) * (most_documents + BUCKETS) // ENTRY_SHARES)
+    share = -(-len(packs) * (most_documents + WIDTH_BUCKETS) // ENTRY_SHARES)
     bounds += [len(ids)] * (-(len(bounds) - 1) % share)
     return ids, targets, positions, bounds, bucket, sum(target != IGNORED for target in targets)
 

@@ -13,7 +13,6 @@ from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.packs.dealing import NOBODY, part_of, share_of
-from chronicals.data.packs.loader import COST
 from chronicals.data.packs.parts import SPLIT
 
 FILLER = 1_000_000
@@ -249,7 +248,7 @@ def test_packs_are_balanced_by_their_slowest_rank(store):
         squares = lengths[plan.documents[first:end]] ** 2
         part_of = plan.part_of[first:end]
         whole = [squares[(part_of >= 0) & (part_of // 2 == rank)].sum() for rank in range(2)]
-        assert stream._sums[pack, COST] == squares[part_of == SPLIT].sum() + 2 * max(whole)
+        assert stream._sums.costs[pack] == squares[part_of == SPLIT].sum() + 2 * max(whole)
 
 
 def test_what_cannot_be_dealt_is_refused(store):

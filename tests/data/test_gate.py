@@ -26,7 +26,7 @@ from chronicals.data import (
 )
 from chronicals.data.making import chunks
 from chronicals.data.reading.gate import EXAMPLES, RULES
-from chronicals.data.tokens.template import TemplateError
+from chronicals.data.tokens.chat_template import TemplateError
 from data.planted_faults import (
     ALONG,
     CLEAN,

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.kinds.judged_answers import EARLIER, of_other_prompts
+from chronicals.data.kinds.judged_answers import ROWS_LOOKED_BACK, nearest_other_prompts
 from chronicals.data.making.chunks import CHUNK_ROWS
 
 KINDS = ("unpaired preference",)
@@ -276,7 +276,7 @@ def test_it_is_of_the_nearest_row_before_that_asks_something_else(prompts, earli
     """A number in quotes is of the earlier rows."""
     rows = rows_of(prompts)
     before = rows_of(earlier)
-    found = of_other_prompts(rows, before)
+    found = nearest_other_prompts(rows, before)
     expected = [
         None if at is None else before[int(at)] if isinstance(at, str) else rows[at]
         for at in others
@@ -287,7 +287,7 @@ def test_it_is_of_the_nearest_row_before_that_asks_something_else(prompts, earli
 def test_prompts_are_the_same_whatever_their_dialect():
     rows = rows_of("aab")
     rows[1]["prompt"] = [{"from": "human", "value": "a"}]
-    assert of_other_prompts(rows)[1] is rows[2]
+    assert nearest_other_prompts(rows)[1] is rows[2]
 
 
 def numbered(count, prompts):
@@ -327,7 +327,7 @@ def test_prompts_in_cells_of_json_text_have_the_same_other_answers(tmp_path):
 
 def test_rows_without_another_prompt_near_them_are_left_out_and_told(tmp_path):
     rows = numbered(CHUNK_ROWS, 2) + [
-        {**numbered(1, 1)[0], "completion": f" it is {n}"} for n in range(EARLIER + 1)
+        {**numbered(1, 1)[0], "completion": f" it is {n}"} for n in range(ROWS_LOOKED_BACK + 1)
     ]
     assert not stored(rows, tmp_path).report.count(
         "no_other_prompt"

@@ -29,7 +29,8 @@ from chronicals.data import (
     plan_packs,
 )
 from chronicals.data.packs import loader as loader_module
-from chronicals.data.packs.assembly import BUCKETS, ENTRY_SHARES
+from chronicals.data.packs import step_memory
+from chronicals.data.packs.assembly import ENTRY_SHARES, WIDTH_BUCKETS
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""
@@ -168,7 +169,7 @@ def test_shapes_never_change_but_for_a_few_numbers_of_entries(make_store, width,
     ]
     names = ("input_ids", "targets", "position_ids")
     assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
-    share = -(-2 * (stream.plan.max_documents + BUCKETS) // ENTRY_SHARES)
+    share = -(-2 * (stream.plan.max_documents + WIDTH_BUCKETS) // ENTRY_SHARES)
     for batch in batches:
         entries = len(batch.cu_seqlens) - 1
         assert entries % share == 0 and entries <= ENTRY_SHARES * share
@@ -231,7 +232,7 @@ def test_batches_in_memory_of_torch_are_the_same(make_store, monkeypatch):
         asked.append(pin_memory)
         return allocate(*sizes, **options)
 
-    monkeypatch.setattr(loader_module.torch, "empty", pageable)
+    monkeypatch.setattr(step_memory.torch, "empty", pageable)
     store = make_store()
     plain, pinned = (
         list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True)
@@ -514,7 +515,7 @@ def test_an_error_of_the_thread_reaches_the_consumer(make_store, monkeypatch):
     def assemble(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(loader_module, "assemble", assemble)
+    monkeypatch.setattr(step_memory, "assemble", assemble)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(BatchStream(make_store(), config(), FILLER, epochs=1)))
     assert not builders()
@@ -525,13 +526,13 @@ def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatc
     of those behind.
     """
     assembled = []
-    assemble = loader_module.assemble
+    assemble = step_memory.assemble
 
     def noted(columns, *given):
         assembled.append(len(columns))
         return assemble(columns, *given)
 
-    monkeypatch.setattr(loader_module, "assemble", noted)
+    monkeypatch.setattr(step_memory, "assemble", noted)
     (stream,) = streams(make_store(), config())
     steps = stream.steps()
     next(steps)

@@ -9,32 +9,36 @@ import sys
 from pathlib import Path
 
 import chronicals
-from chronicals.data.packs import compilation, compiled
+from chronicals.data.packs import compiled, machine_code
 
 SOURCE = Path(chronicals.__file__).parent
 
 FILES = {
     "__init__.py": "",
     "data/__init__.py": "",
+    "data/packs/__init__.py": "",
     **{
         name: (SOURCE / name).read_text()
         for name in (
             "beforehand.py",
             "lifeline.py",
             "data/packs/compiled.py",
-            "data/packs/compilation.py",
+            "data/packs/machine_code.py",
         )
     },
     "batch.py": "IGNORED = -100\n",
-    "data/inner.py": "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n",
-    "data/outer.py": (
+    "data/packs/inner.py": (
+        "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
+    ),
+    "data/packs/outer.py": (
         "from chronicals.batch import IGNORED\nfrom .compiled import compiled\nfrom .inner import "
         "inner\n"
         "@compiled(nogil=True)\ndef outer(x):\n    return inner(x) * IGNORED\n"
     ),
 }
 PROGRAM = (
-    "from chronicals.data.outer import outer; print(outer(2), sum(outer.stats.cache_hits.values()))"
+    "from chronicals.data.packs.outer import outer; "
+    "print(outer(2), sum(outer.stats.cache_hits.values()))"
 )
 
 
@@ -60,9 +64,9 @@ def test_an_edit_of_a_callee_or_a_constant_in_another_file_is_compiled(tmp_path)
         (package / name).write_text(text)
     assert run(tmp_path) == ["-300", "0"]
     assert run(tmp_path) == ["-300", "1"], "it is not kept"
-    old = next((package / "data/__pycache__").glob(f"{compiled.PREFIX}*"))
+    old = next((package / "data/packs/__pycache__").glob(f"{compiled.PREFIX}*"))
     os.utime(old, (0, 0))
-    edit(package / "data/inner.py", "x + 1", "x + 2")
+    edit(package / "data/packs/inner.py", "x + 1", "x + 2")
     assert run(tmp_path) == ["-400", "0"]
     assert not old.exists(), "old machine code is never deleted"
     edit(package / "batch.py", "-100", "-200")
@@ -85,7 +89,7 @@ def test_all_that_numba_compiles_is_kept_in_this_way():
     }
     covered = {
         file.relative_to(SOURCE).as_posix()
-        for pattern in compilation.SOURCES
+        for pattern in machine_code.COMPILED_SOURCES
         for file in SOURCE.glob(pattern)
     }
     assert {
@@ -106,7 +110,7 @@ def package_in(folder):
 def test_where_no_folder_can_be_written_nothing_is_kept_and_that_is_said(tmp_path):
     """A file stands where each folder would be made, which not even root can write through."""
     package_in(tmp_path)
-    (tmp_path / "chronicals/data/__pycache__").write_text("")
+    (tmp_path / "chronicals/data/packs/__pycache__").write_text("")
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file" / "below")
     environment = {
@@ -127,7 +131,8 @@ def test_where_no_folder_can_be_written_nothing_is_kept_and_that_is_said(tmp_pat
 
 def test_machine_code_that_cannot_be_saved_does_not_end_the_run(tmp_path):
     program = (
-        "import pathlib, shutil; from chronicals.data.outer import outer; shutil.rmtree('own'); "
+        "import pathlib, shutil; from chronicals.data.packs.outer import outer; "
+        "shutil.rmtree('own'); "
         "pathlib.Path('own').write_text(''); print(outer(2))"
     )
     environment = {

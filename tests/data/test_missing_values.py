@@ -13,11 +13,12 @@ import pytest
 import tiny
 from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import DataError, Tokenizer, build_store, create_dataloader
-from chronicals.data.kinds.rows import MEDIA, READ, TRAINED
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.data.making.chunks import Chunk
 from chronicals.data.making.frames import chunk_of_frame, frame_of_chunk
 from chronicals.data.reading.plain_values import is_missing, items_of
 from chronicals.data.reading.records import parsed
+from chronicals.data.reading.row_fields import MEDIA_FIELDS, READ_FIELDS
 
 ASKED = {"role": "user", "content": "what is 2?"}
 ANSWERED = {"role": "assistant", "content": "two"}
@@ -121,7 +122,7 @@ def objects(items):
     return array
 
 
-def encoder(kinds=TRAINED):
+def encoder(kinds=DOCUMENT_KINDS):
     """With a template that shows what is called, and what there is to call."""
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = (
@@ -139,7 +140,7 @@ def documents_of(rows, objective, folder):
     answers beside another one.
     """
     rows = [OTHER, *rows] if objective == "judged" else rows
-    store = build_store(rows, encoder(TAKEN.get(objective, TRAINED)), 512, folder)
+    store = build_store(rows, encoder(TAKEN.get(objective, DOCUMENT_KINDS)), 512, folder)
     documents = [[] for _ in rows]
     for number, row in enumerate(store.rows):
         documents[row].append([part.tolist() for part in store.whole_document(number)])
@@ -150,7 +151,7 @@ def documents_of(rows, objective, folder):
 @pytest.mark.parametrize(("objective", "name"), CASES)
 def test_a_missing_field_is_missing_in_every_spelling(objective, name, tmp_path):
     row = KINDS[objective][name]
-    spare = sorted({*READ, *MEDIA} - {*row})
+    spare = sorted({*READ_FIELDS, *MEDIA_FIELDS} - {*row})
     filled = [{**row, **dict.fromkeys(spare, value)} for value in MISSING.values()]
     filled += [
         {**row, field: MISSING[spelling]}

@@ -10,7 +10,8 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource, Recipe
 from chronicals.config.data_source import FIELDS
 from chronicals.data import Tokenizer, build_store
-from chronicals.data.kinds.rows import READ, kind_of, normalise
+from chronicals.data.kinds.rows import kind_of, normalise
+from chronicals.data.reading.row_fields import READ_FIELDS
 
 PAIRS = [("prompt", "response"), ("question", "answer"), ("query", "response"), ("input", "output")]
 PLAIN = {"prompt": "what is 2?", "completion": "two"}
@@ -96,7 +97,7 @@ def test_completions_are_plain_and_warned_about_unless_they_are_asked_to_be_chat
 
 
 def test_names_of_columns_in_a_recipe_are_those_of_configurations():
-    assert FIELDS == READ
+    assert FIELDS == READ_FIELDS
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tiny
 from chronicals.config import DataSource
 from chronicals.data import Tokenizer, TokenStore, build_store
 from chronicals.data.kinds.preferences import SIDES, sides_of
-from chronicals.data.making.documents import Piece, fit
+from chronicals.data.making.documents import DocumentPiece, fit
 from chronicals.data.reading.gate import DataError, DataReport
 from data.stock_templates import names, record, shipped, with_template
 
@@ -862,7 +862,7 @@ def test_other_objectives_refuse_pairs_as_before(tmp_path):
 )
 def test_the_longest_documents_of_an_item_are_cut_until_it_fits(lengths, width, cut):
     item = [
-        Piece(3, side, np.arange(length), np.ones(length, np.uint8))
+        DocumentPiece(3, side, np.arange(length), np.ones(length, np.uint8))
         for side, length in enumerate(lengths)
     ]
     report = DataReport()

@@ -24,7 +24,8 @@ from chronicals import data
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, build_store, open_store
 from chronicals.data.making import building, chunks, processes
-from chronicals.data.making.chunks import Chunk, ChunkEncoder, chunks_of
+from chronicals.data.making.chunks import Chunk, chunks_of
+from chronicals.data.making.encoding import ChunkEncoder
 from chronicals.data.making.frames import (
     chunk_of_frame,
     frame_of_chunk,
@@ -33,7 +34,7 @@ from chronicals.data.making.frames import (
     write_frame,
 )
 from chronicals.data.making.processes import TokenizingProcesses
-from chronicals.data.reading.records import BadRow, Line
+from chronicals.data.reading.records import BadRow, Line, parsed
 from process_groups import members, wait_until
 
 WIDTH = 32
@@ -76,7 +77,7 @@ def assert_same_by_processes(rows, of=None, taken_here=0, earlier=0):
         found = list(several.encoded(helped(several, whole)))
     alone = list(of.encoded(whole))
     assert [chunk.first for chunk, _ in found] == [chunk.first for chunk, _ in alone]
-    assert [chunk.wheres for chunk, _ in found] == [chunk.wheres for chunk, _ in alone]
+    assert [chunk.places for chunk, _ in found] == [chunk.places for chunk, _ in alone]
     for (_, one), (_, other) in zip(found, alone, strict=True):
         assert facts(one) == facts(other)
     assert len(taken) == len(alone) - 3 - taken_here
@@ -355,16 +356,16 @@ def test_help_is_asked_for_where_there_is_much_to_do(alone, expected, asked, mon
     [
         (1, None, 1),
         (3, "max 100000", 3),
-        (256, "max 100000", processes.MOST),
+        (256, "max 100000", processes.MAX_TOKENIZING_PROCESSES),
         (64, "350000 100000", 3),
         (64, "50000 100000", 1),
     ],
 )
 def test_one_a_core(cores, quota, count, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(processes, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(processes, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
     if quota:
-        processes.QUOTA.write_text(quota + "\n")
+        processes.CPU_QUOTA_FILE.write_text(quota + "\n")
     assert TokenizingProcesses(encoder()).count == count
 
 
@@ -395,8 +396,8 @@ def test_frames_come_as_they_went():
     write_frame(pipe, {"last": True})
     pipe.seek(0)
     again = chunk_of_frame(*read_frame(pipe))
-    assert (again.first, again.wheres) == (12, ["a", "b", "c", "d"])
-    assert [chunks.parsed(record) for record in again.records] == [
+    assert (again.first, again.places) == (12, ["a", "b", "c", "d"])
+    assert [parsed(record) for record in again.records] == [
         {"text": "é\u2028🙂", "price": 0},
         {"text": "b"},
         bad,
@@ -441,7 +442,7 @@ def test_a_process_never_imports_torch(tmp_path):
     (tmp_path / "how.json").write_text("{}")
     program = (
         "import importlib.util, sys\n"
-        "from chronicals.data import worker\n"
+        "from chronicals.data.making import worker\n"
         "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') "
         "else 7)\n"
         f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
@@ -454,7 +455,7 @@ def test_a_process_tokenises_by_tiktoken(tmp_path):
     TokenizingProcesses(encoder())._describe(tmp_path)
     program = (
         "import sys\n"
-        "from chronicals.data import worker\n"
+        "from chronicals.data.making import worker\n"
         f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
         "try:\n"
         "    worker.main()\n"
@@ -470,7 +471,7 @@ def test_processes_end_with_one_that_is_killed():
         "import os, sys, time; sys.path[:0] = sys.argv[1:]\n"
         "import tiny\n"
         "from chronicals.data import Tokenizer\n"
-        "from chronicals.data.making.chunks import ChunkEncoder\n"
+        "from chronicals.data.making.encoding import ChunkEncoder\n"
         "from chronicals.data.making.processes import TokenizingProcesses\n"
         "with TokenizingProcesses(ChunkEncoder(Tokenizer(tiny.tokenizer()), 64), 2) as several:\n"
         "    several._start()\n"
@@ -478,7 +479,7 @@ def test_processes_end_with_one_that_is_killed():
         "    if other := os.fork(): print(several._program._program.pid, other, flush=True)\n"
         "    time.sleep(60)\n"
     )
-    paths = [str(Path(tiny.__file__).parent), str(Path(processes.__file__).parents[2])]
+    paths = [str(Path(tiny.__file__).parent), str(Path(processes.__file__).parents[3])]
     parent = subprocess.Popen(
         [sys.executable, "-c", program, *paths], stdout=subprocess.PIPE, text=True
     )

@@ -10,21 +10,19 @@ import pyarrow as pa
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data.kinds.rows import (
-    KINDS,
-    SPEAKERS,
-    check_answers,
-    conversation_oddities,
+from chronicals.data.kinds.json_fields import (
     conversation_or_text,
-    kind_of,
-    normalise,
-    plain_row,
-    refuse_media,
     refuse_printed_messages,
-    texts_of,
-    unread_fields,
     with_conversations,
 )
+from chronicals.data.kinds.messages import (
+    ROLE_ALIASES,
+    check_answers,
+    conversation_oddities,
+    refuse_media,
+)
+from chronicals.data.kinds.rows import kind_of, normalise, plain_row, texts_of, unread_fields
+from chronicals.data.reading.row_fields import KIND_FIELDS
 
 ASKED = "what is the answer?"
 SAID = "forty two"
@@ -67,7 +65,7 @@ def normal(record, where="row 1"):
 )
 def test_the_fields_of_a_row_tell_its_kind(record, kind):
     assert kind_of(record, "row 1") == kind
-    assert kind in dict(KINDS)
+    assert kind in dict(KIND_FIELDS)
 
 
 def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
@@ -385,7 +383,7 @@ def test_a_weight_of_zero_and_train_contradict_each_other():
     )
 
 
-@pytest.mark.parametrize(("speaker", "role"), SPEAKERS.items())
+@pytest.mark.parametrize(("speaker", "role"), ROLE_ALIASES.items())
 def test_other_names_of_the_roles(speaker, role):
     message = {"from": speaker, "value": '{"name": "f"}' if speaker == "function_call" else "said"}
     assert normal({"conversations": [message]})["messages"][0]["role"] == role

@@ -11,8 +11,8 @@ from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.making import shared_prompts as module
-from chronicals.data.making.documents import Piece, fit
-from chronicals.data.making.shared_prompts import IS_SHARED, SHORTEST, share_prompt
+from chronicals.data.making.documents import DocumentPiece, fit
+from chronicals.data.making.shared_prompts import IS_SHARED, MIN_SHARED_TOKENS, share_prompt
 from chronicals.data.packs.prompt_keys import shared_keys
 from chronicals.data.reading.gate import DataReport
 from mutants import mutant
@@ -20,18 +20,20 @@ from mutants import mutant
 
 def piece(side, prompt, answer):
     ids = np.array([*prompt, *answer], np.int32)
-    return Piece(3, side, ids, np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(answer)]))
+    return DocumentPiece(
+        3, side, ids, np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(answer)])
+    )
 
 
-PROMPT = range(100, 100 + SHORTEST + 5)
+PROMPT = range(100, 100 + MIN_SHARED_TOKENS + 5)
 
 
 def test_each_document_is_whole_behind_its_prompt():
     item = [piece(0, PROMPT, [1, 2, 3]), piece(1, PROMPT, [1, 5])]
     first, second, prompt = share_prompt(item)
     assert [one.shared for one in (first, second, prompt)] == [
-        SHORTEST + 4,
-        SHORTEST + 4,
+        MIN_SHARED_TOKENS + 4,
+        MIN_SHARED_TOKENS + 4,
         IS_SHARED,
     ]
     assert first.ids.tolist() == [PROMPT[-1], 1, 2, 3] and second.trained.tolist() == [0, 1, 1]
@@ -44,11 +46,11 @@ def test_each_document_is_whole_behind_its_prompt():
 @pytest.mark.parametrize(
     "item",
     [
-        [piece(0, range(SHORTEST), [1]), piece(1, range(SHORTEST), [2])],
+        [piece(0, range(MIN_SHARED_TOKENS), [1]), piece(1, range(MIN_SHARED_TOKENS), [2])],
         [piece(0, PROMPT, [1])],
         [piece(0, [7, *PROMPT], [1]), piece(1, [8, *PROMPT], [1])],
         [
-            piece(0, PROMPT, [1])._replace(trained=np.ones(SHORTEST + 6, np.uint8)),
+            piece(0, PROMPT, [1])._replace(trained=np.ones(MIN_SHARED_TOKENS + 6, np.uint8)),
             piece(1, PROMPT, [2]),
         ],
     ],

@@ -608,7 +608,7 @@ def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch):
             aside.unlink(missing_ok=True)
 
     monkeypatch.setattr(building.time, "sleep", sleep)
-    monkeypatch.setattr(building, "PATIENCE", 5)
+    monkeypatch.setattr(building, "QUIET_MINUTES", 5)
     with pytest.raises(DataError, match="has written nothing for 5 minutes"):
         build_store(rows, tokenizer(), WIDTH, tmp_path, builder=False)
     assert waited / building.MINUTE == pytest.approx(46, abs=1.5)

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from chronicals.export import MergeError, NotProved, export, gguf, gguf_file, nf4, source
+from chronicals.export import MergeError, NotProved, export, gguf, nf4, source
 from chronicals.export import merge as merge_function
 from chronicals.export.proof import relative_error
+from chronicals.formats.gguf.reader import GGUFFile
+from chronicals.formats.gguf.writer import WEIGHT_TYPES
 from chronicals.lora import LoRAConfig, apply_lora, save_adapter
 from chronicals.quantization import Packed
 
@@ -89,8 +91,8 @@ def test_merged_weights_are_rounded_once(kind, dtype, adapter, artefacts):
 @pytest.mark.parametrize("kind", GGUF)
 def test_gguf_is_made_of_the_sums(kind, adapter, artefacts):
     package = pytest.importorskip("gguf")
-    written = gguf_file.File(artefacts[kind].path)
-    of_kind = package.GGMLQuantizationType[gguf_file.TYPES[kind.removeprefix("gguf-")]]
+    written = GGUFFile(artefacts[kind].path)
+    of_kind = package.GGMLQuantizationType[WEIGHT_TYPES[kind.removeprefix("gguf-")]]
     total = exact_sums(adapter)["model.layers.1.mlp.up_proj.weight"]
     expected = package.quants.dequantize(package.quants.quantize(total.numpy(), of_kind), of_kind)
     found = written.read("blk.1.ffn_up.weight")
@@ -100,7 +102,7 @@ def test_gguf_is_made_of_the_sums(kind, adapter, artefacts):
 def test_what_llama_cpp_quantises_is_given_fp32(adapter, tmp_path):
     """Its own types are made of a whole file, which holds the sums as they are."""
     with source.opened(adapter, None, tmp_path) as opened:
-        assert gguf._written_as(opened, "q4_k_m") == "f32"
+        assert gguf.own_kind(opened, "q4_k_m") == "f32"
 
 
 def test_codes_of_nf4_are_those_of_the_sums(adapter, tmp_path):

@@ -29,17 +29,17 @@ from chronicals.export import (
     export,
     gguf,
     gguf_adapter,
-    gguf_file,
     nf4,
     ollama,
     source,
-    weight_files,
     whole,
 )
 from chronicals.export.card import card
 from chronicals.export.compatible import make_compatible, older_names
 from chronicals.export.hub import UploadError
 from chronicals.export.proof import cross_entropy, largest_error
+from chronicals.formats import weight_files
+from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
 from comparison import equal
@@ -156,7 +156,7 @@ def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
     """
     folder = adapted(tmp_path, base, lora_target_modules=["q_proj", "k_proj", "v_proj"])
     (exported,) = export(folder, "gguf-adapter")
-    file = gguf_file.File(exported.path)
+    file = GGUFFile(exported.path)
     trained = load_file(folder / "model" / "adapter_model.safetensors")
     for name in ("q", "k", "v"):
         (b,) = [
@@ -188,17 +188,17 @@ def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
     """As by a program that takes alpha over r for rsLoRA."""
     module = importlib.import_module("chronicals.export.gguf_adapter")
     folder = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4)
-    right = module._pairs
+    right = module._read_pairs
     kept = module.write
 
     def write(given, target):
         monkeypatch.setattr(
             module,
-            "_pairs",
-            lambda x: {k: (p, a, b, s / 2) for k, (p, a, b, s) in right(x).items()},
+            "_read_pairs",
+            lambda x: {k: replace(pair, scale=pair.scale / 2) for k, pair in right(x).items()},
         )
         kept(given, target)
-        monkeypatch.setattr(module, "_pairs", right)
+        monkeypatch.setattr(module, "_read_pairs", right)
 
     formats = importlib.import_module("chronicals.export.export").FORMATS
     monkeypatch.setitem(formats, "gguf-adapter", replace(formats["gguf-adapter"], write=write))
@@ -272,14 +272,14 @@ def test_large_models_are_compared_in_16_bits(run, tmp_path, monkeypatch):
 
 
 def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, monkeypatch):
-    merge_files = importlib.import_module("chronicals.export.merge")
-    right = merge_files._Adapter.merged
+    changes = importlib.import_module("chronicals.export.adapter_changes")
+    right = changes.AdapterChanges.merged
 
     def twice(self, stored, changes):
         total = right(self, stored, changes)
         return total if total is None else 2 * total - stored.read().float()
 
-    monkeypatch.setattr(merge_files._Adapter, "merged", twice)
+    monkeypatch.setattr(changes.AdapterChanges, "merged", twice)
     for kind in ("merged-fp32", "gguf-f32"):
         with pytest.raises(NotProved, match="beside the trained model"):
             export(run, kind, tmp_path)

@@ -23,17 +23,16 @@ from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import (
-    NotExpressible,
-    NotProved,
-    export,
-    gguf,
-    gguf_file,
-    gguf_tokenizer,
-    llama_cpp,
-)
+from chronicals.export import NotExpressible, NotProved, export, gguf, llama_cpp
 from chronicals.export.source import PROBES, Source
-from chronicals.models import gguf_families, gguf_tensors, load_model
+from chronicals.formats.gguf import writer
+from chronicals.formats.gguf.families import FAMILIES, family_of
+from chronicals.formats.gguf.reader import GGUFFile
+from chronicals.formats.gguf.splits import BY_EXPRESSIONS
+from chronicals.formats.gguf.tensors import RestoredTensors, pieces_of
+from chronicals.formats.gguf.tokenizer import vocabulary_of
+from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES, plan_gguf
+from chronicals.models import load_model
 from chronicals.saving import SavedModel
 from comparison import equal
 
@@ -54,8 +53,8 @@ def written(folder, kind="f32"):
     gguf.write(given, folder / "model.gguf", kind)
     return (
         given,
-        gguf_file.File(folder / "model.gguf"),
-        gguf_file.plan(given.config, given.tensors, kind),
+        GGUFFile(folder / "model.gguf"),
+        plan_gguf(given.config, given.tensors, kind),
     )
 
 
@@ -89,7 +88,8 @@ def test_what_is_read_back_is_the_model(name, tmp_path):
     """The file's weights in transformers' class give the model's logits."""
     model = gguf_models.build(name)
     given, file, planned = written(saved(tmp_path / "model", model))
-    found = file.restored(planned.pieces, {n: s.shape for n, s in given.tensors.items()})
+    shapes = {name: stored.shape for name, stored in given.tensors.items()}
+    found = RestoredTensors(planned.pieces, shapes, file.read)
     for tensor_name in found:
         assert torch.allclose(found[tensor_name], given.tensors[tensor_name].read(), atol=1e-6), (
             tensor_name
@@ -263,7 +263,7 @@ def test_a_tied_head_is_left_out(tmp_path):
         (
             "qwen2",
             {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
-            "layer_types with 1 layers",
+            "layer_types=['full_attention', 'sliding_attention']",
         ),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
@@ -304,11 +304,11 @@ def test_a_window_that_llama_cpp_lacks_ends_the_context(tmp_path):
 # -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", gguf_file.TYPES)
+@pytest.mark.parametrize("kind", WEIGHT_TYPES)
 def test_every_type(kind, tmp_path):
     (exported,) = export(saved(tmp_path, gguf_models.build("llama")), f"gguf-{kind}")
     types = exported.proof.about["types"]
-    name = gguf_file.TYPES[kind]
+    name = WEIGHT_TYPES[kind]
     of_the_head = {"Q8_0": 1} if kind.startswith(("q4", "q5")) else {}
     expected = (
         {"F32": 21} if kind == "f32" else {"F32": 5, name: 16 - len(of_the_head), **of_the_head}
@@ -316,18 +316,16 @@ def test_every_type(kind, tmp_path):
     assert types == dict(sorted(expected.items()))
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in gguf_file.TYPES if kind.startswith(("q4", "q5"))]
-)
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHT_TYPES if kind.startswith(("q4", "q5"))])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_has_more_bits_than_the_rest(tied, kind, tmp_path):
     """Where it is the embedding, too."""
     model = gguf_models.build("qwen2", tie_word_embeddings=tied)
     _, file, _ = written(saved(tmp_path, model), kind)
     kinds = {name: file.type_of(name) for name in file.tensors}
-    assert kinds["token_embd.weight"] == ("Q8_0" if tied else gguf_file.TYPES[kind])
+    assert kinds["token_embd.weight"] == ("Q8_0" if tied else WEIGHT_TYPES[kind])
     assert tied or kinds["output.weight"] == "Q8_0"
-    assert kinds["blk.1.attn_q.weight"] == kinds["blk.1.ffn_down.weight"] == gguf_file.TYPES[kind]
+    assert kinds["blk.1.attn_q.weight"] == kinds["blk.1.ffn_down.weight"] == WEIGHT_TYPES[kind]
 
 
 @pytest.mark.llama_cpp
@@ -335,7 +333,7 @@ def test_the_head_has_more_bits_than_the_rest(tied, kind, tmp_path):
 def test_a_tied_head_has_more_bits_in_what_llama_cpp_quantises(kind, tmp_path):
     given = source(saved(tmp_path, gguf_models.build("qwen2", **WIDE, tie_word_embeddings=True)))
     gguf.write(given, tmp_path / "model.gguf", kind)
-    file = gguf_file.File(tmp_path / "model.gguf")
+    file = GGUFFile(tmp_path / "model.gguf")
     assert file.type_of("token_embd.weight") in ("Q6_K", "Q8_0")
     assert file.type_of("blk.1.attn_q.weight") == kind[:4].upper()
 
@@ -358,7 +356,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 @pytest.mark.llama_cpp
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", gguf_file.BY_LLAMA_CPP)
+@pytest.mark.parametrize("kind", LLAMA_CPP_KINDS)
 def test_types_that_llama_cpp_quantises(kind, tmp_path):
     """With an importance matrix over rows; its own bound is that of what it computes with the
     file's weights.
@@ -386,7 +384,7 @@ def test_importance_moves_the_error_to_where_it_matters_less(tmp_path):
         llama_cpp.quantise(
             tmp_path / "whole.gguf", tmp_path / f"{name}.gguf", 12, importance
         )  # Q3_K_M
-        files = gguf_file.File(tmp_path / f"{name}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
+        files = GGUFFile(tmp_path / f"{name}.gguf"), GGUFFile(tmp_path / "whole.gguf")
         off = (files[0].read("blk.0.attn_q.weight") - files[1].read("blk.0.attn_q.weight"))[
             :, np.arange(256) % 32 < 4
         ]
@@ -399,7 +397,7 @@ def test_importance_is_the_mean_square_of_inputs(tmp_path):
 
     model = gguf_models.build("qwen2")
     given = source(saved(tmp_path, model))
-    pieces = gguf_file.plan(given.config, given.tensors, "f32").pieces
+    pieces = plan_gguf(given.config, given.tensors, "f32").pieces
     documents = [[5, 7, 9], [11, 3]]
     found = importance_of(model, pieces, documents)
     with torch.no_grad():
@@ -432,9 +430,7 @@ def test_importance_of_experts_is_of_the_tokens_that_each_was_given(name, tmp_pa
         for ids in documents:
             model(torch.tensor([ids]))
     hook.remove()
-    found = importance_of(
-        model, gguf_file.plan(given.config, given.tensors, "f32").pieces, documents
-    )
+    found = importance_of(model, plan_gguf(given.config, given.tensors, "f32").pieces, documents)
     states, chosen = (torch.cat([inputs[n].flatten(0, -2) for inputs in taken]) for n in (0, 1))
     gate = found["blk.0.ffn_gate_exps.weight"]
     assert np.array_equal(gate, found["blk.0.ffn_up_exps.weight"]) and gate.shape == (
@@ -486,7 +482,7 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
         llama_cpp.quantise(
             tmp_path / "whole.gguf", tmp_path / f"{order}.gguf", 12, weights
         )  # Q3_K_M
-        files = gguf_file.File(tmp_path / f"{order}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
+        files = GGUFFile(tmp_path / f"{order}.gguf"), GGUFFile(tmp_path / "whole.gguf")
         off = (files[0].read(name) - files[1].read(name)).permute(0, 2, 1)[torch.from_numpy(own)]
         errors[order] = float(off.norm())
     assert errors["right"] < 0.7 * errors["plain"] and errors["right"] < 0.7 * errors["reversed"]
@@ -553,12 +549,12 @@ def by_name():
     found = {"gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False)}
     digits = pre_tokenizers.Digits(individual_digits=True)
     found["smollm"] = pre_tokenizers.Sequence([digits, found["gpt-2"]])
-    for expressions, name in gguf_tokenizer.BY_EXPRESSIONS.items():
+    for expressions, name in BY_EXPRESSIONS.items():
         found.setdefault(name, splits(expressions[0]))
     return found
 
 
-SPLITS = [*dict.fromkeys(gguf_tokenizer.BY_EXPRESSIONS.values()), "dbrx"]
+SPLITS = [*dict.fromkeys(BY_EXPRESSIONS.values()), "dbrx"]
 
 
 def splitting(name):
@@ -570,7 +566,7 @@ def splitting(name):
 @pytest.mark.parametrize("name", SPLITS)
 def test_byte_level_tokenizers_by_how_they_split(name):
     tokenizer = splitting(name)
-    found = gguf_tokenizer.vocabulary_of(tokenizer, 420, [0])
+    found = vocabulary_of(tokenizer, 420, [0])
     assert (found.model, found.pre) == ("gpt2", name)
     assert found.tokens[len(tokenizer) :] == [f"[PAD{n}]" for n in range(len(tokenizer), 420)]
 
@@ -614,7 +610,7 @@ def from_characters(size=400):
 
 def test_a_tokenizer_over_characters_with_bytes_for_the_rest():
     tokenizer = from_characters()
-    found = gguf_tokenizer.vocabulary_of(tokenizer, len(tokenizer), [2])
+    found = vocabulary_of(tokenizer, len(tokenizer), [2])
     assert (found.model, found.pre, found.space_prefix) == ("llama", "default", True)
     assert found.types[:4] == [2, 3, 3, 6] and found.scores[5] == -5.0
 
@@ -665,7 +661,7 @@ def test_tokens_that_were_added_keep_their_kinds(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<tool>"], special_tokens=True)
     tokenizer.add_tokens(["plainword"])
-    found = gguf_tokenizer.vocabulary_of(tokenizer, 310, [tokenizer.eos_token_id])
+    found = vocabulary_of(tokenizer, 310, [tokenizer.eos_token_id])
     special, plain = tokenizer.convert_tokens_to_ids(["<tool>", "plainword"])
     assert (found.types[special], found.types[plain], found.types[309]) == (3, 4, 5)
     export(saved(tmp_path, gguf_models.build("llama"), tokenizer), "gguf-f32")
@@ -680,7 +676,7 @@ def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path):
         file.value("tokenizer.ggml.eos_token_id") == end
         and file.value("tokenizer.ggml.eot_token_id") == turn
     )
-    several = gguf_tokenizer.vocabulary_of(tokenizer, 310, [end, turn, 7])
+    several = vocabulary_of(tokenizer, 310, [end, turn, 7])
     assert several.special["eot"] == turn, "the first that ends a turn"
 
 
@@ -714,19 +710,17 @@ def test_a_size_is_that_of_the_tensors(kind, tmp_path):
 )
 def test_tokenizers_that_llama_cpp_lacks_are_refused(tokenizer, said):
     with pytest.raises(NotExpressible) as error:
-        gguf_tokenizer.vocabulary_of(tokenizer(), 500, [])
+        vocabulary_of(tokenizer(), 500, [])
     assert said in str(error.value)
 
 
 def test_more_tokens_than_rows_are_refused():
     with pytest.raises(NotExpressible, match="the embedding 290 rows; resize it first"):
-        gguf_tokenizer.vocabulary_of(tiny.tokenizer(), 290, [])
+        vocabulary_of(tiny.tokenizer(), 290, [])
 
 
 def test_normalisation_is_reported(tmp_path):
-    found = gguf_tokenizer.vocabulary_of(
-        trained(by_name()["qwen2"], normalizer=normalizers.NFC()), 420, []
-    )
+    found = vocabulary_of(trained(by_name()["qwen2"], normalizer=normalizers.NFC()), 420, [])
     assert found.notes == ["llama.cpp does not normalise text, which the tokenizer does (NFC)"]
 
 
@@ -736,12 +730,13 @@ def test_normalisation_is_reported(tmp_path):
 
 def edited(monkeypatch, **changes):
     """What is written of the vocabulary is another than what the model has."""
-    right = gguf_file._add_vocabulary
+    right = gguf.write_gguf
 
-    def planted(writer, v):
-        right(writer, replace(v, **{name: change(v) for name, change in changes.items()}))
+    def planted(target, planned, tensors, v, *rest):
+        wrong = replace(v, **{name: change(v) for name, change in changes.items()})
+        right(target, planned, tensors, wrong, *rest)
 
-    monkeypatch.setattr(gguf_file, "_add_vocabulary", planted)
+    monkeypatch.setattr(gguf, "write_gguf", planted)
 
 
 FAULTS = {
@@ -783,7 +778,7 @@ def failed(folder, kind="f32"):
 
 def planted_when_written(monkeypatch, change):
     """A fault in the way from the model to the file, and not in the way back."""
-    right = gguf_file.write
+    right = gguf.write_gguf
 
     def write(target, planned, tensors, vocabulary, kind, about):
         right(
@@ -795,7 +790,7 @@ def planted_when_written(monkeypatch, change):
             about,
         )
 
-    monkeypatch.setattr(gguf_file, "write", write)
+    monkeypatch.setattr(gguf, "write_gguf", write)
 
 
 def test_experts_in_another_order_are_found(tmp_path, monkeypatch):
@@ -823,14 +818,14 @@ def test_a_block_with_another_scale_is_found(tmp_path, monkeypatch):
 
 
 def test_a_head_beside_a_tied_embedding_is_found(tmp_path, monkeypatch):
-    right = gguf_file.write
+    right = gguf.write_gguf
 
     def write(target, planned, tensors, vocabulary, kind, about):
         planned.extra["output.weight"] = np.zeros((310, 64), np.float32)
         right(target, planned, tensors, vocabulary, kind, about)
         planned.extra.pop("output.weight")
 
-    monkeypatch.setattr(gguf_file, "write", write)
+    monkeypatch.setattr(gguf, "write_gguf", write)
     assert "nothing else is there" in failed(saved(tmp_path, gguf_models.build("qwen2")))
 
 
@@ -845,10 +840,10 @@ def test_faults_in_both_directions_are_found_by_llama_cpp(name, tmp_path, monkey
         "scaling of positions lost": ("llama 3", {}),
     }[name]
     model = gguf_models.build(of)
-    family = gguf_families.FAMILIES[model.config.model_type]
-    monkeypatch.setitem(gguf_families.FAMILIES, model.config.model_type, replace(family, **change))
+    family = FAMILIES[model.config.model_type]
+    monkeypatch.setitem(FAMILIES, model.config.model_type, replace(family, **change))
     if not change:
-        monkeypatch.setattr(gguf_file, "extra_tensors", lambda config: iter(()))
+        monkeypatch.setattr(writer, "extra_tensors", lambda config: iter(()))
     assert "logits beside torch with the file's weights, llama.cpp: FAILED" in failed(
         saved(tmp_path, model)
     )
@@ -878,8 +873,8 @@ def test_tensors_may_come_in_any_order(tmp_path):
     names = list(given.tensors)
     random.shuffle(names)
     shapes = {name: given.tensors[name].shape for name in names}
-    family = gguf_families.family_of(given.config)
-    pieces = {piece.name: piece for piece in gguf_tensors.pieces_of(shapes, given.config, family)}
+    family = family_of(given.config)
+    pieces = {piece.name: piece for piece in pieces_of(shapes, given.config, family)}
     found = pieces["blk.0.ffn_up_exps.weight"].sources
     assert found == tuple(
         f"model.layers.0.block_sparse_moe.experts.{n}.w3.weight" for n in range(4)

@@ -10,8 +10,9 @@ import gguf_models
 import runs
 from chronicals.export import NotProved, export, gguf_adapter
 from chronicals.export.export import FORMATS
+from chronicals.formats.gguf import tensors as gguf_tensors
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.models import gguf_loading, gguf_tensors, load_model, load_tokenizer
+from chronicals.models import gguf_loading, load_model, load_tokenizer
 from chronicals.saving import save_model, text_files
 from mutants import mutant
 

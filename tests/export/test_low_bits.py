@@ -13,15 +13,9 @@ from safetensors.torch import load_file
 
 import gguf_models
 import tiny
-from chronicals.export import (
-    NotExpressible,
-    NotProved,
-    compressed_tensors,
-    export,
-    source,
-    weight_files,
-)
+from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source
 from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
+from chronicals.formats import weight_files
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import Linear4bit
 from chronicals.saving import SavedModel
@@ -157,8 +151,8 @@ def test_in_vllm_experts_round_their_inputs_too(tmp_path):
         stored.name: stored
         for stored in weight_files.tensors_in(tmp_path / "fp8" / "model.safetensors")
     }
-    names = compressed_tensors._quantised(given, FP8())
-    model = compressed_tensors._in_torch(given, found, FP8(), names, in_vllm=True)
+    names = compressed_tensors._quantised_names(given, FP8())
+    model = compressed_tensors._simulated(given, found, FP8(), names, in_vllm=True)
     experts = model.model.layers[1].mlp.experts
     x = torch.randn(5, 128)
     on = experts.down_proj.device
@@ -167,8 +161,8 @@ def test_in_vllm_experts_round_their_inputs_too(tmp_path):
         FP8().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight")
         for role in ("gate", "up", "down")
     )
-    rounded = FP8().as_taken(x)
-    inner = FP8().as_taken(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))
+    rounded = FP8().round_input(x)
+    inner = FP8().round_input(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))
     assert torch.allclose(got, inner @ down.T, atol=1e-5)
 
 
@@ -226,9 +220,9 @@ def test_faults_are_found(layout, planted, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
 def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, monkeypatch):
-    right = compressed_tensors._described
+    right = compressed_tensors._quantization_config
     monkeypatch.setattr(
-        compressed_tensors, "_described", lambda *given: {**right(*given), "ignore": []}
+        compressed_tensors, "_quantization_config", lambda *given: {**right(*given), "ignore": []}
     )
     with pytest.raises((NotProved, ValueError)):
         export(saved(tmp_path), "fp8")
@@ -306,7 +300,7 @@ def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
         for check in exported.proof.checks
         if check.name == "logits beside torch with the same weights"
     ]
-    assert nf4.BOUND < check.bound < 0.3 and check.value < check.bound
+    assert nf4.NF4_LOGIT_BOUND < check.bound < 0.3 and check.value < check.bound
 
 
 def test_codes_of_another_weight_are_found_in_nf4(tmp_path, monkeypatch):
@@ -350,7 +344,7 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
         if "quant_state" in key:
             assert (
                 bytes(found[len(tensor) :].tolist()).strip() == b""
-                and len(found) == nf4.DESCRIPTION
+                and len(found) == nf4.DESCRIPTION_BYTES
             )
         assert equal(found[: len(tensor)], tensor), key
     configs = [

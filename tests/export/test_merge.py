@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import MergeError, merge, weight_files
+from chronicals.export import MergeError, merge
 from chronicals.export import merge as merge_function
+from chronicals.formats import weight_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from chronicals.models import load_model
 from chronicals.quantization import Linear4bit
@@ -215,7 +216,7 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     got = answers(plain.float(), ids)[0]
     expected = answers(model, ids)[0]
     assert (got - expected).norm() <= 1e-2 * expected.norm()
-    index = tmp_path / "merged" / weight_files.INDEX
+    index = tmp_path / "merged" / weight_files.INDEX_FILE
     if files > 1:
         assert set(json.loads(index.read_text())["weight_map"]) == set(plain.state_dict())
     assert "quantization_config" not in json.loads(

@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 import gguf_models
 import tiny
-from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer
+from chronicals.export import NotExpressible, NotProved, export, gguf
 from chronicals.export.llama_cpp import LlamaCpp
 from chronicals.export.source import PROBES
+from chronicals.formats.gguf.reader import GGUFFile
+from chronicals.formats.gguf.tokenizer import vocabulary_of
 
 CHARACTERS = {
     "\n": " ",
@@ -152,7 +154,7 @@ def test_a_unigram_vocabulary_is_written_as_it_is(way, tmp_path):
     (exported,) = export(saved(tmp_path, tokenizer), "gguf-f32")
     checks = {check.name: check.passed for check in exported.proof.checks}
     assert checks["scores"] and checks["map of characters"] and checks["blanks"]
-    file = gguf_file.File(exported.path)
+    file = GGUFFile(exported.path)
     assert file.value("tokenizer.ggml.model") == "t5" and file.value("tokenizer.ggml.token_type")[
         :4
     ] == [2, 3, 3, 3]
@@ -182,7 +184,7 @@ def test_a_blank_in_front_of_blanks_alone_is_found(tmp_path):
     conversation.
     """
     tokenizer = unigram([MAP, ESCAPE, BEFORE_BLANKS], metaspace())
-    found = gguf_tokenizer.vocabulary_of(tokenizer, len(tokenizer), [2])
+    found = vocabulary_of(tokenizer, len(tokenizer), [2])
     assert found.notes == [
         "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer does"
     ]
@@ -211,7 +213,7 @@ def test_the_map_of_the_tests_is_the_librarys():
 def test_what_llama_cpp_does_otherwise_is_refused(changed, said):
     given = {"steps": [MAP, ENDS, ONE, ESCAPE, BEFORE_BLANKS], "splitter": metaspace(), **changed}
     with pytest.raises(NotExpressible) as error:
-        gguf_tokenizer.vocabulary_of(unigram(**given), 400, [2])
+        vocabulary_of(unigram(**given), 400, [2])
     assert said in str(error.value) and "export merged weights (--to merged)" in str(error.value)
 
 
@@ -223,7 +225,7 @@ def test_pieces_across_words_are_refused_where_words_are_looked_at_apart():
         tokenizer_object=Tokenizer.from_str(json.dumps(described)), unk_token="<unk>"
     )
     with pytest.raises(NotExpressible, match="piece '▁we▁are' goes across words"):
-        gguf_tokenizer.vocabulary_of(tokenizer, 400, [2])
+        vocabulary_of(tokenizer, 400, [2])
 
 
 FAULTS = {
@@ -236,9 +238,13 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_a_unigram_vocabulary_are_found(name, tmp_path, monkeypatch):
     """Where it is written, though it was made rightly."""
-    right = gguf_file._add_vocabulary
+    right = gguf.write_gguf
     monkeypatch.setattr(
-        gguf_file, "_add_vocabulary", lambda writer, v: right(writer, FAULTS[name](v))
+        gguf,
+        "write_gguf",
+        lambda target, planned, tensors, v, *rest: right(
+            target, planned, tensors, FAULTS[name](v), *rest
+        ),
     )
     with pytest.raises(NotProved, match=f"{name}, gguf: FAILED"):
         export(saved(tmp_path, unigram(*WAYS["as transformers makes them"])), "gguf-f32")
@@ -249,7 +255,7 @@ def test_faults_of_a_unigram_vocabulary_are_found(name, tmp_path, monkeypatch):
 def test_a_unigram_vocabulary_that_is_made_wrongly_is_found_by_llama_cpp(
     name, tmp_path, monkeypatch
 ):
-    make = gguf_tokenizer.vocabulary_of
+    make = vocabulary_of
     monkeypatch.setattr(gguf, "vocabulary_of", lambda *given: FAULTS[name](make(*given)))
     with pytest.raises(NotProved, match="ids of .*, llama.cpp: FAILED"):
         export(saved(tmp_path, unigram(*WAYS["as transformers makes them"])), "gguf-f32")

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 import runs
 import tiny
 import vision_models
-from chronicals.export import NotExpressible, NotProved, export, gguf_file, gguf_vision
+from chronicals.export import NotExpressible, NotProved, export, gguf_vision
 from chronicals.export.export import ExportError
-from chronicals.export.part_names import StoredNames, language_name, vision_name
+from chronicals.formats.gguf import vision
+from chronicals.formats.gguf.reader import GGUFFile
+from chronicals.formats.gguf.tensors import TensorPiece
+from chronicals.formats.part_names import StoredNames, language_name, vision_name
 from chronicals.models import load_model
-from chronicals.models.gguf_tensors import Piece
 from chronicals.training import ChronicalsTrainer
 from comparison import equal
 
@@ -91,7 +93,7 @@ def test_in_16_bits(name, tmp_path):
     """
     exported = export(saved(tmp_path, name, processor="processor_config.json"), "gguf-q8_0")
     assert exported[1].path.name == f"mmproj-{tmp_path.name}-f16.gguf"
-    file = gguf_file.File(exported[1].path)
+    file = GGUFFile(exported[1].path)
     kinds = {tensor: file.type_of(tensor) for tensor in file.tensors}
     assert kinds["v.patch_embd.weight"] == kinds["v.blk.0.attn_q.weight"] == "F16"
     assert {
@@ -127,7 +129,7 @@ def test_what_reads_images_may_be_asked_for_alone(tmp_path):
 def written(folder, name):
     """The file of a model, and the weights that it is of."""
     (exported,) = export(saved(folder, name), "mmproj-f32")
-    return gguf_file.File(exported.path), load_file(folder / "model.safetensors")
+    return GGUFFile(exported.path), load_file(folder / "model.safetensors")
 
 
 def test_the_parts_of_qwen(tmp_path):
@@ -234,7 +236,7 @@ def test_files_of_other_versions_have_the_same_parts(name, tmp_path):
     )
     second = export(folder, "gguf-f32", tmp_path / "second")
     for one, other in zip(first, second, strict=True):
-        files = gguf_file.File(one.path), gguf_file.File(other.path)
+        files = GGUFFile(one.path), GGUFFile(other.path)
         assert files[0].tensors.keys() == files[1].tensors.keys()
         assert all(
             equal(files[0].read(tensor), files[1].read(tensor)) for tensor in files[0].tensors
@@ -275,27 +277,31 @@ def refused(folder, name, what):
 
 
 def test_a_dropped_tensor_of_the_projector_is_found(tmp_path, monkeypatch):
-    right = gguf_vision.fill
+    right = gguf_vision.write_projector
     monkeypatch.setattr(
-        gguf_vision, "fill", lambda writer, pieces, *rest: right(writer, pieces[:-1], *rest)
+        gguf_vision,
+        "write_projector",
+        lambda target, settings, pieces, *rest: right(target, settings, pieces[:-1], *rest),
     )
     refused(tmp_path, "llava", "every tensor is there")
 
 
 def with_pieces(monkeypatch, change):
     """The writer lays a piece out otherwise; what reads the file back does not."""
-    right = gguf_vision.fill
+    right = gguf_vision.write_projector
     monkeypatch.setattr(
         gguf_vision,
-        "fill",
-        lambda writer, pieces, *rest: right(writer, [change(piece) for piece in pieces], *rest),
+        "write_projector",
+        lambda target, settings, pieces, *rest: right(
+            target, settings, [change(piece) for piece in pieces], *rest
+        ),
     )
 
 
 def test_a_kernel_that_is_not_split_is_found(tmp_path, monkeypatch):
     """The first frame's half twice."""
 
-    def change(piece: Piece) -> Piece:
+    def change(piece: TensorPiece) -> TensorPiece:
         first = lambda given: given[0][:, :, 0]  # noqa: E731
         return replace(piece, forward=first) if piece.name.startswith("v.patch_embd") else piece
 
@@ -313,8 +319,8 @@ def test_mean_and_deviation_swapped_are_found(tmp_path, monkeypatch):
         if len(saw) > 1:  # the writer alone
             return found
         return found | {
-            "vision_image_mean": found["vision_image_std"],
-            "vision_image_std": found["vision_image_mean"],
+            "clip.vision.image_mean": found["clip.vision.image_std"],
+            "clip.vision.image_std": found["clip.vision.image_mean"],
         }
 
     monkeypatch.setattr(gguf_vision, "settings_of", swapped)
@@ -329,15 +335,15 @@ SEEN = "embeddings of an image, llama.cpp: FAILED"
 WRONG = {
     "mean and deviation": (
         "gemma3",
-        lambda found: swap(found, "vision_image_mean", "vision_image_std"),
+        lambda found: swap(found, "clip.vision.image_mean", "clip.vision.image_std"),
     ),
-    "activation": ("smolvlm", lambda found: found | {"vision_use_gelu": False}),
-    "windows": ("qwen2_5_vl", lambda found: found | {"vision_n_wa_pattern": 4}),
+    "activation": ("smolvlm", lambda found: found | {"clip.use_gelu": False}),
+    "windows": ("qwen2_5_vl", lambda found: found | {"clip.vision.n_wa_pattern": 4}),
     "scale of the projector": (
         "idefics3",
-        lambda found: found | {"vision_attention_layernorm_eps": 0.1},
+        lambda found: found | {"clip.vision.attention.layer_norm_epsilon": 0.1},
     ),
-    "layer": ("llava", lambda found: found | {gguf_vision.FEATURE_LAYER: [1]}),
+    "layer": ("llava", lambda found: found | {vision.FEATURE_LAYER: [1]}),
 }
 
 
@@ -358,7 +364,7 @@ def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(
     name, tmp_path, monkeypatch
 ):
     """Queries taken for keys; a norm without its one: back and forth they are right."""
-    right = gguf_vision._pieces_of_one
+    right = vision._pieces_of_one
 
     def wrong(own, shape):
         for piece in right(own, shape):
@@ -375,7 +381,7 @@ def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(
             else:
                 yield piece
 
-    monkeypatch.setattr(gguf_vision, "_pieces_of_one", wrong)
+    monkeypatch.setattr(vision, "_pieces_of_one", wrong)
     refused(tmp_path, name, SEEN)
 
 
@@ -606,7 +612,7 @@ def test_a_tied_head_is_the_embedding(name, tmp_path):
     model = vision_models.build(name)
     model.config.tie_word_embeddings = True
     language, _ = export(saved(tmp_path, name, type(model)(model.config).float()), "gguf-f32")
-    assert "output.weight" not in gguf_file.File(language.path).tensors
+    assert "output.weight" not in GGUFFile(language.path).tensors
 
 
 def test_adapters_over_a_base_in_4_bits_are_merged(tmp_path):

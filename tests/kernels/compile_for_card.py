@@ -263,12 +263,12 @@ def by_the_copy_engine(count: int, width: int, inner: int) -> None:
     for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
         module.launch_product(launch, given, w, to, gathers)
     module._clear_kernel[(count, 1)](
-        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEARED
+        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEAR_BLOCK
     )
     for a, b, gathers in (
-        (wide, x, module.SECOND),
-        (x, wide, module.FIRST),
-        (wide, rows, module.NEITHER),
+        (wide, x, module.GATHER_SECOND),
+        (x, wide, module.GATHER_FIRST),
+        (wide, rows, module.GATHER_NONE),
     ):
         module.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
 
@@ -336,9 +336,9 @@ def magnitudes() -> None:
 
 
 def eight_bits() -> None:
-    from chronicals.kernels.fp8 import SCALINGS, fp8_quantize
+    from chronicals.kernels.fp8 import FP8_SCALINGS, fp8_quantize
 
-    for scaling in SCALINGS:
+    for scaling in FP8_SCALINGS:
         fp8_quantize(torch.randn(256, 1024).to(HALF), scaling, layout="both")
 
 
@@ -392,7 +392,7 @@ def units_in_eight_bits(inner: int, dense: bool) -> None:
 
 
 def blocks_of_gguf(gguf_blocks) -> None:
-    for kind, (block, size) in gguf_blocks.KINDS.items():
+    for kind, (block, size) in gguf_blocks.GGUF_KINDS.items():
         packed = torch.zeros(256 * 512 // block * size, dtype=torch.uint8)
         gguf_blocks.dequantize_gguf(packed, torch.empty(256, 512, dtype=HALF), kind)
 

@@ -10,10 +10,10 @@ import torch
 import chronicals.kernels.adamw as module
 from chronicals.kernels.adamw import Tensors, fused_adamw_, fused_adamw_reference_
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK
+from chronicals.kernels.tensor_lists import LIST_BLOCK, LIST_CHUNK
 from mutants import mutant
 
-SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11)]
+SHAPES = [(17, 5), (), (1,), (LIST_CHUNK + 3,), (2, LIST_BLOCK), (3, 7, 11)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CHANGED = ("weights", "means", "squares", "lows", "steps")
 KINDS = [
@@ -121,7 +121,7 @@ def test_states_in_bf16(kinds, function, device):
     """Weights as with wide states that begin alike; states one of the two neighbours, and right
     in the mean.
     """
-    tensors = drawn(*kinds, device, shapes=[(CHUNK, 3), (5, 7)])
+    tensors = drawn(*kinds, device, shapes=[(LIST_CHUNK, 3), (5, 7)])
     tensors.means, tensors.squares = (
         [x.bfloat16() for x in row] for row in (tensors.means, tensors.squares)
     )
@@ -146,7 +146,7 @@ def without_master(tensors):
 def test_bf16_weights_without_a_master(function, states, device):
     """One of the two neighbours of what they should be, and right in the mean."""
     tensors = without_master(
-        drawn(torch.bfloat16, torch.bfloat16, device, shapes=[(CHUNK, 3), (5, 7)])
+        drawn(torch.bfloat16, torch.bfloat16, device, shapes=[(LIST_CHUNK, 3), (5, 7)])
     )
     tensors.means, tensors.squares = (
         [x.to(states) for x in row] for row in (tensors.means, tensors.squares)
@@ -210,7 +210,7 @@ def test_small_changes_of_bf16_states_add_up(device):
 
 def test_each_place_and_step_has_dice_of_its_own(device):
     """Chunks, tensors and steps are not rounded alike, or what is lost in one is lost in all."""
-    size = 2 * CHUNK
+    size = 2 * LIST_CHUNK
     third = 1 + 2**-9 + 2**-10
     ups = []
     for step in (1.0, 2.0):
@@ -219,7 +219,7 @@ def test_each_place_and_step_has_dice_of_its_own(device):
         steps = [torch.tensor(step, device=device) for _ in ones]
         tensors = Tensors(ones, [torch.full_like(x, third) for x in ones], *states, [], steps)
         fused_adamw_(tensors, 0.0, (0.0, 0.0), 1e-8, 0.0)
-        ups += [(x > 1).cpu() for state in states for mean in state for x in mean.split(CHUNK)]
+        ups += [(x > 1).cpu() for state in states for mean in state for x in mean.split(LIST_CHUNK)]
     for n, one in enumerate(ups):
         for other in ups[:n]:
             alike = (one == other).double().mean().item()
@@ -227,13 +227,13 @@ def test_each_place_and_step_has_dice_of_its_own(device):
                 one.double().mean() * other.double().mean()
                 + (~one).double().mean() * (~other).double().mean()
             )
-            assert abs(alike - by_chance.item()) < 6 * 0.5 / CHUNK**0.5
+            assert abs(alike - by_chance.item()) < 6 * 0.5 / LIST_CHUNK**0.5
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_sizes_and_addresses_that_suit_a_card(kinds, device):
     """Loads are 16 bytes wide then."""
-    compare(drawn(*kinds, device, shapes=[(16, 8), (CHUNK + 8,), (24,)]))
+    compare(drawn(*kinds, device, shapes=[(16, 8), (LIST_CHUNK + 8,), (24,)]))
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
@@ -338,7 +338,7 @@ def test_nothing_at_all_and_mixed_types(device):
     fused_adamw_(Tensors(), **OPTIONS)
     tensors = drawn(torch.float32, torch.float32, device)
     tensors.gradients[1] = tensors.gradients[1].bfloat16()
-    with pytest.raises(ValueError, match="one set of types"):
+    with pytest.raises(ValueError, match="one set of dtypes"):
         fused_adamw_(tensors, **OPTIONS)
 
 
@@ -411,7 +411,7 @@ def test_planted_faults_are_found(fault, device):
 
 def test_dice_are_thrown_anew_while_the_first_weight_stays(device):
     """As where no rank uses it: the others are not rounded alike in every step."""
-    size = CHUNK
+    size = LIST_CHUNK
     third = 1 + 2**-9 + 2**-10
     states = [[torch.ones(size, device=device).bfloat16() for _ in range(2)] for _ in range(2)]
     ones, steps = ([torch.ones(shape, device=device) for _ in range(2)] for shape in (size, ()))

@@ -10,9 +10,9 @@ import torch
 from chronicals.kernels import adamw_8bit as module
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
 from chronicals.kernels.adamw_8bit import (
-    BLOCK,
-    CHUNK,
-    SIZE,
+    BLOCK_8BIT,
+    CHUNK_8BIT,
+    MOMENT_BLOCK,
     QuantizedTensors,
     adamw_8bit_,
     adamw_8bit_reference_,
@@ -22,7 +22,7 @@ from chronicals.kernels.adamw_8bit import (
 from chronicals.kernels.master import join_master, split_master
 from mutants import mutant
 
-SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11), (SIZE,)]
+SHAPES = [(17, 5), (), (1,), (CHUNK_8BIT + 3,), (2, BLOCK_8BIT), (3, 7, 11), (MOMENT_BLOCK,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DTYPES = [
     (torch.float32, torch.float32),
@@ -110,9 +110,9 @@ def test_codes_are_the_nearest(signed, device):
     that.
     """
     values = stands_for(signed)
-    magnitude = 10 ** torch.empty(50, SIZE, dtype=torch.float64).uniform_(-7.5, -0.001)
+    magnitude = 10 ** torch.empty(50, MOMENT_BLOCK, dtype=torch.float64).uniform_(-7.5, -0.001)
     magnitude[:, 0], magnitude[:, 1] = 1.0, 0.0
-    sign = torch.randn(50, SIZE).sign() if signed else 1
+    sign = torch.randn(50, MOMENT_BLOCK).sign() if signed else 1
     codes, scales = quantize_moment((magnitude * sign).float().to(device), signed)
     between = (values[1:] + values[:-1]) / 2
     between[0] = values[1] / 8
@@ -134,12 +134,12 @@ def test_moments_are_as_near_as_in_bitsandbytes_code(device):
     """
     functional = pytest.importorskip("bitsandbytes.functional")
     for moment in (
-        torch.randn(200 * SIZE, device=device),
-        torch.randn(200 * SIZE, device=device).square(),
+        torch.randn(200 * MOMENT_BLOCK, device=device),
+        torch.randn(200 * MOMENT_BLOCK, device=device).square(),
     ):
         signed = bool((moment < 0).any())
         codes, scales = quantize_moment(moment, signed)
-        each = scales.repeat_interleave(SIZE)
+        each = scales.repeat_interleave(MOMENT_BLOCK)
         code = functional.create_dynamic_map(signed).to(device)
         theirs = code[torch.bucketize(moment / each, (code[1:] + code[:-1]) / 2)] * each
         ours = dequantize_moment(codes, scales, signed)
@@ -153,13 +153,13 @@ def test_the_kernel_finds_the_nearest_values_too(device):
     for signed in (True, False):
         values = stands_for(signed)
         limits = ((values[1:] + values[:-1]) / 2)[:, None] * (1 + torch.tensor([-1e-4, 1e-4]))
-        blocks = 10.0 ** torch.empty(40, SIZE).uniform_(-8.5, 0)
+        blocks = 10.0 ** torch.empty(40, MOMENT_BLOCK).uniform_(-8.5, 0)
         blocks.view(-1)[: limits.numel()] = limits.flatten()
         blocks[:, -2:] = torch.tensor([0.0, 1.0])
         blocks[-1] = 0.0
-        blocks = (blocks * torch.randn(40, SIZE).sign() * torch.logspace(-6, 3, 40)[:, None]).to(
-            device
-        )
+        blocks = (
+            blocks * torch.randn(40, MOMENT_BLOCK).sign() * torch.logspace(-6, 3, 40)[:, None]
+        ).to(device)
         moment = blocks if signed else blocks.abs()
         gradient = moment if signed else moment.sqrt()
         tensors = drawn(torch.float32, torch.float32, device, [blocks.shape])
@@ -220,11 +220,11 @@ def test_the_update_is_by_the_book(dtype, gradient_dtype, device):
 
 
 def test_weights_without_a_master_are_rounded_stochastically(device):
-    tensors = drawn(torch.bfloat16, torch.float32, device, [(64, SIZE)], master=False)
+    tensors = drawn(torch.bfloat16, torch.float32, device, [(64, MOMENT_BLOCK)], master=False)
     tensors.gradients[0].fill_(1.0)
     tensors.weights[0].fill_(256.0)  # spacing 2: a step of about 0.03 is less
     for codes, scales, signed in zip(*(parts_of(tensors)[n::2] for n in (0, 1)), (True, False)):
-        codes[0], scales[0] = quantize_moment(torch.ones(64, SIZE, device=device), signed)
+        codes[0], scales[0] = quantize_moment(torch.ones(64, MOMENT_BLOCK, device=device), signed)
     tensors.steps[0].fill_(1000.0)
     adamw_8bit_(tensors, lr=0.03, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     if device.type == "cpu":

@@ -153,7 +153,7 @@ def test_a_margin_that_is_full(device):
 @pytest.mark.parametrize("factors", [FACTORS, (0.5, 0.5, 0.5)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equals_the_products_without_a_kernel(dtype, factors, device, monkeypatch):
-    monkeypatch.setattr(module, "WIDEST_RANK", 0)
+    monkeypatch.setattr(module, "MAX_FUSED_RANK", 0)
     layers = (24, 7, 13), (3, 0, 5)
     ours, plain = functions(*layers, factors)
     compare(ours, plain, draw(67, *layers, dtype, device), dtype, device)
@@ -189,7 +189,7 @@ def test_the_sizes_of_models(layers, device):
     ("old", "new"),
     [
         ("part * chunk", "part * ROWS"),
-        ("triton.cdiv(tiles, parts) * ROWS", "tiles // parts * ROWS"),
+        ("triton.cdiv(tiles, parts) * GRADIENT_TILE_ROWS", "tiles // parts * GRADIENT_TILE_ROWS"),
         ("(total * factor)", "total"),
         ("above = size0\nbeside = rank0", "above = 0\nbeside = rank0"),
         ("above = size0\nbeside = rank0", "above = size0\nbeside = 0"),

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import chronicals.kernels.divergence_rows as module
-from chronicals.kernels.divergence_rows import FOUND, DistillationOptions, Divergence
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, Tile
+from chronicals.kernels.divergence_rows import ROW_RESULTS, DistillationOptions, Divergence
+from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, Tile
 from comparison import ATTEMPTS, LARGER
 from mutants import mutant
 
@@ -61,15 +61,15 @@ def by_the_book(x, y, targets, weights, options, name):
     )
     teacher = y * options.teacher.scale
     p, q = ((logits / options.temperature).log_softmax(-1) for logits in (teacher, z))
-    d = DIVERGENCES[name][1](p, q).masked_fill(targets == IGNORED, 0.0)
+    d = DIVERGENCES[name][1](p, q).masked_fill(targets == IGNORE_INDEX, 0.0)
     own, theirs = (
-        F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+        F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
         for logits in (z, teacher)
     )
     losses = options.of_divergence * d + options.of_cross_entropy * own
     total = (losses if weights is None else losses * weights).sum()
     same = [
-        (z.argmax(1) == other).to(x.dtype) * (targets != IGNORED)
+        (z.argmax(1) == other).to(x.dtype) * (targets != IGNORE_INDEX)
         for other in (teacher.argmax(1), targets)
     ]
     return torch.stack([d, own, theirs, *same]).detach(), torch.autograd.grad(total, x)[0]
@@ -82,7 +82,7 @@ def draw(dtype, device, rows=ROWS, spread=2.0):
         x[::2]
     )  # a student that is near is where divergences cancel
     targets[::3] = x[::3].argmax(1)
-    targets[1::4] = IGNORED
+    targets[1::4] = IGNORE_INDEX
     return x.to(dtype), y.to(dtype), targets
 
 
@@ -119,10 +119,10 @@ def compare_rows(of, name, x, y, targets, options, weighted):
         allowed = max(2 * far(theirs, e), 2 * torch.finfo(kind).eps)
         assert far(ours, e) <= allowed, f"error {far(ours, e):.2e}, allowed {allowed:.2e}"
     assert torch.equal(found[3:].double().cpu(), exact[0][3:]), "likeliest tokens: error"
-    for row, ours, e, theirs in zip(FOUND[:3], found, exact[0], plain[0]):
+    for row, ours, e, theirs in zip(ROW_RESULTS[:3], found, exact[0], plain[0]):
         allowed = max(2 * far(theirs, e), 4 * torch.finfo(torch.float32).eps)
         assert far(ours, e) <= allowed, f"{row}: error {far(ours, e):.2e}, allowed {allowed:.2e}"
-    assert not x[targets == IGNORED].any() and not found[:, targets == IGNORED].any()
+    assert not x[targets == IGNORE_INDEX].any() and not found[:, targets == IGNORE_INDEX].any()
 
 
 @pytest.fixture(params=["kernel", "reference"])
@@ -182,7 +182,7 @@ def test_equal_sides_have_no_divergence_and_no_gradient(name, way, device):
     y = x.clone() / 0.8
     found = way.divergence_and_gradient_(x, y, targets, None, options_of(name, 1.5), True)
     assert found[0].abs().max() < 1e-5 and x.abs().max() < 1e-6
-    assert (found[3] == (targets != IGNORED)).all()
+    assert (found[3] == (targets != IGNORE_INDEX)).all()
 
 
 @pytest.mark.parametrize("name", ["jsd", "skew_kl", "skew_reverse_kl"])

@@ -51,7 +51,7 @@ def test_equals_a_stable_sort(case, dtype, device):
 
 def test_more_blocks_than_are_summed_at_once(device):
     experts_Tk = drawn(500, 2, 3, device).repeat(140, 1)
-    assert experts_Tk.numel() > 1024 * module.PAIRS
+    assert experts_Tk.numel() > 1024 * module.BLOCK_PAIRS
     got = dispatch_to_experts(experts_Tk, 3)
     assert torch.equal(got.places_S, dispatch_reference(experts_Tk.reshape(-1), 3, got.rows)[1])
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from chronicals.kernels import expert_glu as module
 from chronicals.kernels.expert_glu import (
-    ACTIVATIONS,
+    GATE_ACTIVATIONS,
     Gate,
     expert_glu_gradient_reference,
     expert_glu_reference,
@@ -111,7 +111,7 @@ def test_shares_of_another_type(device):
 
 
 def test_names_of_activations():
-    assert {gate.activation for gate in GATES} == set(ACTIVATIONS)
+    assert {gate.activation for gate in GATES} == set(GATE_ACTIVATIONS)
 
 
 MUTATIONS = {

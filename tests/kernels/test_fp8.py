@@ -9,8 +9,8 @@ import torch
 
 from chronicals.kernels import fp8
 from chronicals.kernels.fp8 import (
-    LIMITS,
-    SCALINGS,
+    FP8_MAX,
+    FP8_SCALINGS,
     dequantize,
     fp8_quantize,
     fp8_quantize_reference,
@@ -58,10 +58,10 @@ def assert_both_equal(quantize, x, scaling, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_formula(shape, scaling, layout, device):
-    for dtype, kind in zip((torch.bfloat16, torch.float32), LIMITS, strict=True):
+    for dtype, kind in zip((torch.bfloat16, torch.float32), FP8_MAX, strict=True):
         x = draw(shape, dtype, device)
         got = fp8_quantize(x, scaling, kind, layout)
         expected = fp8_quantize_reference(x.cpu(), scaling, kind, layout)
@@ -69,11 +69,11 @@ def test_equals_the_formula(shape, scaling, layout, device):
             assert_equal(ours, exact, device)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_what_lies_beside_strips_and_tiles_has_no_part(scaling, device):
     """Of whole and of broken ones, in either direction."""
-    high = fp8.STRIP[0]
-    wide = fp8.BLOCK
+    high = fp8.AMAX_STRIP[0]
+    wide = fp8.FP8_BLOCK
     for rows, width in ((high + 18, 33), (2 * high, wide), (high, wide + 2), (wide + 2, wide)):
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.full((rows + 2, width + 6), float("inf"), dtype=dtype, device=device)[
@@ -101,7 +101,7 @@ def test_a_scale_that_is_known(layout, device):
         fp8_quantize(x, "row", scale=scale)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_what_it_stands_for(scaling, device):
     """Within half a spacing of fp8: 2⁻⁴ of a value, or half the smallest step times the scale."""
     x = draw((200, 300), torch.float32, device)
@@ -119,7 +119,7 @@ def test_both_layouts_hold_the_same_values(scaling, device):
     assert torch.equal(rows.scale, columns.scale.t())
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_rows_with_gaps_and_transposes(scaling, device):
     wide = draw((140, 400), torch.bfloat16, device)
     for x in (wide[:, :200], wide[::2], wide.t()):
@@ -130,7 +130,7 @@ def test_rows_with_gaps_and_transposes(scaling, device):
             assert_equal(ours, exact, device)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_and_what_is_no_number(dtype, scaling, device):
     if (
@@ -174,12 +174,12 @@ def test_a_part_of_a_row_without_numbers_has_no_part_in_its_scale(device):
         assert_both_equal(unfiltered.fp8_quantize, x, "row", device)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_what_is_too_small_for_an_inverse(scaling, device):
     """Zeros beside it stay zeros, and what is no number is alone with it."""
     x = torch.zeros(130, 140, device=device)
     x[3, 5], x[7] = 1e-36, float("nan")
-    for dtype in LIMITS:
+    for dtype in FP8_MAX:
         for ours, exact in zip(
             fp8_quantize(x, scaling, dtype, "both"),
             fp8_quantize_reference(x.cpu(), scaling, dtype, "both"),
@@ -211,7 +211,7 @@ def test_every_inverse_is_rounded_right(exponent, device):
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)], ids=str)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_nothing(shape, scaling, device):
     x = torch.empty(shape, device=device)
     for ours, exact in zip(
@@ -222,7 +222,7 @@ def test_nothing(shape, scaling, device):
 
 
 def test_rows_too_wide_for_one_program(monkeypatch, device):
-    monkeypatch.setattr(fp8, "WIDEST", 256)
+    monkeypatch.setattr(fp8, "MAX_ROW_WIDTH", 256)
     x = draw((9, 300), torch.bfloat16, device)
     assert_equal(fp8_quantize(x, "row")[0], fp8_quantize_reference(x.cpu(), "row")[0], device)
 
@@ -230,7 +230,7 @@ def test_rows_too_wide_for_one_program(monkeypatch, device):
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (300, 129)], ids=str)
 def test_turned_they_are_the_columns(shape, device):
     """Quantised as such, with the scale of the rows, bit by bit; NaN and both zeros included."""
-    for dtype in LIMITS:
+    for dtype in FP8_MAX:
         x = draw(shape, torch.bfloat16, device)
         x.view(-1)[::7], x.view(-1)[::11], x.view(-1)[::13] = 0.0, -0.0, float("nan")
         rows, columns = fp8_quantize(x, dtype=dtype, layout="both")
@@ -238,9 +238,7 @@ def test_turned_they_are_the_columns(shape, device):
 
 
 def test_what_has_no_common_scale_is_not_turned(device):
-    with pytest.raises(
-        ValueError, match=r"scale has shape \(4, 1\): only what has the scale of a tensor"
-    ):
+    with pytest.raises(ValueError, match=r"scale has shape \(4, 1\): only a matrix with one scale"):
         fp8_transposed(fp8_quantize(torch.randn(4, 8, device=device), "row")[0])
 
 
@@ -326,5 +324,5 @@ def test_planted_faults_are_found(fault, device):
         for rows in (532, 131):
             x = draw((rows, 140), torch.float32, device)
             x[-1, -1] = -1e4
-            for scaling in SCALINGS:
+            for scaling in FP8_SCALINGS:
                 assert_both_equal(wrong.fp8_quantize, x, scaling, device)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
-from chronicals.kernels.fp8_linear import SCALINGS, Layouts, fp8_linear, fp8_linear_reference
+from chronicals.kernels.fp8_linear import LINEAR_SCALINGS, Layouts, fp8_linear, fp8_linear_reference
 from mutants import mutant
 
 E4M3 = torch.float8_e4m3fn
@@ -53,7 +53,7 @@ def check_products(layer, scaling, gradient_type, device):
     y = layer(x, weight, scaling=scaling, gradient_type=gradient_type)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     (x_rows, x_columns) = meant(x, scaling)
-    (w_rows, w_columns) = meant(weight, SCALINGS[scaling])
+    (w_rows, w_columns) = meant(weight, LINEAR_SCALINGS[scaling])
     dy_rows, dy_columns = meant(dy, scaling, gradient_type)
     assert y.dtype == dx.dtype == dw.dtype == torch.bfloat16
     assert_rounded_once(y, x_rows @ w_rows.t())
@@ -70,7 +70,7 @@ def test_products_are_those_of_the_operands(scaling, gradient_type, device):
     check_products(fp8_linear, scaling, gradient_type, device)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", LINEAR_SCALINGS)
 def test_close_to_the_layer(scaling, device):
     """Gaussian operands: a value is off by 2.6 % in the root mean square, a product by both."""
     x, weight, dy = (
@@ -122,10 +122,10 @@ def test_what_is_frozen_costs_nothing(frozen, device, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", LINEAR_SCALINGS)
 def test_a_weight_that_is_known_already(scaling, device):
     x, weight, dy = draw(device, scaling=scaling)
-    known = Layouts(*fp8_quantize(weight.detach(), SCALINGS[scaling], layout="both"))
+    known = Layouts(*fp8_quantize(weight.detach(), LINEAR_SCALINGS[scaling], layout="both"))
     weight.requires_grad_(False)
     found = [
         (
@@ -165,7 +165,7 @@ def test_a_known_weight_that_does_not_fit(device):
             "gradient_type=torch.float8_e5m2: .* alone",
         ),
         (lambda x, w: fp8_linear(x[:, :32], w), r"x is \(48, 32\) .* expected \[..., K\]"),
-        (lambda x, w: fp8_linear(x.float(), w), "of one type"),
+        (lambda x, w: fp8_linear(x.float(), w), "of one dtype"),
         (lambda x, w: fp8_linear(x, w[:70]), "multiples of 16; leave it in 16 bit"),
     ],
 )
@@ -257,8 +257,11 @@ def test_scales_of_blocks_lie_as_cublas_wants_them(device, monkeypatch):
 
 
 def test_blocks_on_a_card_without_such_products(device, monkeypatch):
-    if device.type == "cuda" and torch.cuda.get_device_capability() == MODULE.HAS_BLOCKS:
-        monkeypatch.setattr(MODULE, "HAS_BLOCKS", (9, 9))
+    if (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability() == MODULE.BLOCK_SCALING_CAPABILITY
+    ):
+        monkeypatch.setattr(MODULE, "BLOCK_SCALING_CAPABILITY", (9, 9))
     elif device.type == "cpu":
         pytest.skip("what has no card emulates them")
     x, weight, _ = draw(device, scaling="block")

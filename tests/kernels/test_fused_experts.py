@@ -224,7 +224,7 @@ def test_compiled(device):
     [
         (lambda t: t.update(x=torch.zeros(3, 7)), r"expected \[T, 8\]"),
         (lambda t: t.update(second=ExpertWeights(torch.zeros(3, 8, 5))), r"it must be \(3, 8, 4\)"),
-        (lambda t: t.update(x=torch.zeros(3, 8).bfloat16()), "they must be alike"),
+        (lambda t: t.update(x=torch.zeros(3, 8).bfloat16()), "they must have one dtype"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(change, message):

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from chronicals.kernels import gguf_blocks
-from chronicals.kernels.gguf_blocks import GROUPS, KINDS, dequantize_gguf, dequantize_gguf_reference
+from chronicals.kernels.gguf_blocks import (
+    GGUF_GROUP_SIZE,
+    GGUF_KINDS,
+    dequantize_gguf,
+    dequantize_gguf_reference,
+)
 from drawn_blocks import by_ggml, random_blocks
 from mutants import mutant
 
@@ -21,10 +26,10 @@ def by_gguf(packed, kind):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_values_are_those_of_gguf(kind, dtype, device):
     for rows, blocks in SHAPES:
-        columns = 256 * blocks + (KINDS[kind][0] if KINDS[kind][0] < 256 else 0)
+        columns = 256 * blocks + (GGUF_KINDS[kind][0] if GGUF_KINDS[kind][0] < 256 else 0)
         packed = random_blocks(rows, columns, kind, rows)
         expected = by_gguf(packed, kind).to(dtype)
         packed = packed.to(device)
@@ -37,14 +42,14 @@ def test_values_are_those_of_gguf(kind, dtype, device):
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_a_scale_that_is_no_number_stays_none(kind, device):
     packed = random_blocks(3, 512, kind)
     place = 208 if kind == "Q6_K" else 0
     packed[1, place : place + 2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
     out = dequantize_gguf(packed.to(device), torch.empty(3, 512, device=device), kind).cpu()
     torch.testing.assert_close(out, by_gguf(packed, kind), rtol=0, atol=0, equal_nan=True)
-    assert out[1, : KINDS[kind][0]].isnan().all() and not out[0].isnan().any()
+    assert out[1, : GGUF_KINDS[kind][0]].isnan().all() and not out[0].isnan().any()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -95,8 +100,8 @@ def test_it_is_an_operator_of_torch(device):
 
 
 def test_groups_are_parts_of_blocks():
-    assert KINDS.keys() == GROUPS.keys() and all(
-        KINDS[kind][0] % GROUPS[kind] == 0 for kind in KINDS
+    assert GGUF_KINDS.keys() == GGUF_GROUP_SIZE.keys() and all(
+        GGUF_KINDS[kind][0] % GGUF_GROUP_SIZE[kind] == 0 for kind in GGUF_KINDS
     )
 
 

@@ -112,7 +112,7 @@ def test_no_rows(device):
     ids=["width", "rows", "ndim", "type"],
 )
 def test_unlike_inputs_are_refused(up):
-    with pytest.raises(ValueError, match="must be alike"):
+    with pytest.raises(ValueError, match="must have one shape and dtype"):
         fused_swiglu(torch.randn(4, 8), up)
 
 

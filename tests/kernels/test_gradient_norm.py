@@ -5,10 +5,10 @@ import torch
 
 import chronicals.kernels.gradient_norm as module
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference, norm_tables
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK
+from chronicals.kernels.tensor_lists import LIST_BLOCK, LIST_CHUNK
 from mutants import mutant
 
-SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (0, 4), (3, 7, 11)]
+SHAPES = [(17, 5), (), (1,), (LIST_CHUNK + 3,), (2, LIST_BLOCK), (0, 4), (3, 7, 11)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -35,7 +35,7 @@ def test_norm(kinds, device):
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 def test_sizes_and_addresses_that_suit_a_card(kind, device):
     """Loads are 16 bytes wide then; more chunks than programs."""
-    compare(drawn([kind], device, [(16, 8), (CHUNK + 8,), (70 * CHUNK,), (24,)]))
+    compare(drawn([kind], device, [(16, 8), (LIST_CHUNK + 8,), (70 * LIST_CHUNK,), (24,)]))
 
 
 def test_tensors_that_lie_otherwise(device):
@@ -54,12 +54,12 @@ def test_nothing_and_empty_tensors(device):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_seen(value, device):
     tensors = drawn([torch.bfloat16], device)
-    tensors[3][CHUNK + 1] = value
+    tensors[3][LIST_CHUNK + 1] = value
     assert not gradient_norm(tensors).isfinite()
 
 
 def test_the_same_tensors_have_the_same_norm_bit_for_bit(device):
-    tensors = drawn(TYPES, device, [(40 * CHUNK,)] * 3)
+    tensors = drawn(TYPES, device, [(40 * LIST_CHUNK,)] * 3)
     assert torch.equal(gradient_norm(tensors), gradient_norm([x.clone() for x in tensors]))
 
 
@@ -94,6 +94,6 @@ def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
         compare(
-            drawn([torch.bfloat16], device, [(5,), (70 * CHUNK,), (CHUNK + 8,)]),
+            drawn([torch.bfloat16], device, [(5,), (70 * LIST_CHUNK,), (LIST_CHUNK + 8,)]),
             broken.gradient_norm,
         )

@@ -8,9 +8,9 @@ from test_expert_dispatch import drawn
 
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts
 from chronicals.kernels.grouped_product import (
-    FIRST,
-    NEITHER,
-    SECOND,
+    GATHER_FIRST,
+    GATHER_NONE,
+    GATHER_SECOND,
     Adapted,
     grouped_product_reference,
     grouped_weight_gradient_reference,
@@ -103,12 +103,14 @@ def test_what_an_adapter_adds(rank, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("of_tokens", [NEITHER, FIRST, SECOND])
+@pytest.mark.parametrize("of_tokens", [GATHER_NONE, GATHER_FIRST, GATHER_SECOND])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weight_gradient(case, of_tokens, dtype, device):
     tokens, each, experts, inputs, outputs = case
     to = to_low_tiles(tokens, each, experts, device)
-    rows = [tokens if of_tokens == which else len(to.order_S) for which in (FIRST, SECOND)]
+    rows = [
+        tokens if of_tokens == which else len(to.order_S) for which in (GATHER_FIRST, GATHER_SECOND)
+    ]
 
     def by(function):
         return lambda a, b: function(a, b, to, of_tokens, 0.5)
@@ -130,7 +132,7 @@ def test_the_reference_is_a_sum_over_pairs():
     chosen = torch.nn.functional.one_hot(experts_Tk.flatten(), experts).double()
     dw = torch.einsum("se,sn,sk->enk", chosen, dy, x.repeat_interleave(each, 0))
     torch.testing.assert_close(
-        grouped_weight_gradient_reference(dy[to.order_S.long()], x, to, SECOND), dw
+        grouped_weight_gradient_reference(dy[to.order_S.long()], x, to, GATHER_SECOND), dw
     )
 
 
@@ -175,7 +177,7 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
         got = launch_product(launch, x, weight, to, False)
         torch.testing.assert_close(got, grouped_product_reference(x, weight, to), **tolerance)
     tokens = x[:70].contiguous()
-    for a, b, which in ((u, tokens, SECOND), (tokens, u, FIRST)):
+    for a, b, which in ((u, tokens, GATHER_SECOND), (tokens, u, GATHER_FIRST)):
         got = launch_weight_gradient(launch, a, b, to, which, 1.0, kind)
         torch.testing.assert_close(
             got, grouped_weight_gradient_reference(a, b, to, which), **tolerance
@@ -214,7 +216,7 @@ def test_the_columns_of_an_adapter_fit_the_card(kib, rank, monkeypatch):
         assert (rows + launch.columns) * held * (4 if kib == 64 else 2) <= kib << 10
 
 
-@pytest.mark.parametrize("of_tokens", [NEITHER, FIRST, SECOND])
+@pytest.mark.parametrize("of_tokens", [GATHER_NONE, GATHER_FIRST, GATHER_SECOND])
 def test_by_the_library(of_tokens, device, monkeypatch):
     """Whatever it leaves where an expert has no rows: those are zeros."""
     experts_Tk = torch.randint(0, 2, (40, 2), device=device) * 2  # experts 1 and 3 have none
@@ -230,7 +232,7 @@ def test_by_the_library(of_tokens, device, monkeypatch):
         )
 
     monkeypatch.setattr(module.F, "grouped_mm", library)
-    rows = [40 if of_tokens == which else 80 for which in (FIRST, SECOND)]
+    rows = [40 if of_tokens == which else 80 for which in (GATHER_FIRST, GATHER_SECOND)]
     a, b = (torch.randn(count, width, device=device) for count, width in zip(rows, (24, 200)))
     got = module._by_library(a, b, to, of_tokens)
     torch.testing.assert_close(
@@ -241,11 +243,11 @@ def test_by_the_library(of_tokens, device, monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "of_tokens", "faster"),
     [
-        ((1536, 2048), SECOND, True),
-        ((2048, 768), FIRST, False),
-        ((4096, 14336), FIRST, True),
-        ((1536, 16), NEITHER, False),
-        ((1536, 2048), NEITHER, True),
+        ((1536, 2048), GATHER_SECOND, True),
+        ((2048, 768), GATHER_FIRST, False),
+        ((4096, 14336), GATHER_FIRST, True),
+        ((1536, 16), GATHER_NONE, False),
+        ((1536, 2048), GATHER_NONE, True),
     ],
 )
 def test_when_the_library_is_faster(sizes, of_tokens, faster):
@@ -257,11 +259,11 @@ def test_torch_s_product_on_a_card():
     to = dispatch_to_experts(torch.randint(0, 7, (2000, 2), device="cuda"), 8)
     a = torch.randn(4000, 1536, device="cuda").bfloat16()
     b = torch.randn(2000, 1280, device="cuda").bfloat16()
-    assert module.uses_library(a, b, SECOND, 1.0, torch.bfloat16) == (
+    assert module.uses_library(a, b, GATHER_SECOND, 1.0, torch.bfloat16) == (
         torch.cuda.get_device_capability() == (9, 0)
     )
-    got = module.grouped_weight_gradient(a, b, to, SECOND)
-    expected = grouped_weight_gradient_reference(a, b, to, SECOND)
+    got = module.grouped_weight_gradient(a, b, to, GATHER_SECOND)
+    expected = grouped_weight_gradient_reference(a, b, to, GATHER_SECOND)
     assert (got - expected).norm() <= 5e-3 * expected.norm() and not got[7].any()
 
 
@@ -303,7 +305,7 @@ def assert_found(fault, depth, device):
     results = [
         (
             of.grouped_product(x, w, to, True, bias, of.Adapted(u, up)),
-            of.grouped_weight_gradient(u, x, to, SECOND, 0.5),
+            of.grouped_weight_gradient(u, x, to, GATHER_SECOND, 0.5),
         )
         for of in (module, wrong)
     ]

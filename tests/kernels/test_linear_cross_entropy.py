@@ -21,8 +21,8 @@ from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, two_st
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from chronicals.kernels.linear_head import _places
-from chronicals.kernels.operators import FUNCTIONS
+from chronicals.kernels.linear_head import true_places_first
+from chronicals.kernels.operators import OPERATOR_FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -294,7 +294,7 @@ def operators_seen_through():
         for of in (module, sys.modules["chronicals.kernels.token_log_probability"]):
             for name in ("_forward", "_backward"):
                 if hasattr(of, name):
-                    patch.setattr(of, name, FUNCTIONS[getattr(of, name)])
+                    patch.setattr(of, name, OPERATOR_FUNCTIONS[getattr(of, name)])
         yield
 
 
@@ -703,7 +703,7 @@ def test_places_of_the_trained_rows_without_asking_the_device(device):
     """What a card does with a known count, here on any device."""
     targets = draw_targets(61, torch.device("meta") if device.type == "meta" else device)
     expected = (targets != IGNORED).nonzero().squeeze(1)
-    assert torch.equal(_places(targets != IGNORED, len(expected)), expected)
+    assert torch.equal(true_places_first(targets != IGNORED, len(expected)), expected)
 
 
 @pytest.mark.gpu
@@ -717,7 +717,7 @@ def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
     )
     targets = torch.randint(0, len(weight), (len(hidden),), device=device)
     targets[2000:] = IGNORED
-    stream = torch.cuda.Stream(priority=two_streams.FIRST)
+    stream = torch.cuda.Stream(priority=two_streams.HIGH_PRIORITY)
     found = []
     replayed = None
 

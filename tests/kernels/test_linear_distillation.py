@@ -28,8 +28,8 @@ from chronicals.kernels.linear_distillation import (
     linear_distillation,
     linear_distillation_reference,
 )
-from chronicals.kernels.logit_rows import IGNORED
-from chronicals.kernels.operators import FUNCTIONS
+from chronicals.kernels.logit_rows import IGNORE_INDEX
+from chronicals.kernels.operators import OPERATOR_FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -100,7 +100,7 @@ def plain(
     z = z[:, :common]
     teacher = teacher[:, :common]
     p, q = ((x / temperature).log_softmax(-1) for x in (teacher, z))
-    kept = targets != IGNORED
+    kept = targets != IGNORE_INDEX
     own = -torch.log_softmax(z, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
     losses = kept * (0.6 * DEFINITIONS[name][1](p, q) + alpha * own)
     return (losses if eighths is None else losses * eighths / 8).sum()
@@ -142,7 +142,7 @@ def inputs(
 
     def draw():
         targets = torch.randint(0, VOCABULARY, (rows,), device=device)
-        targets[torch.rand(rows, device=device) < ignored] = IGNORED
+        targets[torch.rand(rows, device=device) < ignored] = IGNORE_INDEX
         drawn = [
             torch.randn(rows, WIDTH, device=device).to(dtype),
             (torch.randn(VOCABULARY + beyond, WIDTH, device=device) * WEIGHT).to(dtype),
@@ -298,7 +298,7 @@ def test_sums_beside_the_loss(device):
         0.0,
     )
     weights = torch.rand(ROWS, device=device)
-    kept = targets != IGNORED
+    kept = targets != IGNORE_INDEX
     found = linear_distillation(
         LinearHead(hidden, weight),
         LinearHead(teacher_hidden, teacher_weight),
@@ -364,8 +364,8 @@ def test_without_a_divergence_it_is_the_cross_entropy(device):
 
 def test_ignored_rows_are_as_if_absent(device):
     hidden, weight, targets, teacher_hidden, teacher_weight = inputs(torch.float32, device)()
-    targets[0], targets[1] = IGNORED, 5
-    kept = targets != IGNORED
+    targets[0], targets[1] = IGNORE_INDEX, 5
+    kept = targets != IGNORE_INDEX
     found = []
     for rows in (slice(None), kept):
         leaf = hidden[rows].clone().requires_grad_()
@@ -384,7 +384,7 @@ def test_ignored_rows_are_as_if_absent(device):
 def test_a_known_count_changes_nothing(device):
     hidden, weight, targets, *teacher = inputs(torch.float32, device, rows=61)()
     found = []
-    for count in (None, int((targets != IGNORED).sum())):
+    for count in (None, int((targets != IGNORE_INDEX).sum())):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         loss = linear_distillation(
             LinearHead(*leaves),
@@ -452,9 +452,9 @@ def test_stored_tokens_are_normalised_anew(name, device):
         ids, log_p = (x[:, :5] for x in teacher)
         z = hidden @ weight.t()
         p = torch.zeros_like(z).scatter(1, ids, (log_p / 2).softmax(-1)).log().clamp(min=-1e4)
-        own = F.cross_entropy(z, targets, reduction="none", ignore_index=IGNORED)
+        own = F.cross_entropy(z, targets, reduction="none", ignore_index=IGNORE_INDEX)
         losses = DEFINITIONS[name][1](p, (z / 2).log_softmax(-1)) + 0.4 * own
-        return ((targets != IGNORED) * losses).sum()
+        return ((targets != IGNORE_INDEX) * losses).sum()
 
     assert_as_exact_as_plain(
         with_teacher(call), with_teacher(definition), inputs(torch.float32, device)
@@ -519,7 +519,7 @@ def test_stored_tokens_that_do_not_fit_are_refused():
     for of in (Divergence.reverse_kl(), Divergence.jsd(1.0)):
         with pytest.raises(
             ValueError,
-            match="divergence: the reverse KL from a teacher of whom k tokens were stored",
+            match="divergence: the reverse KL from a teacher with k stored tokens",
         ):
             linear_distillation(student, StoredTokens(ids, log_p), targets, of)
 
@@ -545,7 +545,7 @@ class Shapes(TorchDispatchMode):
 
 def run_with_shapes(hidden, weight, targets, teacher, bias=None, chunk_size=7):
     with pytest.MonkeyPatch.context() as patch, Shapes() as shapes:
-        patch.setattr(module, "_forward", FUNCTIONS[module._forward])
+        patch.setattr(module, "_forward", OPERATOR_FUNCTIONS[module._forward])
         loss = linear_distillation(
             LinearHead(hidden, weight, bias),
             LinearHead(*teacher),
@@ -619,7 +619,7 @@ def test_adapters_on_both_heads(frozen, device):
         z = hidden @ (weight + 0.5 * b @ a).t()
         teacher = teacher_hidden @ (teacher_weight + 2 * d @ c).t()
         p, q = ((x / 2).log_softmax(-1) for x in (teacher.detach(), z))
-        loss = ((targets != IGNORED) * DEFINITIONS["jsd"][1](p, q)).sum()
+        loss = ((targets != IGNORE_INDEX) * DEFINITIONS["jsd"][1](p, q)).sum()
         return loss + 0 * sum(x.sum() for x in (weight, teacher_hidden, teacher_weight, c, d)).to(
             loss.dtype
         )

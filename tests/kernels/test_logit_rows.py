@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import chronicals.kernels.logit_rows as module
-from chronicals.kernels.logit_rows import IGNORED, LossOptions
+from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions
 from comparison import ATTEMPTS, LARGER
 from mutants import mutant
 
@@ -25,7 +25,7 @@ TYPES = [torch.float32, torch.bfloat16]
 
 def rows_of_logits(dtype, device, rows=ROWS, vocabulary=VOCABULARY, spread=3.0):
     targets = torch.randint(0, vocabulary, (rows,), device=device)
-    targets[1::4] = IGNORED
+    targets[1::4] = IGNORE_INDEX
     return (torch.randn(rows, vocabulary, device=device) * spread).to(dtype), targets
 
 
@@ -35,9 +35,13 @@ def by_the_book(x, targets, weights, options):
     z = x * options.scale
     z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
     losses = F.cross_entropy(
-        z, targets, reduction="none", label_smoothing=options.label_smoothing, ignore_index=IGNORED
+        z,
+        targets,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+        ignore_index=IGNORE_INDEX,
     )
-    losses = losses + options.z_loss * torch.logsumexp(z, 1).square() * (targets != IGNORED)
+    losses = losses + options.z_loss * torch.logsumexp(z, 1).square() * (targets != IGNORE_INDEX)
     losses = losses if weights is None else losses * weights
     return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
 
@@ -83,7 +87,7 @@ def compare_rows(of, x, targets, options, weighted):
         allowed = max(2 * far(theirs, e), 2 * torch.finfo(kind).eps)
         assert far(ours, e) <= allowed, f"error {far(ours, e):.2e}, allowed {allowed:.2e}"
     for ours in (*found, x):
-        assert not ours[targets == IGNORED].any()
+        assert not ours[targets == IGNORE_INDEX].any()
 
 
 def target_errors(of, device):
@@ -93,7 +97,7 @@ def target_errors(of, device):
     x, targets = rows_of_logits(torch.bfloat16, device, rows=64, spread=1.0)
     exact = by_the_book(x.cpu().double(), targets.cpu(), None, LossOptions())[1]
     _, gradient = loss_and_gradient(of, x, targets, None, LossOptions())
-    there = targets != IGNORED
+    there = targets != IGNORE_INDEX
     at = targets[there].unsqueeze(1)
     expected = exact[there.cpu()].gather(1, at.cpu())
     return (gradient[there].gather(1, at).cpu().double() - expected).abs() / expected.abs()

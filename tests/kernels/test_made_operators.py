@@ -29,7 +29,7 @@ def rows(*shape):
 
 
 def test_an_operator_returns_what_its_function_does():
-    assert torch.equal(double(rows(3), 2), 4 * rows(3)) and operators.FUNCTIONS[double](
+    assert torch.equal(double(rows(3), 2), 4 * rows(3)) and operators.OPERATOR_FUNCTIONS[double](
         rows(3), 0
     ).equal(rows(3))
 
@@ -82,9 +82,9 @@ def test_a_gradient_is_not_lost_in_silence():
 
 @pytest.mark.parametrize("made", [rmsnorm._forward, qk_rope._rotate_in_place], ids=str)
 def test_kernels_are_made_so(made):
-    assert isinstance(made, torch._ops.OpOverload) and made in operators.FUNCTIONS
+    assert isinstance(made, torch._ops.OpOverload) and made in operators.OPERATOR_FUNCTIONS
 
 
 def test_a_name_is_given_once():
     with pytest.raises(RuntimeError, match="multiple times"):
-        operator("chronicals_tested::double")(operators.FUNCTIONS[double])
+        operator("chronicals_tested::double")(operators.OPERATOR_FUNCTIONS[double])

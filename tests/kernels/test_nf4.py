@@ -7,8 +7,8 @@ import torch
 
 from chronicals.kernels import nf4
 from chronicals.kernels.nf4 import (
-    BLOCKS,
-    CODES,
+    BLOCK_SIZES,
+    CODE_VALUES,
     SCALE_BLOCK,
     Scales,
     code_of,
@@ -39,12 +39,12 @@ def weight(shape, dtype, device):
 
 
 def test_codes_are_theirs(theirs, device):
-    for name in CODES:
+    for name in CODE_VALUES:
         assert torch.equal(code_of(name, device), theirs.get_4bit_type(name, device=device))
     assert torch.equal(dynamic_code(device), theirs.create_dynamic_map().to(device))
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_codes_and_scales_of_a_weight_are_theirs(theirs, dtype, block, device):
     """But in blocks of zeros on a card: any code times a scale of zero is zero, and there
@@ -65,7 +65,7 @@ def test_codes_and_scales_of_a_weight_are_theirs(theirs, dtype, block, device):
             assert same and torch.equal(absmax, state.absmax), (shape, quantize.__name__)
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", CODE_VALUES)
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_values_are_theirs(theirs, dtype, nested, code, device):
@@ -118,7 +118,7 @@ def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch):
         monkeypatch.setattr(
             nf4, name, lambda *of, keep=keep: (calls.append(keep.__name__), keep(*of))[1]
         )
-    monkeypatch.setattr(nf4, "PIECE", 8192)
+    monkeypatch.setattr(nf4, "PIECE_ELEMENTS", 8192)
     monkeypatch.setattr(nf4, "runs_triton", lambda *_: False)
     found = quantize_nf4(given, block)
     assert torch.equal(found[0], codes) and torch.equal(found[1], absmax) and len(calls) == 4

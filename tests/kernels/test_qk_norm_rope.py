@@ -404,7 +404,7 @@ def test_compiled(packed, device):
 
 def test_every_token_counts_once_in_the_gradients_of_the_weights(device, monkeypatch):
     """More tokens than one round of the programs takes."""
-    monkeypatch.setattr(module, "WARPS_A_PROCESSOR", 4)
+    monkeypatch.setattr(module, "QK_NORM_ROPE_BACKWARD_WARPS", 4)
     tokens, width = MANY[device.type]
     compare(
         packed_layout(tokens, 3, 2, width, torch.float32, device),

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels import fused_softmax
-from chronicals.kernels.launch import WIDEST
+from chronicals.kernels.launch import MAX_ROW_WIDTH
 from chronicals.kernels.softmax import softmax_reference
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (13, 64), (7, 1), (13, 37), (5,), (2, 5, 101), (3, 257), (67, 48)]
-WIDE = (3, WIDEST + 8191)
+WIDE = (3, MAX_ROW_WIDTH + 8191)
 
 
 def exact(x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def test_equals_the_formula(ours, shape, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("width", [WIDEST, WIDEST + 1, WIDE[1]])
+@pytest.mark.parametrize("width", [MAX_ROW_WIDTH, MAX_ROW_WIDTH + 1, WIDE[1]])
 def test_wide_rows(width, dtype, device):
     """The widest that a program holds, and those that are read twice. A few entries count, as in
     a model's.
@@ -71,7 +71,7 @@ def test_minus_infinity_gives_zero(shape, dtype, device):
     def draw():
         (x,) = inputs(shape, dtype, device)()
         x[:, 1::2] = float("-inf")
-        x[1, : WIDEST if shape == WIDE else 30] = float("-inf")
+        x[1, : MAX_ROW_WIDTH if shape == WIDE else 30] = float("-inf")
         x[-1, 1:] = float("-inf")
         return (x,)
 
@@ -126,7 +126,7 @@ def test_the_gradient_may_be_expanded(device):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(37,), (2, WIDEST + 1)], ids=str)
+@pytest.mark.parametrize("shape", [(37,), (2, MAX_ROW_WIDTH + 1)], ids=str)
 def test_rows_sum_to_one_and_gradients_to_zero(shape, device):
     x = torch.randn(*shape, device=device, requires_grad=True)
     out = fused_softmax(x)

@@ -6,14 +6,22 @@ import pytest
 import torch
 
 from chronicals.kernels import tensor_lists
-from chronicals.kernels.tensor_lists import CHUNK, KEPT, table_of, tables_looked_up
+from chronicals.kernels.tensor_lists import (
+    LIST_CHUNK,
+    MAX_CACHED_TABLES,
+    table_of,
+    tables_looked_up,
+)
 
 
 def test_a_table_leads_to_the_tensors(device):
-    rows = [[torch.randn(n, device=device) for n in (5, 0, CHUNK + 1, 2 * CHUNK)] for _ in range(2)]
+    rows = [
+        [torch.randn(n, device=device) for n in (5, 0, LIST_CHUNK + 1, 2 * LIST_CHUNK)]
+        for _ in range(2)
+    ]
     table = table_of(rows)
     assert table.addresses.tolist() == [[x.data_ptr() for x in row] for row in rows]
-    assert table.sizes.tolist() == [5, 0, CHUNK + 1, 2 * CHUNK]
+    assert table.sizes.tolist() == [5, 0, LIST_CHUNK + 1, 2 * LIST_CHUNK]
     assert table.tensors.tolist() == [0, 2, 2, 3, 3] and table.firsts.tolist() == [0, 1, 1, 3]
     assert (
         table_of(rows) is table and [x.device for x in table.on_device] == [rows[0][0].device] * 4
@@ -28,11 +36,11 @@ def test_a_table_is_of_addresses_and_sizes(device):
 
 
 def test_few_tables_are_kept_and_the_last_ones(device):
-    block = torch.zeros(4 * KEPT, device=device)
-    tables = [table_of([[block[n : n + 1]]]) for n in range(2 * KEPT)]
-    assert len(tensor_lists._tables) <= KEPT
+    block = torch.zeros(4 * MAX_CACHED_TABLES, device=device)
+    tables = [table_of([[block[n : n + 1]]]) for n in range(2 * MAX_CACHED_TABLES)]
+    assert len(tensor_lists._tables) <= MAX_CACHED_TABLES
     assert (
-        table_of([[block[2 * KEPT - 1 : 2 * KEPT]]]) is tables[-1]
+        table_of([[block[2 * MAX_CACHED_TABLES - 1 : 2 * MAX_CACHED_TABLES]]]) is tables[-1]
         and table_of([[block[:1]]]) is not tables[0]
     )
 
@@ -46,13 +54,13 @@ def test_types_have_their_names(kind):
 
 def test_what_is_looked_up_is_told_whether_it_was_there_or_not(device):
     """In full, also what is no longer kept at the end; by whatever thread."""
-    block = torch.zeros(3 * KEPT, device=device)
+    block = torch.zeros(3 * MAX_CACHED_TABLES, device=device)
     there = table_of([[block[:3]]])
     with tables_looked_up() as found, tables_looked_up() as as_well:
         with tables_looked_up() as ended:
             pass
         again = table_of([[block[:3]]])
-        others = [table_of([[block[n : n + 1]]]) for n in range(2 * KEPT)]
+        others = [table_of([[block[n : n + 1]]]) for n in range(2 * MAX_CACHED_TABLES)]
         thread = threading.Thread(target=table_of, args=([[block[5:9]]],))
         thread.start()
         thread.join()

@@ -8,7 +8,7 @@ import torch
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, token_log_probability
 from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.logit_rows import IGNORED
+from chronicals.kernels.logit_rows import IGNORE_INDEX
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
@@ -25,7 +25,7 @@ def both(hidden, weight, targets, bias=None, scale=1.0, softcap=None):
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z, 1)
     at_target = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.where(targets == IGNORED, 0.0, at_target), torch.distributions.Categorical(
+    return torch.where(targets == IGNORE_INDEX, 0.0, at_target), torch.distributions.Categorical(
         logits=z
     ).entropy()
 
@@ -33,7 +33,7 @@ def both(hidden, weight, targets, bias=None, scale=1.0, softcap=None):
 def draw_head(dtype, device, rows=ROWS, bias=False):
     def draw():
         targets = torch.randint(0, VOCABULARY, (rows,), device=device)
-        targets[1::4] = IGNORED
+        targets[1::4] = IGNORE_INDEX
         drawn = [
             torch.randn(rows, 19, device=device),
             torch.randn(VOCABULARY, 19, device=device) * 0.3,
@@ -102,13 +102,13 @@ def test_an_adapter_on_the_head(dtype, counted, device):
     """
 
     def ours(hidden, weight, targets, a, b):
-        count = int((targets != IGNORED).sum()) if counted else None
+        count = int((targets != IGNORE_INDEX).sum()) if counted else None
         given = {"adapter": Adapter(a, b, 0.7), "scale": 0.8, "count": count}
         return token_log_probability(hidden, weight, targets, chunk_size=4, entropy=True, **given)
 
     def plain(*x):
         log_p, entropies = with_head_adapter(*x)
-        return log_p, torch.where(x[2] == IGNORED, 0.0, entropies) if counted else entropies
+        return log_p, torch.where(x[2] == IGNORE_INDEX, 0.0, entropies) if counted else entropies
 
     assert_as_exact_as_plain(ours, plain, draw_adapter(dtype, device))
 
@@ -118,7 +118,7 @@ def test_a_count_leaves_rows_without_a_target_out(device):
     hidden, weight, targets = (
         x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)()
     )
-    trained = int((targets != IGNORED).sum())
+    trained = int((targets != IGNORE_INDEX).sum())
     found = []
     for count in (None, trained, trained + 2):
         log_p, _ = token_log_probability(hidden, weight, targets, chunk_size=3, count=count)
@@ -129,7 +129,10 @@ def test_a_count_leaves_rows_without_a_target_out(device):
     for other in found[1:]:
         for a, b in zip(other, found[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert not found[1][1][targets == IGNORED].any() and not found[1][0][targets == IGNORED].any()
+    assert (
+        not found[1][1][targets == IGNORE_INDEX].any()
+        and not found[1][0][targets == IGNORE_INDEX].any()
+    )
 
 
 def test_an_adapter_of_other_shapes_is_refused(device):

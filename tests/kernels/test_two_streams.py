@@ -5,7 +5,7 @@ stream goes first.
 import pytest
 import torch
 
-from chronicals.kernels.two_streams import FIRST, at_once
+from chronicals.kernels.two_streams import HIGH_PRIORITY, at_once
 
 SIDE = 4096
 
@@ -26,7 +26,7 @@ def test_in_turn_where_the_stream_does_not_go_first(device):
 
 @pytest.fixture
 def going_first(device):
-    stream = torch.cuda.Stream(device, priority=FIRST)
+    stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield stream

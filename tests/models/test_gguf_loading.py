@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerFast
 import gguf_files
 import gguf_models
 import tiny
-from chronicals.models import gguf_loading, gguf_tensors, load_config, load_model, load_tokenizer
-from chronicals.models.gguf_config import config_of
-from chronicals.models.gguf_families import NotExpressible
+from chronicals.formats.gguf import tensors as gguf_tensors
+from chronicals.formats.gguf.configuration import config_of
+from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import GGUFFile, gguf_of
+from chronicals.models import gguf_loading, load_config, load_model, load_tokenizer
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.quantization import LinearGGUF
 from comparison import equal
 from mutants import mutant
@@ -34,7 +35,7 @@ def off(found, expected):
 
 def changed(path, target, change):
     """A copy of a file with other settings: ``change`` gets and gives them by their keys."""
-    file = File(path)
+    file = GGUFFile(path)
     settings = {key: file.value(key) for key in file.settings()}
     kinds = {key: file.reader.fields[key].types for key in settings}
     writer = gguf.GGUFWriter(target, settings.pop("general.architecture"))
@@ -66,7 +67,7 @@ def test_every_family_comes_back_from_its_file(name, tmp_path):
 
 def gguf_models_as_computed(model):
     """The model as llama.cpp computes it, where that rounds the ends of YaRN's ramp."""
-    from chronicals.models.gguf_families import as_computed
+    from chronicals.formats.gguf.rotation import as_computed
 
     config, notes = as_computed(model.config)
     again = type(model)(config).float().eval()
@@ -80,7 +81,7 @@ def gguf_models_as_computed(model):
 def test_layers_have_the_blocks_of_the_file(kind, tmp_path):
     """Byte for byte; rows of q and k in the model's order, which is whole rows moved."""
     path = gguf_files.write(tmp_path, gguf_files.wide(), kind)
-    file = File(path)
+    file = GGUFFile(path)
     model = load_model(path, torch.bfloat16)
     kinds = {layer.kind for layer in model.modules() if isinstance(layer, LinearGGUF)}
     assert kinds == {"q8_0": {"Q8_0"}, "q4_0": {"Q4_0"}, "q4_k_m": {"Q4_K", "Q6_K"}}[kind]
@@ -175,7 +176,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         target = tmp_path / f"{name}.gguf"
         if name == "architecture":
             writer = gguf.GGUFWriter(target, "mamba")
-            writer.add_tensor("x", File(path).read("output_norm.weight").numpy())
+            writer.add_tensor("x", GGUFFile(path).read("output_norm.weight").numpy())
             (
                 writer.write_header_to_file(),
                 writer.write_kv_data_to_file(),
@@ -195,7 +196,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
 
 def test_frequencies_that_are_no_llama_3s_are_refused(tmp_path):
     path = gguf_files.write(tmp_path, gguf_models.build("llama 3"), "f32")
-    file = File(path)
+    file = GGUFFile(path)
     assert config_of(file).rope_parameters == gguf_models.LLAMA3
     factors = torch.tensor([1.0, 3.0, 1.0, 5.0, 2.0, 8.0, 1.0, 8.0, 2.0, 8.0, 4.0, 8.0])
     read, file.read = file.read, lambda name: factors if name == "rope_freqs.weight" else read(name)

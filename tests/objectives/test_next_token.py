@@ -8,7 +8,7 @@ import torch
 import runs
 import tiny
 from chronicals.batch import IGNORED
-from chronicals.data.packs.loader import Memory
+from chronicals.data.packs.step_memory import StepMemory
 from chronicals.distributed import Mesh
 from chronicals.models import present
 from chronicals.objectives import Term, divide
@@ -18,13 +18,13 @@ from chronicals.training.step import counts_of
 
 def weigh(monkeypatch, weight_of):
     """Every Batch gets ``weight_of`` its targets as weights."""
-    made = Memory.batches
+    made = StepMemory.batches
 
     def batches(self, steps):
         for step in made(self, steps):
             yield [replace(batch, weights=weight_of(batch.targets).float()) for batch in step]
 
-    monkeypatch.setattr(Memory, "batches", batches)
+    monkeypatch.setattr(StepMemory, "batches", batches)
 
 
 def by_token(targets):

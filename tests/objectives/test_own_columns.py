@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import runs
 import tiny
 from chronicals.batch import IGNORED
-from chronicals.data.making.building import open_store
+from chronicals.data.making.opening import open_store
 from chronicals.objectives import (
     OBJECTIVES,
     Column,

@@ -18,7 +18,7 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
-from chronicals.data.making.building import open_store
+from chronicals.data.making.opening import open_store
 from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill

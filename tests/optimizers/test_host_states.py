@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from chronicals.kernels.adamw import Tensors, fused_adamw_
-from chronicals.kernels.adamw_8bit import CHUNK as CHUNK_IN_8_BITS
-from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_
+from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_
 from chronicals.kernels.host_memory import PinnedTensors
-from chronicals.kernels.tensor_lists import CHUNK
+from chronicals.kernels.tensor_lists import LIST_CHUNK
 from chronicals.optimizers import Adam8bit, FusedAdamW, HostStates, buffer_bytes, host_states
-from chronicals.optimizers.host_states import LEAST, _cut
+from chronicals.optimizers.host_states import MIN_BUFFER_BYTES, _cut
 from interpreted import kernels_run
 from mutants import mutant
 
 SHAPES = [
     (7, 11),
-    (3 * CHUNK + 5,),
+    (3 * LIST_CHUNK + 5,),
     (65, 130),
     (),
-    (CHUNK, 4),
-    (2 * CHUNK,),
+    (LIST_CHUNK, 4),
+    (2 * LIST_CHUNK,),
     (31,),
     (0, 3),
     (301, 70),
@@ -47,7 +47,7 @@ KINDS = {
     "8 bits, no masters": (Adam8bit, torch.bfloat16, {"master": False}),
     "8 bits, fp32 weights": (Adam8bit, torch.float32, {}),
 }
-PARTS = [LEAST, 3 * LEAST + 17, 1 << 26]
+PARTS = [MIN_BUFFER_BYTES, 3 * MIN_BUFFER_BYTES + 17, 1 << 26]
 
 
 def weights(dtype, device, shapes=SHAPES):
@@ -139,7 +139,7 @@ def test_kernels_give_a_part_the_bits_of_the_whole(kind, buffer, device):
         kind,
         device,
         buffer,
-        shapes=[(3 * CHUNK_IN_8_BITS + 5,), (7,), (65, 130), (CHUNK, 3), (40, 50)],
+        shapes=[(3 * CHUNK_IN_8_BITS + 5,), (7,), (65, 130), (LIST_CHUNK, 3), (40, 50)],
     )
     with kernels_run():
         update_both(*made, count=2)
@@ -148,7 +148,7 @@ def test_kernels_give_a_part_the_bits_of_the_whole(kind, buffer, device):
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16 states", "8 bits"])
 def test_weights_that_not_every_rank_used_stay(kind, device):
-    made = pair(kind, device, LEAST)
+    made = pair(kind, device, MIN_BUFFER_BYTES)
     used = [torch.tensor(n % 2 == 0, device=device) for n in range(len(SHAPES))]
     give_gradients(made[0], made[2])
     before = made[2][5].detach().clone()
@@ -159,7 +159,9 @@ def test_weights_that_not_every_rank_used_stay(kind, device):
 
 
 def test_weights_without_a_gradient_and_updates_of_some(device):
-    plain, optimizer, moved, other = made = pair("bf16 weights, fp32 states", device, 2 * LEAST)
+    plain, optimizer, moved, other = made = pair(
+        "bf16 weights, fp32 states", device, 2 * MIN_BUFFER_BYTES
+    )
     give_gradients(plain, moved)
     plain[4].grad = moved[4].grad = None
     for each in (optimizer, other):
@@ -177,7 +179,10 @@ def test_weights_that_are_not_dense():
     torch does elsewhere.
     """
     made = pair(
-        "bf16 weights, fp32 states", torch.device("cpu"), LEAST, shapes=[(64, 100), (90, 70)]
+        "bf16 weights, fp32 states",
+        torch.device("cpu"),
+        MIN_BUFFER_BYTES,
+        shapes=[(64, 100), (90, 70)],
     )
     for p in (made[0][0], made[2][0]):
         p.data = p.data.t()
@@ -195,9 +200,9 @@ def test_weights_that_are_not_dense():
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_go_on_in_either_place(kind, device):
     """Saved in one, loaded in the other, by torch's own names and by ours."""
-    plain, optimizer, moved, other = made = pair(kind, device, 2 * LEAST)
+    plain, optimizer, moved, other = made = pair(kind, device, 2 * MIN_BUFFER_BYTES)
     update_both(*made)
-    host = HostStates(100, LEAST)
+    host = HostStates(100, MIN_BUFFER_BYTES)
     for begun, had, options in (
         (plain, optimizer, {"host": host}),
         (moved, other, {}),
@@ -224,7 +229,7 @@ def test_states_go_on_in_either_place(kind, device):
 
 
 def test_states_are_loaded_into_the_memory_that_is_there(device):
-    made = pair("8 bits", device, LEAST)
+    made = pair("8 bits", device, MIN_BUFFER_BYTES)
     update_both(*made)
     parameters, optimizer = made[2:]
     places = {
@@ -243,7 +248,7 @@ def test_states_are_loaded_into_the_memory_that_is_there(device):
 
 
 def test_a_copy_has_memory_of_its_own(device):
-    made = pair("bf16 states", device, LEAST)
+    made = pair("bf16 states", device, MIN_BUFFER_BYTES)
     update_both(*made)
     other = copy.deepcopy(made[3])
     assert other.host is not made[3].host and other.host.smallest == 100
@@ -258,7 +263,7 @@ def test_a_copy_has_memory_of_its_own(device):
 
 
 def test_a_weight_that_was_written_begins_anew(device):
-    made = pair("bf16 weights, fp32 states", device, LEAST)
+    made = pair("bf16 weights, fp32 states", device, MIN_BUFFER_BYTES)
     update_both(*made)
     for parameters, _ in (made[:2], made[2:]):
         with torch.no_grad():
@@ -275,7 +280,9 @@ def test_a_weight_that_was_written_begins_anew(device):
 
 
 def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
-    _, _, parameters, optimizer = pair("bf16 weights, fp32 states", torch.device("cpu"), LEAST)
+    _, _, parameters, optimizer = pair(
+        "bf16 weights, fp32 states", torch.device("cpu"), MIN_BUFFER_BYTES
+    )
     give_gradients(parameters)
     optimizer.step()
     waits = []
@@ -300,27 +307,29 @@ def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
         assert waits
 
 
-@pytest.mark.parametrize("room", [LEAST, LEAST + 12345, 1 << 20])
+@pytest.mark.parametrize("room", [MIN_BUFFER_BYTES, MIN_BUFFER_BYTES + 12345, 1 << 20])
 def test_parts_are_cut_between_chunks_and_fit(room):
     sizes = [
         (n, bool(k % 3))
-        for k, n in enumerate([0, 5, CHUNK, 9 * CHUNK + 1, 3, 70 * CHUNK, 0, 2 * CHUNK - 1])
+        for k, n in enumerate(
+            [0, 5, LIST_CHUNK, 9 * LIST_CHUNK + 1, 3, 70 * LIST_CHUNK, 0, 2 * LIST_CHUNK - 1]
+        )
     ]
-    chunk = 10 * CHUNK
+    chunk = 10 * LIST_CHUNK
     seen = [0] * len(sizes)
-    for part in _cut(sizes, CHUNK, chunk, room):
+    for part in _cut(sizes, LIST_CHUNK, chunk, room):
         numbers = [cut.number for cut in part]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert (
             sum(
-                cut.chunks(CHUNK) * chunk + host_states.SLACK
+                cut.chunks(LIST_CHUNK) * chunk + host_states.SLICE_SLACK
                 for cut in part
                 if sizes[cut.number][1]
             )
             <= room
         )
         for cut in part:
-            assert cut.begin == seen[cut.number] and cut.begin % CHUNK == 0
+            assert cut.begin == seen[cut.number] and cut.begin % LIST_CHUNK == 0
             seen[cut.number] = cut.end
         assert all(seen[n] == sizes[n][0] for n in numbers[:-1]) and all(
             cut.begin == 0 for cut in part[1:]
@@ -336,15 +345,15 @@ def test_buffers_hold_no_more_than_they_must(device):
         held = sum(
             x.nbytes for p in made[2] for name, x in made[3].state_of(p).items() if name != "step"
         )
-        assert lane.held == held and len(lane.buffers) == host_states.COUNT
+        assert lane.held == held and len(lane.buffers) == host_states.BUFFER_COUNT
         assert sum(x.nbytes for x in lane.buffers) <= min(3 * buffer, held + 3)
-        if buffer == host_states.BUFFER:
+        if buffer == host_states.MAX_BUFFER_BYTES:
             assert buffer_bytes(held) == sum(x.nbytes for x in lane.buffers)
-    assert buffer_bytes(0) == 0 and buffer_bytes(10**12) == 3 * host_states.BUFFER
+    assert buffer_bytes(0) == 0 and buffer_bytes(10**12) == 3 * host_states.MAX_BUFFER_BYTES
 
 
 def test_a_launch_that_fails_leaves_the_next_one_as_it_was(device, monkeypatch):
-    made = pair("fp32", device, LEAST)
+    made = pair("fp32", device, MIN_BUFFER_BYTES)
     update_both(*made)
     usual = host_states.fused_adamw_part_
     calls = []
@@ -387,7 +396,7 @@ def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     card = torch.device("cuda", 1)
-    monkeypatch.setattr("chronicals.kernels.host_memory.SHARED", 10000)
+    monkeypatch.setattr("chronicals.kernels.host_memory.SMALL_TENSOR_POOL_BYTES", 10000)
     pinned = PinnedTensors()
     shapes = [(10, 100), (7,), (200, 100), (20, 100), (), (0,), (30, 30)]
     made = [pinned.empty(shape, torch.float32, card).fill_(n) for n, shape in enumerate(shapes)]
@@ -420,7 +429,7 @@ def launched(kind, device, count=2, steps=2):
     """
     tensors = QuantizedTensors() if kind == "8 bits" else Tensors()
     for n in range(count):
-        size = 5 * SIZE + n
+        size = 5 * MOMENT_BLOCK + n
         tensors.weights.append(torch.randn(size, device=device))
         tensors.gradients.append(torch.randn(size, device=device))
         wide = kind != "8 bits"
@@ -429,8 +438,8 @@ def launched(kind, device, count=2, steps=2):
                 torch.zeros(size, dtype=torch.float32 if wide else torch.uint8, device=device)
             )
         if not wide:
-            tensors.mean_scales.append(torch.zeros(-(-size // SIZE), device=device))
-            tensors.square_scales.append(torch.zeros(-(-size // SIZE), device=device))
+            tensors.mean_scales.append(torch.zeros(-(-size // MOMENT_BLOCK), device=device))
+            tensors.square_scales.append(torch.zeros(-(-size // MOMENT_BLOCK), device=device))
         tensors.steps.append(torch.tensor(float(steps), device=device))
     return tensors
 
@@ -511,7 +520,7 @@ def after_updates(monkeypatch, parts, updates):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(host_states, "_streams", lambda device: (Stream(), Stream()))
     lane = host_states._Lane(torch.device("cuda"))
-    lane.buffers = [Cell(-1) for _ in range(host_states.COUNT)]
+    lane.buffers = [Cell(-1) for _ in range(host_states.BUFFER_COUNT)]
     states = [Cell(n) for n in range(parts)]
     expected = list(range(parts))
     for _ in range(updates):

@@ -245,7 +245,7 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
     monkeypatch.setattr(fp8_layers, "LEAST", math.floor(largest))
     assert run_in_fp8(model) == Products(layers, 4 * layers, ())
     forget_policies(model)
-    monkeypatch.setattr(fp8_layers, "MULTIPLE", 7)
+    monkeypatch.setattr(fp8_layers, "FP8_MULTIPLE", 7)
     monkeypatch.setattr(fp8_layers, "LEAST", 1)
     assert run_in_fp8(model).chosen == 0
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from chronicals.kernels.nf4 import BLOCKS
+from chronicals.kernels.nf4 import BLOCK_SIZES
 from chronicals.quantization import bitsandbytes_format
 from chronicals.quantization.bitsandbytes_format import (
     DTYPES,
@@ -61,7 +61,7 @@ def same_bytes(one, other):
     )
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("code", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 def test_read_and_written_again_byte_for_byte(bnb, nested, code, block, device):

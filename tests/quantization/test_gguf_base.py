@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.gguf_blocks import KINDS
+from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.lora.magnitude import squared_norms_of
 from chronicals.lora.merged_linear import Merged, merged_linear, merged_linear_reference
 from chronicals.quantization import GGUF, Blocks, Dense, LinearGGUF, Operand
@@ -51,7 +51,10 @@ def test_products_are_those_of_the_dequantised_weight(dtype, device):
     """Bit by bit, also of layers of different kinds side by side, and of rows that reach into
     the padding.
     """
-    for packed in (mixed(dtype, device), *([drawn(37, kind, dtype, device)] for kind in KINDS)):
+    for packed in (
+        mixed(dtype, device),
+        *([drawn(37, kind, dtype, device)] for kind in GGUF_KINDS),
+    ):
         for columns in (0, 64):
             base = GGUF(packed, columns, (4,) * len(packed))
             dense = Dense.fused([part.dense() for part in packed], columns)
@@ -129,7 +132,7 @@ def layer(kind="Q4_K", dtype=torch.float32, device="cpu", bias=True):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 @pytest.mark.parametrize("shape", [(WIDTH,), (2, 3, WIDTH)], ids=str)
 def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, kind, device):
     for bias in (False, True):

@@ -35,7 +35,7 @@ class Unpinned:
 def driver(monkeypatch):
     found = Unpinned()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-    monkeypatch.setattr(host_memory, "REGISTERED", mmap.PAGESIZE)
+    monkeypatch.setattr(host_memory, "PIN_CALL_BYTES", mmap.PAGESIZE)
     return found
 
 

@@ -265,7 +265,7 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
         * (widths[0] + widths[2])
         * 8
     )
-    context_module.AT_ONCE = options.pop("at_once", 10) * a_head
+    context_module.GATHER_BYTES = options.pop("at_once", 10) * a_head
     whole = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
     expected = attend(*whole[:3], bounds, 40, None, None, *whole[3:])
     dy[sum(LENGTHS) :] = 0.0

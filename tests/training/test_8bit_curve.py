@@ -145,7 +145,7 @@ def test_the_update_is_that_of_bitsandbytes():
             )
             largest = (
                 optimizer.state[weight][f"{name}_amax"]
-                .repeat_interleave(kernel.SIZE)[: moment.numel()]
+                .repeat_interleave(kernel.MOMENT_BLOCK)[: moment.numel()]
                 .view(70, 100)
             )
             assert ((kept - moment).abs() <= 0.008 * largest).all()

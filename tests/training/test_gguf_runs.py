@@ -12,11 +12,11 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.export.merge import merge
+from chronicals.formats.gguf.reader import fingerprint
 from chronicals.generation import load_trained
 from chronicals.memory import StepShape, WeightBytes, estimate
 from chronicals.models import count_values, load_model
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.gguf_reader import fingerprint
 from chronicals.quantization import LinearGGUF
 from chronicals.saving import SavedModel
 from chronicals.verification import reference, verify

@@ -40,8 +40,8 @@ RUNS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """So that weights of a tiny model are large, and take several parts."""
-    monkeypatch.setattr(host_states, "SMALLEST", 1000)
-    monkeypatch.setattr(host_states, "BUFFER", 2 * host_states.LEAST)
+    monkeypatch.setattr(host_states, "MIN_HOST_ELEMENTS", 1000)
+    monkeypatch.setattr(host_states, "MAX_BUFFER_BYTES", 2 * host_states.MIN_BUFFER_BYTES)
 
 
 def states(folder, step=6):
@@ -127,7 +127,7 @@ def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"use_lora": True, "lora_rank": 4}, {}], ids=str)
 def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_states, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(host_states, "MIN_HOST_ELEMENTS", 1 << 16)
     with pytest.raises(
         ConfigurationError,
         match=r"memory=\['offload_optimizer_states'\]: no trained weight has 65536.*leave",
@@ -157,8 +157,8 @@ def test_the_log_says_it(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 states, no masters", "8 bits", "adapters"])
 def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_states, "SMALLEST", 5000)
-    monkeypatch.setattr(host_states, "BUFFER", host_states.LEAST)
+    monkeypatch.setattr(host_states, "MIN_HOST_ELEMENTS", 5000)
+    monkeypatch.setattr(host_states, "MAX_BUFFER_BYTES", host_states.MIN_BUFFER_BYTES)
     found = []
     usual = needed_memory.estimate
     monkeypatch.setattr(

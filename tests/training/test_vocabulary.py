@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.export import export, gguf_tokenizer
+from chronicals.export import export
+from chronicals.formats.gguf.tokenizer import vocabulary_of
 from chronicals.models import embedding_table, load_model, load_tokenizer
 from chronicals.saving import SavedModel
 from chronicals.training import ChronicalsTrainer
@@ -64,7 +65,7 @@ def test_the_padding_token_alone_needs_no_row(tmp_path):
     tokenizer.add_tokens([f"<unused {n}>" for n in range(ROWS - len(tokenizer))])
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert rows_needed(tokenizer, ROWS, runs.config(tmp_path)) == ROWS
-    found = gguf_tokenizer.vocabulary_of(tokenizer, ROWS, [])
+    found = vocabulary_of(tokenizer, ROWS, [])
     assert len(found.tokens) == ROWS and "pad" not in found.special
 
 

@@ -15,7 +15,7 @@ import families
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.packs.loader import Memory
+from chronicals.data.packs.step_memory import StepMemory
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
 from chronicals.lora.embedding_layer import LoRAEmbedding
 from chronicals.models import present
@@ -304,7 +304,7 @@ def a_wrong_swiglu(monkeypatch, model):
 
 def a_dropped_bound(monkeypatch, model):
     """The first two documents of a Batch are one to the attention."""
-    right = Memory.batches
+    right = StepMemory.batches
 
     def without_its_first(batch, width):
         bounds = torch.cat((batch.cu_seqlens[:1], batch.cu_seqlens[2:], batch.cu_seqlens[-1:]))
@@ -314,7 +314,7 @@ def a_dropped_bound(monkeypatch, model):
         for step in right(self, steps):
             yield [without_its_first(batch, self.sizes.width) for batch in step]
 
-    monkeypatch.setattr(Memory, "batches", wrong)
+    monkeypatch.setattr(StepMemory, "batches", wrong)
 
 
 def a_mean_of_means(monkeypatch, model):

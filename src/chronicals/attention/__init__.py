@@ -1,4 +1,4 @@
-"""Attention over documents that lie end to end."""
+"""Attention over packed documents."""
 
 from chronicals.attention.backends import BACKENDS
 from chronicals.attention.choice import FLASH, choose_backend

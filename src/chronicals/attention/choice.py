@@ -1,4 +1,4 @@
-"""Which backend for which mask on which card."""
+"""Choose an attention backend for a mask and a card."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from functools import cache
 import torch
 
 from chronicals.attention.backends import BACKENDS
-from chronicals.attention.support import HALVES, Needs
+from chronicals.attention.support import HALF_DTYPES, Needs
 
 logger = logging.getLogger(__name__)
 
 FLASH = ("flash-attn-4", "flash")
-"""Backends that never hold a score matrix and need nothing compiled by torch."""
+"""FlashAttention backends, which never hold a score matrix and need no torch.compile."""
 
-FASTEST: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
+# Measured on an H200 at head widths 64 and 128 with documents of 512 to 8192 tokens: flash-attn-4
+# is faster than flash everywhere. Above 128 nothing was measured; the longest proven comes first.
+FASTEST_ORDERS: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
     (9, 0): {
         128: ("flash-attn-4", "flash", "flex", "per-document"),
         256: ("flash", "flash-attn-4", "flex", "per-document"),
     },
 }
-"""By compute capability and widest head of the class, fastest first. Measured on an H200 at head
-widths 64 and 128 with documents of 512 to 8192 tokens: flash-attn-4 before flash everywhere.
-Above 128 nothing was measured, and what is proved longest comes first."""
+"""Backends, fastest first, by compute capability and by the widest head that an entry is for."""
 
-ELSEWHERE = ("flash-attn-4", "flash", "flex", "per-document")
-EXACT = ("per-document",)
-"""For other devices, and for types of more than 16 bits, which are there for proof."""
+DEFAULT_ORDER = ("flash-attn-4", "flash", "flex", "per-document")
+"""Backends for other cards."""
+
+EXACT_ORDER = ("per-document",)
+"""Backends for other devices, and for dtypes of more than 16 bits, which serve for proofs."""
 
 
 def order(needs: Needs) -> tuple[str, ...]:
-    """Names of backends, the preferred one first."""
-    if needs.device != "cuda" or needs.dtype not in HALVES:
-        return EXACT
-    classes = FASTEST.get(needs.capability, {})
-    return next((names for widest, names in classes.items() if needs.head_dim <= widest), ELSEWHERE)
+    """Return names of backends, the preferred one first."""
+    if needs.device != "cuda" or needs.dtype not in HALF_DTYPES:
+        return EXACT_ORDER
+    classes = FASTEST_ORDERS.get(needs.capability, {})
+    return next(
+        (names for widest, names in classes.items() if needs.head_dim <= widest), DEFAULT_ORDER
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -51,15 +55,15 @@ def choose_backend(
     flash: bool = True,
     spans: bool = False,
 ) -> str:
-    """Name of the backend that runs; said once in the log.
+    """Return the name of the backend to use; each new choice is logged once.
 
     Args:
         head_dim: width of a head.
         window, softcap, sinks: whether the mask has them.
-        trains: whether a gradient will be asked for.
-        backend: a name from ``BACKENDS`` that must be used.
-        flash: False chooses none of ``FLASH``.
-        spans: queries and keys have bounds of their own.
+        trains: whether gradients will be computed.
+        backend: a name from ``BACKENDS`` that must be used; None to choose.
+        flash: if False, none of ``FLASH`` is chosen.
+        spans: whether queries and keys have different bounds.
 
     Raises:
         ValueError: ``backend`` is unknown, or cannot do what is needed.
@@ -72,7 +76,7 @@ def choose_backend(
     else:
         names = [name for name in order(needs) if flash or name not in FLASH]
         chosen = next(name for name in names if BACKENDS[name].lacks(needs) is None)
-    _say(chosen, str(needs), "asked for" if backend else "chosen")
+    _log_once(chosen, str(needs), "requested" if backend else "chosen")
     return chosen
 
 
@@ -90,5 +94,5 @@ def _check(backend: str, needs: Needs) -> None:
 
 
 @cache
-def _say(backend: str, needs: str, how: str) -> None:
+def _log_once(backend: str, needs: str, how: str) -> None:
     logger.debug("attention: %s for %s (%s)", backend, needs, how)

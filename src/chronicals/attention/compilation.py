@@ -1,8 +1,8 @@
-"""Compiles FlashAttention-4's kernels for a model, forward and backward, into the package's cache
-on disk.
+"""Compile FlashAttention-4's kernels for a model, forward and backward, into the package's cache on
+disk.
 
-The compilation takes about ten seconds, imports included; ``chronicals.beforehand`` runs ``main``
-as a process of its own.
+This takes about ten seconds, imports included, so ``chronicals.beforehand`` runs ``main`` in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import torch
 
 from chronicals.attention.documents import document_attention
 
-MOST_TOKENS = 4096
+MAX_COMPILE_TOKENS = 4096
+"""Tokens of the longest document that is attended to; longer ones use the same kernels."""
 
 
 def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softcap: str) -> None:
-    """Attention over one document, and its gradients, on the card; all arguments as they are on a
-    command line.
+    """Run attention over one document, and its backward pass, on the card.
+
+    Args are strings, since they come from a command line.
 
     Args:
-        dtype: of torch, by name.
+        dtype: name of a torch dtype.
         longest: tokens of the longest document.
         heads, key_heads, width: heads of the queries, heads of keys and values, width of a head.
         softcap: 0 for none.
     """
-    tokens = min(int(longest), MOST_TOKENS)
+    tokens = min(int(longest), MAX_COMPILE_TOKENS)
     card = torch.device("cuda")
     q, k, v = (
         torch.zeros(

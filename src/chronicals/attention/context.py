@@ -1,27 +1,28 @@
-"""Attention to documents that several ranks have parts of.
+"""Attention over documents that are split across several ranks (context parallelism).
 
-Each of c ranks has two chunks of every such document, n tokens in all, with all heads, and its
-other documents whole, to which it attends alone. For what is split there are two ways. Heads are
-exchanged (DeepSpeed-Ulysses; Jacobs et al., 2023, section 3): an all-to-all gives every rank all c
-n tokens of 1 / c of the heads, attention runs as it does on one rank, and another all-to-all brings
-its outputs back:
+Each of c ranks has two chunks of every split document, n tokens in all, with all heads. It also has
+whole documents, to which it attends by itself. Split documents are attended to in one of two ways.
+
+First, heads are exchanged (DeepSpeed-Ulysses; Jacobs et al., 2023, section 3): an all-to-all gives
+every rank all c n tokens of 1 / c of the heads, attention runs as on one rank, and another
+all-to-all returns the outputs:
 
     q, k, v  [n, H, D]  →  [c n, H/c, D]  →  attention  →  [c n, H/c, D]  →  [n, H, D]
 
-A rank sends (2 H + 2 K) · D · n · (c − 1) / c values in a layer, of H query and K key heads,
-forward and as many backward.
+With H query and K key heads a rank sends (2 H + 2 K) · D · n · (c − 1) / c values in a layer
+forward, and as many backward.
 
-Or keys and values of all ranks are gathered (as in Llama 3; Dubey et al., 2024, section 3.3.2), and
-each of the rank's chunks attends to its document up to the chunk's end, a causal mask aligned at
-the end. One chunk is from the front of a document and one from its back, so all ranks see as many
-keys. Gradients of keys and values are reduce-scattered in fp32. A rank receives 2 K · D · n · (c −
-1) values forward and sends as many backward, whatever H is and whether c divides it. What is
-gathered is not kept for the backward pass, which gathers it again, and of long documents it is a
-few key heads at a time.
+Second, keys and values of all ranks are gathered (as in Llama 3; Dubey et al., 2024, section
+3.3.2). Each of the rank's chunks attends to its document up to the chunk's end, by a causal mask
+aligned at the end. One chunk is from the front of a document and one from its back, so all ranks
+have the same work. Gradients of keys and values are reduce-scattered in fp32. A rank receives 2 K ·
+D · n · (c − 1) values forward and sends as many backward; c need not divide the number of heads.
+Gathered tensors are not saved; the backward pass gathers them again. For long documents a few key
+heads are gathered at a time.
 
-Ranks of several machines do both: those of a machine exchange heads, and keys are gathered, a share
-of the heads each, from the ranks in the same place on the others. Windows, softcaps and sinks are
-those of one rank.
+Over several machines both are combined: ranks of a machine exchange heads, and each gathers keys of
+its share of the heads from the ranks in the same position on the other machines. Windows, softcaps
+and sinks work as on one rank.
 """
 
 from __future__ import annotations
@@ -37,30 +38,35 @@ from torch import Tensor
 
 from chronicals.batch import Context, SharedKeys, SplitDocuments
 
-AT_ONCE = 1 << 30
-"""Bytes of keys and values that are gathered at a time, at least those of one head; all of a
-million tokens of 8 heads are 4 GiB."""
+GATHER_BYTES = 1 << 30
+"""Bytes of keys and values gathered at a time, but at least one head's. (Those of a million tokens
+with 8 heads are 4 GiB.)
+"""
 
-Attend = Callable[..., Tensor]
-"""``(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, *of_heads)`` to the
-output, as ``document_attention``.
+DocumentAttend = Callable[..., Tensor]
+"""A function of ``(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, *of_heads)``
+that returns the attention output, as ``document_attention`` does.
 """
 
 
 def attend_split(
-    attend: Attend,
+    attend: DocumentAttend,
     q_THD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
     split: SplitDocuments,
     *of_heads: Tensor,
 ) -> Tensor:
-    """Attention output of this rank's tokens, ``[T, H, D]``, or as wide as the values; all ranks
-    that share call it alike.
+    """Compute the attention of this rank's tokens; all ranks of the group must call it together.
 
     Args:
-        q_THD, k_TKD, v_TKD: of this rank's tokens, those of split documents first.
-        of_heads: ``[H]`` each, as sinks.
+        attend: attention on one rank.
+        q_THD, k_TKD, v_TKD: this rank's tokens, those of split documents first.
+        split: how documents are split.
+        of_heads: tensors with a value for each head, ``[H]``, such as sinks.
+
+    Returns:
+        ``[T, H, D]``, as wide as the values.
 
     Raises:
         ValueError: the heads cannot be divided among the ranks.
@@ -76,9 +82,14 @@ def attend_split(
 
 
 def _together(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, split: SplitDocuments, *of_heads: Tensor
+    attend: DocumentAttend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    split: SplitDocuments,
+    *of_heads: Tensor,
 ) -> Tensor:
-    """Output for this rank's tokens of split documents, ``[n, H, D]``."""
+    """Compute the attention of this rank's tokens of split documents, ``[n, H, D]``."""
     heads = q.shape[1]
     groups = k.shape[1]
     inner = split.context.inner
@@ -86,9 +97,9 @@ def _together(
         raise ValueError(reason)
     own = of_heads
     if inner > 1:
-        if (
-            groups % inner
-        ):  # each rank's query heads belong to one key head, which others have as well
+        if groups % inner:
+            # Fewer key heads than ranks: each rank's query heads belong to one key head, which
+            # other ranks get as well.
             k, v = (x.repeat_interleave(inner // groups, dim=1) for x in (k, v))
         q, k, v = (_Exchange.apply(x, split, True) for x in (q, k, v))
         own = tuple(values.chunk(inner)[split.context.rank % inner] for values in of_heads)
@@ -100,7 +111,7 @@ def _together(
 
 
 def _to_gathered(
-    attend: Attend,
+    attend: DocumentAttend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,11 +119,13 @@ def _to_gathered(
     keys: SharedKeys,
     *of_heads: Tensor,
 ) -> Tensor:
-    """Output of queries that attend to the keys and values of all ranks, some heads at a time."""
+    """Compute the attention of this rank's queries to the keys and values of all ranks, gathered
+    some heads at a time.
+    """
     heads = q.shape[1]
     groups = k.shape[1]
     a_head = len(keys.index) * (k.shape[2] + v.shape[2]) * k.element_size()
-    at_once = max(1, AT_ONCE // a_head)
+    at_once = max(1, GATHER_BYTES // a_head)
     ratio = heads // groups
     outs = []
     for first in range(0, groups, at_once):
@@ -120,7 +133,7 @@ def _to_gathered(
         of_q = slice(first * ratio, (first + at_once) * ratio)
         own = k[:, of_k], v[:, of_k]
         gathered = [_Gather.apply(x, split) for x in own]
-        with _kept_as(own, gathered, split):
+        with _saving_shards(own, gathered, split):
             some = (values[of_q] for values in of_heads)
             outs.append(
                 attend(
@@ -138,48 +151,55 @@ def _to_gathered(
 
 
 @contextmanager
-def _kept_as(
+def _saving_shards(
     own: Sequence[Tensor], gathered: Sequence[Tensor], split: SplitDocuments
 ) -> Iterator[None]:
-    """Within: of what was gathered the backward pass keeps what it was gathered from. Not where
-    others decide what is kept, as recomputation does, for which a layer's are there only while
-    it computes."""
+    """Save this rank's shard for backward instead of the gathered tensor, inside the ``with`` block.
+
+    No effect under other saved-tensor hooks, such as those of activation recomputation, which keeps
+    a layer's tensors only while the layer computes.
+
+    Args:
+        own: this rank's keys and values.
+        gathered: those of all ranks, in the same order.
+    """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         yield
         return
 
     pairs = list(zip(own, gathered))
 
-    def pack(x: Tensor) -> Tensor | _Own:
-        for mine, whole in pairs:
+    def pack(x: Tensor) -> Tensor | _Shard:
+        for shard, whole in pairs:
             if (
                 x.data_ptr() == whole.data_ptr()
                 and x.shape == whole.shape
                 and x.stride() == whole.stride()
             ):
-                return _Own(mine.detach(), split)
+                return _Shard(shard.detach(), split)
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+    def unpack(saved: Tensor | _Shard) -> Tensor:
+        return _gathered(saved.x_QKD, saved.split) if isinstance(saved, _Shard) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-    pairs.clear()  # autograd keeps the function
+    pairs.clear()  # autograd keeps ``pack``, which would keep the gathered tensors
 
 
 @dataclass(frozen=True)
-class _Own:
-    """Of the tokens of this rank what was gathered from all."""
+class _Shard:
+    """This rank's part of a gathered tensor."""
 
     x_QKD: Tensor
     split: SplitDocuments
 
 
-def _unpacked(kept: Tensor | _Own) -> Tensor:
-    return _gathered(kept.x_QKD, kept.split) if isinstance(kept, _Own) else kept
-
-
 def why_not_divided(heads: int, groups: int, count: int) -> str | None:
-    """What keeps attention with so many query and key heads from being divided among ``count``
-    ranks.
+    """Return why attention cannot be divided among ``count`` ranks by heads, or None if it can.
+
+    Args:
+        heads, groups: numbers of query heads and of key heads.
     """
     if heads % count == 0 and (groups % count == 0 or count % groups == 0):
         return None
@@ -187,8 +207,8 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
 
 
 class _Exchange(torch.autograd.Function):
-    """``[n, H, D]`` of all heads to ``[c n, H/c, D]`` of the tokens of c ranks, document after
-    document, or back.
+    """All-to-all from ``[n, H, D]``, all heads of this rank's tokens, to ``[c n, H/c, D]``, some
+    heads of all ranks' tokens in the order of the documents; or back.
     """
 
     @staticmethod
@@ -206,32 +226,32 @@ def _to_heads(x_QHD: Tensor, split: SplitDocuments) -> Tensor:
     parts = (
         x_QHD.unflatten(1, (split.context.inner, -1)).transpose(0, 1).contiguous()
     )  # [c, n, H/c, D]
-    found = _sent(parts, split.context).flatten(0, 1)
-    return found if split.order is None else found.index_select(0, split.order)
+    tokens = _all_to_all(parts, split.context).flatten(0, 1)
+    return tokens if split.order is None else tokens.index_select(0, split.order)
 
 
 def _to_tokens(x_THD: Tensor, split: SplitDocuments) -> Tensor:
     x_THD = x_THD.contiguous() if split.back is None else x_THD.index_select(0, split.back)
     return (
-        _sent(x_THD.unflatten(0, (split.context.inner, -1)), split.context)
+        _all_to_all(x_THD.unflatten(0, (split.context.inner, -1)), split.context)
         .transpose(0, 1)
         .flatten(1, 2)
     )
 
 
-def _sent(parts: Tensor, context: Context) -> Tensor:
-    """Part n to rank n; in place n what rank n sent."""
+def _all_to_all(parts: Tensor, context: Context) -> Tensor:
+    """Send part n to rank n; return a tensor whose part n came from rank n."""
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=context.inner_group)
     return received
 
 
 class _Gather(torch.autograd.Function):
-    """Keys or values ``[n, K, D]`` that this rank has to those that its queries attend to, ``[keys,
+    """Gather keys or values ``[n, K, D]`` of this rank to those that its queries attend to, ``[keys,
     K, D]``.
 
-    Backward each gathered token's gradients are added up in fp32 in the order of the chunks, and
-    then over the ranks.
+    The backward pass adds the gradients of each gathered token in fp32, first in the order of the
+    rank's chunks and then over the ranks.
     """
 
     @staticmethod
@@ -256,6 +276,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered(x_QKD: Tensor, split: SplitDocuments) -> Tensor:
+    """Return the keys or values of all ranks in the order in which this rank attends to them."""
     assert split.keys is not None
     gathered = x_QKD.new_empty(split.context.outer * len(x_QKD), *x_QKD.shape[1:])
     dist.all_gather_into_tensor(gathered, x_QKD.contiguous(), group=split.context.outer_group)

@@ -1,10 +1,10 @@
-"""Causal attention in which every token sees its own document only.
+"""Causal attention in which every token attends to its own document only.
 
 Shapes: N documents, Q queries and T keys of all of them, H query heads, K key/value heads, D head
-width. ``q_QHD``, ``k_TKD``, ``v_TKD``; the queries of document n are
-``cu_seqlens_q[n]:cu_seqlens_q[n + 1]``, its keys the same tokens or
-``cu_seqlens_k[n]:cu_seqlens_k[n + 1]``: then its earlier tokens are there as keys alone (a cache, a
-shared prefix, the chunks of other ranks).
+width. Tensors are ``q_QHD``, ``k_TKD``, ``v_TKD``. The queries of document n are
+``cu_seqlens_q[n]:cu_seqlens_q[n + 1]``. Its keys are the same tokens, or
+``cu_seqlens_k[n]:cu_seqlens_k[n + 1]``; then earlier tokens of the document exist as keys only (a
+cache, a shared prefix, the chunks of other ranks).
 """
 
 from __future__ import annotations
@@ -35,26 +35,32 @@ def document_attention(
     flash: bool = True,
     padding: int = 0,
 ) -> Tensor:
-    """Attention output ``[Q, H, D]``, or as wide as the values, in the dtype of the inputs.
+    """Compute causal attention within each document.
 
     Args:
-        v_TKD: may be narrower than the keys, as in latent attention; it is filled up with zeros.
+        q_QHD, k_TKD: queries and keys.
+        v_TKD: values; may be narrower than the keys, as in latent attention (they are padded with
+            zeros).
         cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.
-        max_seqlen_q: bound on a document's queries.
-        cu_seqlens_k: likewise of the keys, ending at T at most; by default queries and keys are the
-            same tokens. A document has at least as many keys as queries, and its last query stands
+        max_seqlen_q: upper bound on the queries of a document.
+        cu_seqlens_k: the same of the keys, ending at T or before; by default queries and keys are
+            the same tokens. A document has at least as many keys as queries, and its last query is
             at its last key (bottom-right alignment, as in FlashAttention).
-        max_seqlen_k: bound on a document's keys; needed where ``cu_seqlens_k`` is given.
+        max_seqlen_k: upper bound on the keys of a document; required with ``cu_seqlens_k``.
         scale: factor on the scores, ``D ** -0.5`` by default.
-        window: a token sees itself and the ``window - 1`` before it.
+        window: a token attends to itself and the ``window - 1`` before it.
         softcap: scores become ``softcap · tanh(score / softcap)``.
-        sinks: ``[H]``, a logit each head may spend its attention on.
+        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
         backend: one of ``BACKENDS``; chosen by ``choose_backend`` if None.
-        flash: False chooses no backend of FlashAttention.
-        padding: values that may be left free behind the heads of each token, by a backend that can.
+        flash: if False, no FlashAttention backend is chosen.
+        padding: values to leave free behind the heads of each token of the output; backends that
+            cannot do this ignore it.
+
+    Returns:
+        ``[Q, H, D]``, as wide as the values, in the dtype of the inputs.
 
     Raises:
-        ValueError: shapes or types do not fit, or ``backend`` cannot do what is asked.
+        ValueError: shapes or dtypes do not fit, or ``backend`` cannot do what is asked.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -82,6 +88,7 @@ def document_attention(
     )
     chosen = BACKENDS[name]
     support = chosen.support(q_QHD.device.type)
+    # Zero channels up to the head width that the backend supports change no score.
     missing = -head_dim % (support.multiple if support is not None else 1)
     narrow = v_TKD.shape[-1]
     if missing:

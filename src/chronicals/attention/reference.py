@@ -1,4 +1,4 @@
-"""The definition: one document, its whole score matrix."""
+"""The definition of attention, for one document and with its whole score matrix."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def attention_reference(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of Q queries to S keys, ``[H, Q, D]``; K and V are repeated to all heads.
+    """Compute the attention of Q queries to S keys, ``[H, Q, D]``.
 
     Args:
-        seen: bool ``[Q, S]``, which keys each query sees; all by default.
+        k_KSD, v_KSD: keys and values of K heads, which are repeated to H.
+        seen: bool ``[Q, S]``, the keys that each query attends to; all if None.
         scale: factor on the scores.
         softcap: scores become ``softcap · tanh(score / softcap)``.
-        sinks: ``[H]``, a logit each head may spend its attention on.
+        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
     """
     groups = q_HQD.shape[0] // k_KSD.shape[0]
     k_HSD, v_HSD = (x.repeat_interleave(groups, 0) for x in (k_KSD, v_KSD))

@@ -1,11 +1,11 @@
-"""Keys and values of documents that share a prompt, gathered from where each token stands once.
+"""Gather keys and values for documents that share a prompt, whose tokens are stored once.
 
 Shapes: T tokens, K keys of all documents, S answers to a prompt, H heads, D head width.
 
-    y[i] = x[index[i]]        dx[t] = Σ_j dy[places[j, t]]  over the places that are there
+    y[i] = x[index[i]]        dx[t] = Σ_j dy[places[j, t]]  over the valid places
 
-The backward pass gathers too: sums have one order. Bytes a layer, of keys and of values: 2·(T +
-K)·H·D forward, and backward (S + 1)·T at most in the place of K.
+The backward pass gathers, too, so sums have one order. Bytes a layer, for keys and for values: 2·(T
++ K)·H·D forward; backward with at most (S + 1)·T in place of K.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_keys(x_THD: Tensor, keys: SharedKeys) -> Tensor:
-    """Keys or values ``[K, H, D]`` as ``keys.cu_seqlens`` divides them.
+    """Gather keys or values ``[K, H, D]`` in the order of ``keys.cu_seqlens``.
 
-    On a card there may be more than it divides, whose number the host does not know; attention does
-    not read them.
+    On a card K may exceed ``keys.cu_seqlens[-1]``, which the host does not know; attention does not
+    read the rest.
     """
     index = keys.index
     if not index.is_cuda:

@@ -1,4 +1,4 @@
-"""What a mask needs and what a backend can do."""
+"""Descriptions of what a call of attention needs and of what a backend supports."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALVES = frozenset({torch.bfloat16, torch.float16})
+HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Which queries and which keys belong together: N pairs of ranges, one for each document.
+    """Bounds of the documents among queries and keys: a pair of ranges for each of N documents.
 
-    The last query of a pair stands at its last key (bottom-right alignment, as FlashAttention
-    defines it): query i of Q sees the keys up to ``i + K - Q`` of K. There are at least as many
-    keys as queries.
+    The last query of a document is at its last key (bottom-right alignment, as in FlashAttention):
+    query i of Q attends to the keys up to ``i + K - Q`` of K. There are at least as many keys as
+    queries.
 
     Attributes:
-        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries, and at that of keys or
-            before it. One tensor where both are the same tokens.
-        max_q, max_k: bounds on a document's queries and on its keys.
+        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries, and at the number of keys or
+            before. The same tensor object if both are the same tokens.
+        max_q, max_k: upper bounds on the queries and on the keys of a document.
     """
 
     cu_q: Tensor
@@ -32,26 +32,29 @@ class Spans:
 
     @property
     def are_equal(self) -> bool:
-        """Whether queries and keys are the same tokens; bounds with equal values in two tensors
-        are not looked into.
-        """
+        """True if queries and keys are the same tokens."""
+        # By identity; comparing values would make the host wait for a card.
         return self.cu_k is self.cu_q
 
 
 Attend = Callable[
     [Tensor, Tensor, Tensor, Spans, float, int | None, float | None, Tensor | None, int], Tensor
 ]
-"""``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)`` to ``[Q, H, D]``."""
+"""A function of ``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)`` that
+returns ``[Q, H, D]``.
+"""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one call asks for.
+    """Requirements of one call.
 
     Attributes:
+        device: type of the device.
         capability: the card's compute capability; (0, 0) for other devices.
-        trains: a gradient will be asked for.
-        spans: queries and keys have bounds of their own.
+        window, softcap, sinks: whether the mask has them.
+        trains: whether gradients will be computed.
+        spans: whether queries and keys have different bounds.
     """
 
     device: str
@@ -73,13 +76,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend does on one type of device; None is any.
+    """Abilities of a backend on one type of device.
 
     Attributes:
-        widest: by major compute capability the widest head; cards that are not named are not
-            supported.
-        multiple: head widths between its multiples are filled up with zeros.
-        spans: queries and keys may have bounds of their own.
+        dtypes: supported dtypes; None for any.
+        widest: the widest head for each major compute capability; cards not named are not
+            supported. None for any.
+        multiple: heads are padded with zeros to a multiple of this width.
+        window, softcap, sinks: whether masks with them are supported.
+        spans: whether queries and keys may have different bounds.
+        forward_only: whether gradients are not supported.
     """
 
     dtypes: frozenset[torch.dtype] | None = None
@@ -92,7 +98,7 @@ class Support:
     forward_only: bool = False
 
     def lacks(self, needs: Needs) -> str | None:
-        """The first thing asked for that is not supported, as ``field=value``, or None."""
+        """Return the first requirement that is not supported, as ``field=value``, or None."""
         major = needs.capability[0]
         lacking = {
             f"dtype={needs.dtype}": self.dtypes is not None and needs.dtype not in self.dtypes,
@@ -113,9 +119,10 @@ class Backend:
     """One way to compute document attention.
 
     Attributes:
-        supports: by type of device; ``"any"`` stands for all that are not named.
-        available: whether what it is made of is installed.
-        remedy: what to do where it is not.
+        attend: the function that computes it.
+        supports: abilities by type of device; ``"any"`` stands for all types not named.
+        available: returns whether the required packages are installed.
+        remedy: how to install them.
     """
 
     attend: Attend
@@ -124,10 +131,11 @@ class Backend:
     remedy: str = ""
 
     def support(self, device: str) -> Support | None:
+        """Return the abilities on a type of device, or None if it is not supported."""
         return self.supports.get(device, self.supports.get("any"))
 
     def lacks(self, needs: Needs) -> str | None:
-        """Why it cannot run here, or None."""
+        """Return why this backend cannot serve ``needs``, or None if it can."""
         support = self.support(needs.device)
         if support is None:
             return f"device={needs.device}"

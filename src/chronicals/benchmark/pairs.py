@@ -161,10 +161,10 @@ class PairWork(Work):
         Raises:
             ConfigurationError: of a row more or less than its answer is trained.
         """
-        from chronicals.data.making.store import SIDE
+        from chronicals.data.making.store import SIDE_COLUMN
 
         stream = self.stream()
-        sides = stream.store.columns[SIDE]
+        sides = stream.store.columns[SIDE_COLUMN]
         size = stream.packs_a_step
         for step in range(first, first + count):
             held = [int(number) for pack in stream.packs_of(step * size) for number in pack]

@@ -9,7 +9,7 @@ from typing import Any
 
 from chronicals import beforehand
 from chronicals.config import ChronicalsConfig
-from chronicals.data.packs import compilation
+from chronicals.data.packs import machine_code
 from chronicals.model_shape import ModelShape
 
 FLASH_ATTENTION = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"
@@ -17,8 +17,8 @@ FLASH_ATTENTION = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"
 
 def compile_data_functions() -> None:
     """Start a process that compiles the data functions with numba, if they are not compiled yet."""
-    if compilation.sources():
-        beforehand.start(compilation.__name__, [], compilation.facts())
+    if machine_code.source_hash():
+        beforehand.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
 
 
 def compile_attention(model: str, config: ChronicalsConfig) -> None:

@@ -131,7 +131,7 @@ def show(
     from rich.console import Console
 
     from chronicals.data import DataError, Tokenizer, build_store
-    from chronicals.data.making.building import log_report
+    from chronicals.data.making.opening import log_report
     from chronicals.data.packs.loader import plan_of
     from chronicals.data.reading.gate import check_shares
     from chronicals.data.tokens.chat_templates import with_chat_template
@@ -210,11 +210,11 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
 def _answer(store: TokenStore, number: int) -> str:
     """Which answer of its row a document is, and what it shares; nothing of a row with one."""
     from chronicals.data.kinds.preferences import SIDES
-    from chronicals.data.making.store import LABEL, SIDE
+    from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 
     if store.items is None:
         return ""
-    side, label = (int(store.columns[name][number]) for name in (SIDE, LABEL))
+    side, label = (int(store.columns[name][number]) for name in (SIDE_COLUMN, LABEL_COLUMN))
     names = (
         SIDES if label < 0 else ("bad" if label == 0 else "good", "with the answer of another row")
     )

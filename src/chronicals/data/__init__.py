@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chronicals.data.making.building import build_store as build_store
-    from chronicals.data.making.building import open_divided as open_divided
-    from chronicals.data.making.building import open_held_out as open_held_out
-    from chronicals.data.making.building import open_store as open_store
+    from chronicals.data.making.opening import open_divided as open_divided
+    from chronicals.data.making.opening import open_held_out as open_held_out
+    from chronicals.data.making.opening import open_store as open_store
     from chronicals.data.making.store import TokenStore as TokenStore
     from chronicals.data.packs.loader import BatchStream as BatchStream
     from chronicals.data.packs.loader import create_dataloader as create_dataloader
     from chronicals.data.packs.loader import filler_token as filler_token
     from chronicals.data.packs.packing import PackPlan as PackPlan
-    from chronicals.data.packs.packing import SequencePacker as SequencePacker
     from chronicals.data.packs.packing import plan_packs as plan_packs
+    from chronicals.data.packs.sequence_packer import SequencePacker as SequencePacker
     from chronicals.data.reading.gate import DataError as DataError
     from chronicals.data.reading.gate import DataReport as DataReport
     from chronicals.data.reading.ledger import Ledger as Ledger
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from chronicals.data.reading.sources import Source as Source
     from chronicals.data.reading.sources import read_records as read_records
     from chronicals.data.reading.sources import source_fingerprint as source_fingerprint
-    from chronicals.data.tokens.template import TemplateError as TemplateError
+    from chronicals.data.tokens.chat_template import TemplateError as TemplateError
     from chronicals.data.tokens.template import Tokenizer as Tokenizer
     from chronicals.data.tokens.template import stop_token_ids as stop_token_ids
 
@@ -40,7 +40,7 @@ _HOME = {
     "DataSource": "reading.sources",
     "Ledger": "reading.ledger",
     "PackPlan": "packs.packing",
-    "SequencePacker": "packs.packing",
+    "SequencePacker": "packs.sequence_packer",
     "Source": "reading.sources",
     "TemplateError": "tokens.template",
     "TokenStore": "making.store",
@@ -48,9 +48,9 @@ _HOME = {
     "build_store": "making.building",
     "create_dataloader": "packs.loader",
     "filler_token": "packs.loader",
-    "open_divided": "making.building",
-    "open_held_out": "making.building",
-    "open_store": "making.building",
+    "open_divided": "making.opening",
+    "open_held_out": "making.opening",
+    "open_store": "making.opening",
     "plan_packs": "packs.packing",
     "read_records": "reading.sources",
     "source_fingerprint": "reading.sources",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chronicals.distributed.shards import Shards
 from chronicals.distributed.weight_shards import WeightShards
-from chronicals.kernels.adamw_8bit import SIZE
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK
 from chronicals.kernels.master import split_master
 from chronicals.optimizers import Adam8bit, FusedAdamW
 from chronicals.saving import Piece
@@ -138,4 +138,4 @@ class ShardedAdam8bit(ShardedAdamW, Adam8bit):
 
 def _unit(state: str) -> int:
     """Elements of a weight that one of a state goes with."""
-    return SIZE if state.endswith("_amax") else 1
+    return MOMENT_BLOCK if state.endswith("_amax") else 1

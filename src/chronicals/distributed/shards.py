@@ -24,7 +24,7 @@ from torch import Tensor
 
 from chronicals.distributed.buckets import BUCKET, IN_FLIGHT
 from chronicals.distributed.mesh import Mesh
-from chronicals.kernels.adamw_8bit import SIZE
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK
 from chronicals.kernels.gradient_norm import gradient_norm
 
 ROWS = 16
@@ -41,7 +41,7 @@ def share_of(elements: int, rank: int, count: int) -> tuple[int, int]:
 
 def width_of(elements: int, count: int) -> int:
     """Elements of a share, at most: that of the first rank."""
-    return -(-elements // (SIZE * count)) * SIZE
+    return -(-elements // (MOMENT_BLOCK * count)) * MOMENT_BLOCK
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from chronicals.export.additions import Part, parts_in_files
-from chronicals.export.part_names import StoredNames
-from chronicals.export.weight_files import StoredTensor
+from chronicals.formats.part_names import StoredNames
+from chronicals.formats.weight_files import StoredTensor
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import stacked_experts
 

@@ -1,8 +1,9 @@
-"""A trained model in the formats that others serve, each proved before it gets its name."""
+"""Export of a trained model to formats that others serve, each proved before it gets its name."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from chronicals.export import (
     compressed_tensors,
     gguf,
     gguf_adapter,
-    gguf_file,
+    gguf_proof,
     gguf_vision,
     nf4,
     serving,
@@ -23,13 +24,15 @@ from chronicals.export import (
 )
 from chronicals.export.card import card
 from chronicals.export.hub import push
-from chronicals.export.merge import of_a_reward_model
+from chronicals.export.merge import reward_model_refusal
 from chronicals.export.ollama import modelfile
-from chronicals.export.part_names import reads_images
 from chronicals.export.progress import without_bars
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
 from chronicals.export.workspace import EXPORTS, PROOF, workspace
+from chronicals.formats.gguf.vision import PROJECTOR_TYPES
+from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
+from chronicals.formats.part_names import reads_images
 from chronicals.models import score_of
 from chronicals.saving import SavedModel, save_model, text_files
 
@@ -41,10 +44,11 @@ class Format:
     """A way to write a model.
 
     Attributes:
-        prefix, suffix: of the artefact's name.
-        write: the artefact, at a path.
-        prove: adds what was compared to a proof.
-        size: bytes that it takes, about.
+        suffix: of the artefact's name.
+        write: writes the artefact to a path.
+        prove: adds the checks of an artefact to a proof.
+        size: returns about how many bytes it takes.
+        prefix: of the artefact's name.
     """
 
     suffix: str
@@ -54,7 +58,7 @@ class Format:
     prefix: str = ""
 
     def name(self, model: str) -> str:
-        """Of the artefact of a model."""
+        """Return the name of a model's artefact."""
         return f"{self.prefix}{model}{self.suffix}"
 
 
@@ -64,7 +68,7 @@ def _whole(kind: str) -> Format:
         f"-{kind}",
         lambda source, aside: whole.write(source, aside, kind),
         lambda source, aside, proof: whole.prove(source, aside, kind, proof),
-        lambda source: width * sum(_values(source)),
+        lambda source: width * sum(math.prod(x.shape) for x in source.tensors.values()),
     )
 
 
@@ -72,7 +76,7 @@ def _gguf(kind: str) -> Format:
     return Format(
         f"-{kind}.gguf",
         lambda source, aside: gguf.write(source, aside, kind),
-        lambda source, aside, proof: gguf.prove(source, aside, kind, proof),
+        lambda source, aside, proof: gguf_proof.prove(source, aside, kind, proof),
         lambda source: gguf.size(source, kind),
     )
 
@@ -97,16 +101,6 @@ def _compressed(name: str) -> Format:
     )
 
 
-def _values(source: Source) -> list[int]:
-    found = []
-    for stored in source.tensors.values():
-        count = 1
-        for n in stored.shape:
-            count *= n
-        found.append(count)
-    return found
-
-
 FORMATS: dict[str, Format] = {
     "merged": _whole("bf16"),
     "merged-fp16": _whole("fp16"),
@@ -117,10 +111,10 @@ FORMATS: dict[str, Format] = {
     ),
     "nf4": Format("-nf4", nf4.write, nf4.prove, nf4.size),
     **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
-    **{f"gguf-{kind}": _gguf(kind) for kind in (*gguf_file.TYPES, *gguf_file.BY_LLAMA_CPP)},
-    **{f"mmproj-{kind}": _mmproj(kind) for kind in gguf_vision.TYPES},
+    **{f"gguf-{kind}": _gguf(kind) for kind in (*WEIGHT_TYPES, *LLAMA_CPP_KINDS)},
+    **{f"mmproj-{kind}": _mmproj(kind) for kind in PROJECTOR_TYPES},
 }
-"""By the name that ``--to`` takes."""
+"""Formats by the names that ``--to`` takes."""
 
 
 class ExportError(ValueError):
@@ -132,8 +126,10 @@ class Exported:
     """An artefact that was proved.
 
     Attributes:
-        card: what its model card says.
-        serve: the command by which a server takes it, for a shell; None where none does.
+        format: its name in ``FORMATS``.
+        path: of the file or folder.
+        card: the text of its model card.
+        serve: shell command by which a server loads it; None if none does.
     """
 
     format: str
@@ -159,26 +155,26 @@ def export(
 ) -> list[Exported]:
     """Write a trained model in other formats, and read each back with its own client.
 
-    An artefact is written aside. It is renamed once everything that could be compared agrees; what
-    could not be compared, because a client is not installed, is named in the proof,
+    An artefact is written aside, and renamed once all checks that could be run pass. Checks that
+    could not be run, because a client is not installed, are named in the proof,
     ``NAME.proof.json`` beside the artefact.
 
     Args:
         model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in
             memory, saved first.
         to: names of ``FORMATS``. GGUF of a model of images and text comes with an ``mmproj`` file
-            for what reads images.
+            for the part that reads images.
         output: folder for the artefacts; by default ``export`` in the model's folder, or for a hub
             name ``NAME-export`` here.
-        base_model: of an adapter, where it does not say or has moved.
+        base_model: of an adapter that does not name it, or whose base has moved.
         tokenizer: of a model in memory, which needs one.
-        name: what the artefacts' names begin with; by default the model folder's, or ``model``.
+        name: beginning of the artefacts' names; by default the model folder's, or ``model``.
         data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base,
             the trained and the exported model are reported.
-        importance: rows over which the importance of each column of a weight is measured, for what
-            llama.cpp quantises.
-        vllm_python: the interpreter of an environment with vLLM, which then loads what it can
-            serve.
+        importance: rows over which the importance of each column of a weight is measured, for
+            files that llama.cpp quantises.
+        vllm_python: interpreter of an environment with vLLM, which then loads the artefacts that it
+            can serve.
         ollama: also write a Modelfile for each GGUF file.
         push_to_hub: name of a repository on the hub, to which all artefacts are uploaded once they
             are proved; a new one is private.
@@ -191,125 +187,142 @@ def export(
         NotProved: an artefact is not the trained model; it was removed, those before it stay.
         ValueError: there is no such model, or its adapter cannot be merged.
     """
-    asked = [to] if isinstance(to, str) else list(to)
-    if unknown := [one for one in asked if one not in FORMATS]:
-        raise ExportError(f"to={unknown[0]!r}: no such format; there are {', '.join(FORMATS)}")
-    named, folder = _place(model, name, output)
+    formats = [to] if isinstance(to, str) else list(to)
+    for format_name in formats:
+        if format_name not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise ExportError(f"to={format_name!r}: no such format; there are {known}")
+    stem, folder = _stem_and_folder(model, name, output)
     if not isinstance(model, (str, Path)) and tokenizer is None:
         raise ExportError(
             "tokenizer=None: a model in memory is exported with its tokenizer; give it"
         )
-    targets = {one: folder / FORMATS[one].name(named) for one in asked}
-    for one, target in targets.items():
+    targets = {name: folder / FORMATS[name].name(stem) for name in formats}
+    for format_name, target in targets.items():
         if target.exists():
             raise ExportError(
-                f"{target}: is there already (--to {one}); delete it, or give another --output"
+                f"{target}: is there already (--to {format_name}); delete it, or give another "
+                "--output"
             )
     _check_no_score(model, base_model)
     folder.mkdir(parents=True, exist_ok=True)
-    named_paths = {"data": data, "importance": importance, "vllm_python": vllm_python}
-    given = {key: None if path is None else str(path) for key, path in named_paths.items()}
-    with (
-        without_bars(),
-        workspace(folder) as place,
-        opened(
-            _stored(model, tokenizer, place), base_model, place, set(asked) == {"adapter"}, **given
-        ) as source,
-    ):
-        eyes = _eyes(source, asked, folder, named)
-        if eyes is not None and not eyes[1].exists():
-            targets |= dict([eyes])
-        _check_room(source, list(targets), folder)
-        beside = None if eyes is None else eyes[1]
-        made = [_one(one, target, source, place, ollama, beside) for one, target in targets.items()]
+    fields = {"data": data, "importance": importance, "vllm_python": vllm_python}
+    paths = {key: None if path is None else str(path) for key, path in fields.items()}
+    apart = set(formats) == {"adapter"}
+    with without_bars(), workspace(folder) as place:
+        saved = _saved(model, tokenizer, place)
+        with opened(saved, base_model, place, apart, **paths) as source:
+            projector = None
+            projector_format = _projector_format(source, formats)
+            if projector_format is not None:
+                projector = folder / FORMATS[projector_format].name(stem)
+                if projector.exists():
+                    _check_projector(source, projector_format, projector)
+                else:
+                    targets[projector_format] = projector
+            _check_room(source, list(targets), folder)
+            artefacts = [
+                _export_one(format_name, target, source, place, ollama, projector)
+                for format_name, target in targets.items()
+            ]
     if push_to_hub is not None:
-        address = push(push_to_hub, [exported.path for exported in made], made[0].card)
-        logger.info("uploaded to %s", address)
-    return made
+        paths_to_push = [artefact.path for artefact in artefacts]
+        logger.info("uploaded to %s", push(push_to_hub, paths_to_push, artefacts[0].card))
+    return artefacts
 
 
-def _eyes(
-    source: Source, asked: Sequence[str], folder: Path, named: str
-) -> tuple[str, Path] | None:
-    """Format and path of what llama.cpp needs beside the language part of a model of images and
-    text, where that is asked for.
+def _projector_format(source: Source, formats: Sequence[str]) -> str | None:
+    """Return the format of the file that llama.cpp needs to read images, if GGUF files are asked for.
 
     Raises:
         NotExpressible: it has no form for this model.
-        ExportError: it is there already, and is not this model's.
     """
-    kinds = {
-        one.removeprefix("gguf-")
-        for one in asked
-        if one.startswith("gguf-") and one != "gguf-adapter"
-    }
+    kinds = set()
+    for name in formats:
+        if name.startswith("gguf-") and name != "gguf-adapter":
+            kinds.add(name.removeprefix("gguf-"))
     if not kinds or not reads_images(source.config):
         return None
-    gguf_vision.settings_of(source)  # so that what is refused is refused before anything is written
-    given = next((one for one in asked if one.startswith("mmproj-")), None)
-    one = given or ("mmproj-f32" if kinds == {"f32"} else "mmproj-f16")
-    target = folder / FORMATS[one].name(named)
-    if target.exists():
-        proof = Proof({})
-        FORMATS[one].prove(source, target, proof)
-        if proof.failed:
-            raise ExportError(
-                f"{target}: is there already and is not this model's ({proof.failed[0]}); delete it"
-            )
-        logger.info("%s: is there already, and is still what reads this model's images", target)
-    return one, target
+    gguf_vision.settings_of(source)  # refuses a model before anything is written
+    for name in formats:
+        if name.startswith("mmproj-"):
+            return name
+    return "mmproj-f32" if kinds == {"f32"} else "mmproj-f16"
 
 
-def _place(model: Any, name: str | None, output: str | Path | None) -> tuple[str, Path]:
-    """What artefacts are called, and the folder that they are in."""
+def _check_projector(source: Source, format_name: str, target: Path) -> None:
+    """Raise ExportError if a file that reads images is not this model's."""
+    proof = Proof({})
+    FORMATS[format_name].prove(source, target, proof)
+    if proof.failed:
+        raise ExportError(
+            f"{target}: is there already and is not this model's ({proof.failed[0]}); delete it"
+        )
+    logger.info("%s: is there already, and is still what reads this model's images", target)
+
+
+def _stem_and_folder(model: Any, name: str | None, output: str | Path | None) -> tuple[str, Path]:
+    """Return the beginning of the artefacts' names, and their folder."""
     if not isinstance(model, (str, Path)):
-        named = name or "model"
-        return named, Path(f"{named}-export" if output is None else output)
-    there = Path(model)
-    named = name or (there.resolve().name if there.exists() else str(model).rpartition("/")[2])
-    beside = there / EXPORTS if there.is_dir() else Path(f"{named}-export")
-    return named, beside if output is None else Path(output)
+        stem = name or "model"
+        return stem, Path(f"{stem}-export" if output is None else output)
+    path = Path(model)
+    stem = name or (path.resolve().name if path.exists() else str(model).rpartition("/")[2])
+    if output is not None:
+        return stem, Path(output)
+    return stem, path / EXPORTS if path.is_dir() else Path(f"{stem}-export")
 
 
 def _check_no_score(model: Any, base_model: str | None) -> None:
-    """Raises ExportError where it is a reward model, which predicts no tokens."""
+    """Raise ExportError for a reward model, which predicts no tokens."""
     if not isinstance(model, (str, Path)):
         if score_of(model) is not None:
             raise ExportError(
                 "model: is a reward model, and what export writes are language models; save it "
                 "with save_model"
             )
-    elif (saved := SavedModel.find(model, base_model)).is_scored():
-        raise ExportError(of_a_reward_model(saved))
+        return
+    saved = SavedModel.find(model, base_model)
+    if saved.is_scored():
+        raise ExportError(reward_model_refusal(saved))
 
 
-def _stored(model: Any, tokenizer: Any, place: Path) -> str | Path:
-    """Where the model is; one in memory is saved to ``place``."""
+def _saved(model: Any, tokenizer: Any, place: Path) -> str | Path:
+    """Return the name or folder of the model; one in memory is saved to ``place``."""
     if isinstance(model, (str, Path)):
         return model
     save_model(place / "live", model, text_files(model, tokenizer), {})
     return place / "live"
 
 
-def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
-    """Raises ExportError where the disk has too little."""
-    needed = sum(FORMATS[one].size(source) for one in asked)
+def _check_room(source: Source, formats: Sequence[str], folder: Path) -> None:
+    """Raise ExportError if the disk has too little room."""
+    needed = sum(FORMATS[name].size(source) for name in formats)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(
-            f"output={str(folder)!r}: {', '.join(asked)} take {needed / 2**30:.2f} GiB, the disk "
-            f"has {free / 2**30:.2f}; free "
-            "some, or give a folder on another one (--output)"
+            f"output={str(folder)!r}: {', '.join(formats)} take {needed / 2**30:.2f} GiB, the disk "
+            f"has {free / 2**30:.2f}; free some, or give a folder on another one (--output)"
         )
 
 
-def _one(
-    asked: str, target: Path, source: Source, place: Path, ollama: bool, eyes: Path | None
+def _export_one(
+    format_name: str,
+    target: Path,
+    source: Source,
+    place: Path,
+    ollama: bool,
+    projector: Path | None,
 ) -> Exported:
-    chosen = FORMATS[asked]
+    """Write an artefact aside, prove it, and give it its name.
+
+    Args:
+        projector: file that reads images, for the command that serves the artefact.
+    """
+    chosen = FORMATS[format_name]
     aside = place / target.name
     about: dict[str, Any] = {
-        "format": asked,
+        "format": format_name,
         "model": str(source.saved.place),
         "base": source.saved.base,
     }
@@ -323,14 +336,15 @@ def _one(
         raise
     for check in proof.checks:
         logger.debug("%s: %s", target.name, check)
-    text = card(source, target.name, asked, proof)
+    text = card(source, target.name, format_name, proof)
     if aside.is_dir():
         (aside / "README.md").write_text(text)
     aside.rename(target)
     proof.write(target.with_name(f"{target.name}{PROOF}"))
-    if ollama and asked.startswith("gguf"):
-        text, guessed = modelfile(source, target)
-        target.with_name(f"{target.stem}.Modelfile").write_text(text)
+    if ollama and format_name.startswith("gguf"):
+        content, guessed = modelfile(source, target)
+        target.with_name(f"{target.stem}.Modelfile").write_text(content)
         if guessed:
             logger.warning("%s: %s", target.stem, guessed)
-    return Exported(asked, target, proof, text, serving.command(asked, target, source, eyes))
+    serve = serving.command(format_name, target, source, projector)
+    return Exported(format_name, target, proof, text, serve)

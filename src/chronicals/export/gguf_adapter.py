@@ -1,12 +1,13 @@
 """An adapter as a GGUF file of its own, which llama.cpp adds to a base in GGUF when it loads that.
 
-llama.cpp multiplies ``B A`` by alpha over the rank of each pair. rsLoRA's scale and alphas that
-differ between layers are therefore written as one alpha, with the rest in B.
+llama.cpp multiplies ``B A`` by one alpha over the rank of each pair. rsLoRA's scale, and alphas
+that differ between layers, are therefore written partly in B.
 """
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,52 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from chronicals.export import gguf, gguf_file, llama_cpp
+from chronicals.export import gguf, llama_cpp
+from chronicals.export.gguf_proof import (
+    GGUF_READER,
+    LOGIT_BOUNDS,
+    QUANTISED_LOGIT_BOUND,
+    ROUNDING_FACTOR,
+    TABLE_LOGIT_BOUND,
+    as_rounded,
+    is_tabulated,
+    prove_epsilon,
+)
 from chronicals.export.merge import folder_of
-from chronicals.export.part_names import language_name
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of
+from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.families import family_of
+from chronicals.formats.gguf.reader import GGUFFile, gguf_of, require_gguf
+from chronicals.formats.gguf.tensors import TensorPiece
+from chronicals.formats.part_names import language_name
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
-from chronicals.models.gguf_families import NotExpressible, family_of
-from chronicals.models.gguf_reader import gguf_of
-from chronicals.models.gguf_tensors import Piece
 
-READER = "gguf"
+PRODUCT_ERROR = 1e-6
+"""Bound on the relative error of ``B A`` with its scale."""
 
-ERROR = 1e-6
-"""Of ``B A`` with its scale, relative."""
+ADAPTED_LOGIT_BOUND = 1e-4
+"""Bound on the error of llama.cpp's logits over a base in fp32 beside the trained model's."""
 
-BOUND = 1e-4
-TABULATED = 1e-3
-"""Of llama.cpp's logits beside those of the trained model in fp32; the latter where its
-activation is a table.
-"""
+SMALLEST_CHANGE = 1e-6
+"""An adapter that changes logits by less, relatively, was not applied."""
 
-LEAST = 1e-6
-"""An adapter that changes logits by less is not there."""
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The matrices that adapt a layer, and the layer's weight in the file of its base.
+
+    Attributes:
+        a: ``[r, in]``, fp32.
+        b: ``[out, r]``, fp32.
+        scale: of their product.
+    """
+
+    piece: TensorPiece
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 def write(source: Source, target: Path) -> None:
@@ -47,20 +70,21 @@ def write(source: Source, target: Path) -> None:
         NotExpressible: the adapter does more than add ``B A`` to linear layers.
         ValueError: the model is no adapter, or the package gguf is missing.
     """
-    gguf_file.require_gguf()
+    require_gguf()
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, Keys
 
-    pairs = _pairs(source)
-    alpha = max(scale * len(a) for _, a, _, scale in pairs.values())
+    pairs = _read_pairs(source).values()
+    alpha = max(pair.scale * len(pair.a) for pair in pairs)
     architecture = MODEL_ARCH[family_of(source.text_config).architecture]
     writer = GGUFWriter(target, MODEL_ARCH_NAMES[architecture])
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
     writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
-    for piece, a, b, scale in pairs.values():
-        laid = piece.forward([b * (scale * len(a) / alpha)])
-        for suffix, matrix in (("lora_a", a), ("lora_b", laid)):
-            writer.add_tensor(f"{piece.name}.{suffix}", matrix.contiguous().numpy())
+    for pair in pairs:
+        # llama.cpp scales by alpha / rank; the rest of a pair's scale goes into B.
+        b = pair.piece.forward([pair.b * (pair.scale * len(pair.a) / alpha)])
+        writer.add_tensor(f"{pair.piece.name}.lora_a", pair.a.contiguous().numpy())
+        writer.add_tensor(f"{pair.piece.name}.lora_b", b.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -68,12 +92,16 @@ def write(source: Source, target: Path) -> None:
 
 
 def size(source: Source) -> int:
-    return sum(a.nbytes + b.nbytes for _, a, b, _ in _pairs(source).values())
+    """Return the bytes of the file's tensors."""
+    return sum(pair.a.nbytes + pair.b.nbytes for pair in _read_pairs(source).values())
 
 
-def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
-    """By the path of a layer: its weight in GGUF, A ``[r, in]``, B ``[out, r]``, both fp32, and
-    the scale of their product.
+def _read_pairs(source: Source) -> dict[str, LoraPair]:
+    """Read the matrices of an adapter, by the paths of the layers.
+
+    Raises:
+        NotExpressible: the adapter has something else than pairs of matrices.
+        ValueError: the model has no adapter.
     """
     if not source.saved.adapted:
         raise ValueError(
@@ -83,31 +111,33 @@ def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
     folder = Path(source.saved.place)
     described = describe_adapter(folder)
     shape = shape_of(described, described["target_modules"])
-    more = {
+    unsupported = {
         "DoRA": shape.use_dora,
         "modules_to_save": shape.modules_to_save,
         "another start": shape.takes_from_weights,
     }
-    if named := [name for name, there in more.items() if there]:
-        raise NotExpressible(
-            f"{folder}: {named[0]}: GGUF has no place for it in an adapter; export it merged "
-            "(--to gguf-f16)"
-        )
-    planned = gguf_file.plan(source.text_config, source.language, "f32")
+    for name, is_used in unsupported.items():
+        if is_used:
+            raise NotExpressible(
+                f"{folder}: {name}: GGUF has no place for it in an adapter; export it merged "
+                "(--to gguf-f16)"
+            )
+    planned = gguf.plan_of(source, "f32")
     pieces = {piece.sources[0]: piece for piece in planned.pieces if len(piece.sources) == 1}
+    ends = (".lora_A.weight", ".lora_B.weight")
+    pairs = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         names = list(file.keys())
-        ends = (".lora_A.weight", ".lora_B.weight")
-        if others := [name for name in names if not name.endswith(ends)]:
+        others = [name for name in names if not name.endswith(ends)]
+        if others:
             raise NotExpressible(
                 f"{folder}: {others[0]} is no pair of matrices of a layer; export it merged (--to "
                 "gguf-f16)"
             )
-        found = {}
         for name in names:
-            path = name.removeprefix(PREFIX).removesuffix(ends[0])
             if not name.endswith(ends[0]):
                 continue
+            path = name.removeprefix(PREFIX).removesuffix(ends[0])
             piece = pieces.get(language_name(f"{path}.weight") or "")
             if piece is None:
                 raise NotExpressible(
@@ -115,76 +145,69 @@ def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
                     "gguf-f16)"
                 )
             a, b = (file.get_tensor(f"{PREFIX}{path}{end}").float() for end in ends)
-            found[path] = piece, a, b, shape.at(path).scale
-    return found
+            pairs[path] = LoraPair(piece, a, b, shape.at(path).scale)
+    return pairs
 
 
 def prove(source: Source, file: Path, proof: Proof) -> None:
-    """Read it back; and by llama.cpp over the base in fp32, where it is there."""
-    pairs = _pairs(source)
-    written = gguf_file.File(file)
+    """Read the file back; and run it by llama.cpp over the base, if llama.cpp is installed."""
+    pairs = _read_pairs(source)
+    written = GGUFFile(file)
     alpha = written.value("adapter.lora.alpha")
-    proof.equal("every pair is there", READER, 2 * len(pairs), len(written.tensors))
+    proof.equal("every pair is there", GGUF_READER, 2 * len(pairs), len(written.tensors))
     errors = {}
-    for path, (piece, a, b, scale) in pairs.items():
-        read_a = written.read(f"{piece.name}.lora_a")
-        laid = written.read(f"{piece.name}.lora_b")
-        ((_, _, read_b),) = piece.backward(laid)
-        errors[path] = relative_error((alpha / len(read_a)) * read_b @ read_a, scale * b @ a)
+    for path, pair in pairs.items():
+        a = written.read(f"{pair.piece.name}.lora_a")
+        ((_, _, b),) = pair.piece.backward(written.read(f"{pair.piece.name}.lora_b"))
+        errors[path] = relative_error((alpha / len(a)) * b @ a, pair.scale * pair.b @ pair.a)
     worst = max(errors, key=lambda path: errors[path])
-    proof.bounded("what is added", READER, errors[worst], ERROR, worst)
+    proof.bounded("what is added", GGUF_READER, errors[worst], PRODUCT_ERROR, worst)
     if not llama_cpp.is_there():
-        proof.not_run(
-            "logits",
-            "llama.cpp",
-            f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}",
-        )
+        reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
+        proof.not_run("logits", "llama.cpp", reason)
     elif source.saved.about.get("base"):
-        proof.not_run(
-            "logits", "llama.cpp", "the base was in 4 bits, which no file in GGUF holds exactly"
-        )
+        reason = "the base was in 4 bits, which no file in GGUF holds exactly"
+        proof.not_run("logits", "llama.cpp", reason)
     else:
         _prove_logits(source, file, proof)
 
 
 def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
-    """Over the base that it was trained over, where that is a GGUF file; else over the base in
-    fp32.
-    """
+    """Compare logits over the GGUF file that the adapter was trained over, or the base in fp32."""
     assert source.saved.base is not None
     trained_over = gguf_of(source.saved.base)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
-        if trained_over is None:
-            gguf.write(
-                Source(source.saved, folder_of(source.saved.base)), Path(place) / "base.gguf", "f32"
-            )
+        base = trained_over
+        if base is None:
+            base = Path(place) / "base.gguf"
+            gguf.write(Source(source.saved, folder_of(source.saved.base)), base, "f32")
         tokens = max(map(len, source.documents)) + 1
-        over = trained_over or Path(place) / "base.gguf"
-        with_it, without = (llama_cpp.LlamaCpp(over, tokens, adapter=path) for path in (file, None))
-        theirs, plain = (
-            [torch.from_numpy(c.logits(ids)) for ids in source.documents]
-            for c in (with_it, without)
-        )
+        adapted = llama_cpp.LlamaCpp(base, tokens, adapter=file)
+        plain = llama_cpp.LlamaCpp(base, tokens, adapter=None)
+        theirs = [torch.from_numpy(adapted.logits(ids)) for ids in source.documents]
+        unadapted = [torch.from_numpy(plain.logits(ids)) for ids in source.documents]
     model = source.trained()
     expected = logits_of(model, source.documents)
-    kind = "f32" if trained_over is None else _kind(trained_over)
-    with gguf.as_rounded(model, kind):
-        rounded = gguf.OF_ROUNDING * largest_error(logits_of(model, source.documents), expected)
-    error = gguf.prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
-    bound = source.at_least(max(_bound(source.text_config, kind), rounded))
-    proof.bounded("logits beside the trained model's", "llama.cpp", error, bound)
-    change = largest_error(theirs, plain)
-    proof.equal("the adapter changes logits", "llama.cpp", True, change > LEAST)
+    kind = "f32" if trained_over is None else _weight_kind(trained_over)
+    with as_rounded(model, kind):
+        rounded = largest_error(logits_of(model, source.documents), expected)
+    error = prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
+    bound = max(_logit_bound(source.text_config, kind), ROUNDING_FACTOR * rounded)
+    proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(bound))
+    change = largest_error(theirs, unadapted)
+    proof.equal("the adapter changes logits", "llama.cpp", True, change > SMALLEST_CHANGE)
 
 
-def _kind(base: Path) -> str:
-    """Of a file's weights, by how llama.cpp rounds what they are multiplied with."""
-    written = gguf_file.File(base)
-    found = {written.type_of(name) for name in written.tensors}
-    exact = next((kind for kind in ("BF16", "F16") if kind in found), "F32")
-    return "quantised" if found - {"F32", "F16", "BF16"} else exact.lower()
+def _weight_kind(base: Path) -> str:
+    """Return the kind of a file's weights, by which llama.cpp rounds what they multiply."""
+    file = GGUFFile(base)
+    types = {file.type_of(name) for name in file.tensors}
+    if types - {"F32", "F16", "BF16"}:
+        return "quantised"
+    return next((kind.lower() for kind in ("BF16", "F16") if kind in types), "f32")
 
 
-def _bound(config: Any, kind: str) -> float:
-    least = BOUND if kind == "f32" else gguf.BOUNDS.get(kind, gguf.QUANTISED)
-    return max(least, TABULATED) if gguf.is_tabulated(config) else least
+def _logit_bound(config: Any, kind: str) -> float:
+    bounds = LOGIT_BOUNDS | {"f32": ADAPTED_LOGIT_BOUND}
+    bound = bounds.get(kind, QUANTISED_LOGIT_BOUND)
+    return max(bound, TABLE_LOGIT_BOUND) if is_tabulated(config) else bound

@@ -1,7 +1,6 @@
-"""How much each column of a weight matters: the mean square of what it is multiplied with, over a
-user's own rows.
+"""Importance of the columns of weights: the mean square of their inputs over a user's own rows.
 
-llama.cpp weighs the error of quantising by it (an importance matrix). Experts are measured each by
+llama.cpp weighs the error of quantising by it (an importance matrix). Each expert is measured by
 itself, over the tokens that the router gave it.
 """
 
@@ -16,27 +15,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from chronicals.export.part_names import language_name
-from chronicals.models.experts import Expert, stack_named, watch_experts
-from chronicals.models.gguf_tensors import Piece
+from chronicals.formats.expert_names import Expert, stack_named
+from chronicals.formats.gguf.tensors import TensorPiece
+from chronicals.formats.part_names import language_name
+from chronicals.models.experts import watch_experts
 
 logger = logging.getLogger(__name__)
 
-TOKENS = 1 << 16
-"""Enough to be measured over."""
+MAX_MEASURED_TOKENS = 1 << 16
+"""Tokens after which measuring ends."""
 
 
-class Squares:
-    """Sums of squares by column, of each matrix of some stacks of them; a linear layer has a
-    stack of one.
-    """
+class ColumnSquares:
+    """Sums of squares of inputs by column, of stacks of matrices; a linear layer is a stack of one."""
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Tensor] = {}
         self._rows: dict[Hashable, Tensor] = {}
 
     def add(self, stack: Hashable, matrices: int, number: int, x: Tensor) -> None:
-        """Inputs ``[..., in]`` of a matrix of a stack of so many."""
+        """Add inputs of a matrix.
+
+        Args:
+            matrices: how many matrices the stack has.
+            number: of the matrix in the stack.
+            x: ``[..., in]``.
+        """
         flat = x.reshape(-1, x.shape[-1]).float()
         if stack not in self._sums:
             self._sums[stack] = torch.zeros(matrices, flat.shape[1], dtype=torch.float64)
@@ -45,8 +49,10 @@ class Squares:
         self._rows[stack][number] += len(flat)
 
     def mean(self, stack: Hashable) -> np.ndarray | None:
-        """fp32 ``[matrices, in]``; ones for a matrix that saw nothing, whose columns so matter
-        alike; None where none did.
+        """Return the mean squares of a stack, fp32 ``[matrices, in]``.
+
+        A matrix without inputs gets ones, so that its columns count equally. None if no matrix of
+        the stack had inputs.
         """
         if stack not in self._sums:
             return None
@@ -55,37 +61,43 @@ class Squares:
         return torch.where(rows > 0, sums / rows.clamp(min=1), 1.0).float().numpy()
 
     def unseen(self) -> int:
-        """Matrices that saw nothing, of stacks of which others did."""
+        """Count the matrices without inputs in stacks that had some."""
         return sum(int((rows == 0).sum()) for rows in self._rows.values())
 
 
 @torch.no_grad()
 def importance_of(
-    model: Any, pieces: list[Piece], documents: list[list[int]]
+    model: Any, pieces: list[TensorPiece], documents: list[list[int]]
 ) -> dict[str, np.ndarray]:
-    """fp32 by the name of a tensor in the file: ``[in]`` of one that is a linear layer's weight,
-    ``[E, in]`` of experts.
+    """Measure the importance of columns, fp32, by the name of a tensor in the file.
+
+    It is ``[in]`` for the weight of a linear layer, ``[E, in]`` for experts.
 
     Args:
-        model: in the names of whose modules the pieces' sources are, but for a language part's.
-        documents: token ids, of which the first ``TOKENS`` are taken.
+        model: whose modules have the names of the pieces' sources, except for the prefix of a
+            language part.
+        documents: token ids; the first ``MAX_MEASURED_TOKENS`` are taken.
     """
-    squares = Squares()
+    squares = ColumnSquares()
     layers = {
         language_name(name) or name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-    named: dict[str, Hashable] = {}
+    stacks: dict[str, Hashable] = {}
     for piece in pieces:
-        of_a_layer = piece.sources[0].removesuffix(".weight")
-        if (stack := _stack_of(piece.sources[0])) is not None and not piece.name.endswith(".bias"):
-            named[piece.name] = stack
-        elif of_a_layer in layers and len(piece.sources) == 1:
-            named[piece.name] = of_a_layer
+        source = piece.sources[0]
+        expert = Expert.named(source)
+        stack = stack_named(source) if expert is None else expert.stack
+        path = source.removesuffix(".weight")
+        if stack is not None and not piece.name.endswith(".bias"):
+            stacks[piece.name] = stack
+        elif path in layers and len(piece.sources) == 1:
+            stacks[piece.name] = path
+    paths = {path for path in stacks.values() if isinstance(path, str)}
     hooks = [
         layers[path].register_forward_pre_hook(partial(_add_inputs, squares, path))
-        for path in dict.fromkeys(path for path in named.values() if isinstance(path, str))
+        for path in sorted(paths)
     ]
     undo = watch_experts(model, partial(_add_experts, squares, model))
     try:
@@ -99,25 +111,23 @@ def importance_of(
             "importance: %d matrices of experts saw none of the rows; their columns count alike",
             unseen,
         )
-    found = {name: (stack, squares.mean(stack)) for name, stack in named.items()}
-    return {
-        name: mean[0] if isinstance(stack, str) else mean
-        for name, (stack, mean) in found.items()
-        if mean is not None
-    }
+    importance = {}
+    for name, stack in stacks.items():
+        mean = squares.mean(stack)
+        if mean is not None:
+            importance[name] = mean[0] if isinstance(stack, str) else mean
+    return importance
 
 
-def _stack_of(name: str) -> tuple[int, str] | None:
-    """The stack of experts that a tensor of the model's files is of."""
-    expert = Expert.named(name)
-    return stack_named(name) if expert is None else expert.stack
-
-
-def _add_inputs(squares: Squares, path: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _add_inputs(
+    squares: ColumnSquares, path: str, layer: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
     squares.add(path, 1, 0, inputs[0])
 
 
-def _add_experts(squares: Squares, model: nn.Module, path: str, expert: int, x: Tensor) -> Tensor:
+def _add_experts(
+    squares: ColumnSquares, model: nn.Module, path: str, expert: int, x: Tensor
+) -> Tensor:
     stack = stack_named(language_name(path) or path)
     if stack is not None:
         squares.add(stack, len(model.get_parameter(path)), expert, x)
@@ -125,10 +135,11 @@ def _add_experts(squares: Squares, model: nn.Module, path: str, expert: int, x: 
 
 
 def _run(model: Any, documents: list[list[int]]) -> None:
-    seen = 0
+    """Run the model over documents until enough tokens are measured."""
+    tokens = 0
     device = next(model.parameters()).device
     for ids in documents:
         model(torch.tensor([ids], device=device))
-        seen += len(ids)
-        if seen >= TOKENS:
+        tokens += len(ids)
+        if tokens >= MAX_MEASURED_TOKENS:
             return

@@ -1,5 +1,6 @@
-"""llama.cpp as a client of the files that are written, through the package llama-cpp-python; the
-only file that knows it.
+"""llama.cpp as a client that reads written files, through the package llama-cpp-python.
+
+No other file imports that package.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import numpy as np
 
 PACKAGE = "llama-cpp-python"
 GGML_F32 = 0
-"""The type of the keys and values that it keeps, so that they are not rounded."""
+"""ggml's fp32, for the cache of keys and values, so that these are not rounded."""
 
 
 def is_there() -> bool:
+    """Return whether the package is installed."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
 def require(what: str) -> None:
-    """Raises ValueError where the package is missing.
+    """Raise ValueError if the package is missing.
 
     Args:
-        what: needs it, in words that begin the message.
+        what: the beginning of the message, which says who needs it.
     """
     if not is_there():
         raise ValueError(
@@ -43,36 +45,36 @@ def require(what: str) -> None:
 
 
 @functools.cache
-def heard() -> deque[str]:
-    """The last things that llama.cpp said, which it would print otherwise."""
+def log_lines() -> deque[str]:
+    """Return the last log messages of llama.cpp, which it would print otherwise."""
     import llama_cpp
 
-    said: deque[str] = deque(maxlen=200)
+    lines: deque[str] = deque(maxlen=200)
     callback = llama_cpp.llama_log_callback(
-        lambda level, text, _: said.append(text.decode(errors="replace"))
+        lambda level, text, _: lines.append(text.decode(errors="replace"))
     )
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     _callbacks.append(callback)
-    return said
+    return lines
 
 
 _callbacks: list[Any] = []
-"""Kept, for llama.cpp holds only their addresses."""
+"""Log callbacks, kept alive here since llama.cpp holds only their addresses."""
 
 
 def quantise(
-    given: Path, target: Path, file_type: int, importance: Mapping[str, np.ndarray] | None = None
+    source: Path, target: Path, file_type: int, importance: Mapping[str, np.ndarray] | None = None
 ) -> None:
     """Let llama.cpp write a file whose weights have other types.
 
     Args:
-        given: a file in F32 or 16 bits.
+        source: a file in F32 or 16 bits.
         file_type: of ``gguf.LlamaFileType``.
-        importance: fp32 ``[in]`` by the name of a tensor in the file: the mean square of what each
-            column is multiplied with; ``[E, in]`` of a tensor of experts.
+        importance: by the name of a tensor in the file, fp32 ``[in]``: the mean square of each
+            column's inputs; ``[E, in]`` for a tensor of experts.
 
     Raises:
-        ValueError: llama.cpp refuses; the message has its last words.
+        ValueError: llama.cpp refuses; the message has its last log line.
     """
     import llama_cpp
 
@@ -82,39 +84,34 @@ def quantise(
     values = {
         name.encode(): np.ascontiguousarray(x, np.float32) for name, x in (importance or {}).items()
     }
-    entries = (
-        llama_cpp.llama_model_imatrix_data * (len(values) + 1)
-    )()  # the last one has no name, and ends the list
+    # The list ends with an entry without a name.
+    entries = (llama_cpp.llama_model_imatrix_data * (len(values) + 1))()
     for entry, (name, x) in zip(entries, values.items()):
         entry.name = name
         entry.data = x.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         entry.size = x.size
     if values:
         options.imatrix = ctypes.cast(entries, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
-    said = heard()
-    said.clear()
+    log = log_lines()
+    log.clear()
     failed = llama_cpp.llama_model_quantize(
-        str(given).encode(), str(target).encode(), ctypes.byref(options)
+        str(source).encode(), str(target).encode(), ctypes.byref(options)
     )
     if failed:
-        words = [
-            line.strip()
-            for line in "".join(said).splitlines()
-            if "error" in line.lower() or "missing" in line.lower()
-        ]
-        raise ValueError(
-            f"{target.name}: llama.cpp cannot quantise this model: "
-            f"{words[-1] if words else f'error {failed}'}"
-        )
+        reason = f"error {failed}"
+        for line in "".join(log).splitlines():
+            if "error" in line.lower() or "missing" in line.lower():
+                reason = line.strip()
+        raise ValueError(f"{target.name}: llama.cpp cannot quantise this model: {reason}")
 
 
 class LlamaCpp:
     """A file, loaded by llama.cpp on the CPU.
 
     Args:
-        tokens: positions, at least as many as are evaluated at once.
-        vocabulary_only: without weights, to tokenise.
-        adapter: a file that is added to the weights.
+        tokens: size of the context, and of a batch.
+        vocabulary_only: weights are not loaded; the model only tokenises.
+        adapter: GGUF file that is added to the weights.
     """
 
     def __init__(
@@ -126,11 +123,10 @@ class LlamaCpp:
     ):
         from llama_cpp import Llama
 
-        heard()
-        options: dict[str, Any] = (
-            {"vocab_only": True}
-            if vocabulary_only
-            else {
+        log_lines()
+        options: dict[str, Any] = {"vocab_only": True}
+        if not vocabulary_only:
+            options = {
                 "n_ctx": tokens,
                 "n_batch": tokens,
                 "logits_all": True,
@@ -139,29 +135,28 @@ class LlamaCpp:
                 "type_v": GGML_F32,
                 "lora_path": None if adapter is None else str(adapter),
             }
-        )
         self.model = Llama(str(path), n_gpu_layers=0, verbose=False, **options)
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """Of a text, with the tokens in front that the file asks for, but not a second
-        beginning.
+        """Return the token ids of a text, with the BOS that the file asks for.
+
+        A text that begins with BOS gets no second one.
         """
-        begins = self.model.metadata.get("tokenizer.ggml.bos_token_id")
-        named = "" if begins is None else self.model._model.token_get_text(int(begins))
-        asked = self.model.metadata.get("tokenizer.ggml.add_bos_token") == "true"
-        twice = bool(named) and text.startswith(named)
-        return list(
-            self.model.tokenize(text.encode(), add_bos=asked and not twice, special=special)
-        )
+        number = self.model.metadata.get("tokenizer.ggml.bos_token_id")
+        bos = "" if number is None else self.model._model.token_get_text(int(number))
+        adds_bos = self.model.metadata.get("tokenizer.ggml.add_bos_token") == "true"
+        if bos and text.startswith(bos):
+            adds_bos = False
+        return list(self.model.tokenize(text.encode(), add_bos=adds_bos, special=special))
 
     def logits(self, ids: list[int]) -> np.ndarray:
-        """fp32 ``[len(ids), V]``."""
+        """Return the logits behind every token, fp32 ``[len(ids), V]``."""
         self.model.reset()
         self.model.eval(ids)
         return np.array(self.model.scores[: len(ids)], np.float32)
 
     def ends(self, token: int) -> bool:
-        """Whether generation ends at a token."""
+        """Return whether generation ends at a token."""
         import llama_cpp
 
         return bool(llama_cpp.llama_vocab_is_eog(self.model._model.vocab, token))
@@ -169,14 +164,15 @@ class LlamaCpp:
 
 @dataclass(frozen=True)
 class Seen:
-    """What llama.cpp made of a text with an image in it.
+    """Token ids, embeddings and logits of llama.cpp for a text with an image in it.
 
     Attributes:
         texts: token ids before, between and behind the pieces that a family cuts an image into; one
-            more than those. -1 is a token that the family puts there and the vocabulary lacks.
-        images: fp32 ``[n, D]`` each, what takes the place of token embeddings.
-        logits: fp32 ``[V]`` of the token behind the text; None where a token is not there, or there
-            are too few positions.
+            list more than pieces. -1 is a token that the family puts there and the vocabulary
+            lacks.
+        images: embeddings of each piece in place of those of tokens, fp32 ``[n, D]``.
+        logits: of the token behind the text, fp32 ``[V]``; None if a token is lacking, or the
+            context is too short.
     """
 
     texts: list[list[int]]
@@ -184,7 +180,7 @@ class Seen:
     logits: np.ndarray | None
 
 
-PROGRAM = """
+_PROGRAM = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("client", sys.argv[1])
 client = importlib.util.module_from_spec(spec)
@@ -197,31 +193,36 @@ client.see_here(json.loads(sys.argv[2]))
 def see(
     projector: Path, language: Path, before: str, image: np.ndarray, after: str, tokens: int
 ) -> Seen:
-    """A text with an image in it, read by llama.cpp in a process of its own, which it may end where
-    something is wrong.
+    """Let llama.cpp read a text with an image in it, in a process of its own.
+
+    llama.cpp ends its process if something is wrong.
 
     Args:
-        projector, language: the two files.
+        projector: GGUF file of the part that reads images.
+        language: GGUF file of the language part.
+        before: the text in front of the image.
         image: uint8 ``[height, width, 3]``.
-        tokens: positions, at most.
+        after: the text behind the image.
+        tokens: size of the context.
 
     Raises:
-        ValueError: it cannot read it; the message has its last words.
+        ValueError: it cannot read it; the message has its last log line.
     """
     with tempfile.TemporaryDirectory() as place:
         np.save(Path(place) / "image.npy", image)
-        given = {
+        arguments = {
             "projector": str(projector),
             "language": str(language),
             "before": before,
             "after": after,
             "tokens": tokens,
+            "place": place,
         }
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        command = [sys.executable, "-c", PROGRAM, __file__, json.dumps({**given, "place": place})]
+        command = [sys.executable, "-c", _PROGRAM, __file__, json.dumps(arguments)]
         ran = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace"
         )
@@ -231,32 +232,31 @@ def see(
             ]
             last = words[-1].strip() if words else f"it ended its process ({ran.returncode})"
             raise ValueError(f"{projector.name}: llama.cpp cannot read an image with it: {last}")
-        said = json.loads((Path(place) / "seen.json").read_text())
-        images = [np.load(Path(place) / f"{n}.npy") for n in range(said["images"])]
+        seen = json.loads((Path(place) / "seen.json").read_text())
+        images = [np.load(Path(place) / f"{n}.npy") for n in range(seen["images"])]
         logits = Path(place) / "logits.npy"
-        return Seen(said["texts"], images, np.load(logits) if logits.exists() else None)
+        return Seen(seen["texts"], images, np.load(logits) if logits.exists() else None)
 
 
-def see_here(given: Mapping[str, Any]) -> None:
-    """``see`` in this process; what was seen is left in the folder ``place``."""
-    place = Path(given["place"])
-    client = LlamaCpp(Path(given["language"]), tokens=given["tokens"])
-    seen = Eyes(Path(given["projector"]), client).see(
-        given["before"], np.load(place / "image.npy"), given["after"]
-    )
+def see_here(arguments: Mapping[str, Any]) -> None:
+    """Do the work of ``see`` in this process, and leave the results in the folder ``place``."""
+    place = Path(arguments["place"])
+    client = LlamaCpp(Path(arguments["language"]), tokens=arguments["tokens"])
+    reader = ImageReader(Path(arguments["projector"]), client)
+    seen = reader.see(arguments["before"], np.load(place / "image.npy"), arguments["after"])
     for n, embeddings in enumerate(seen.images):
         np.save(place / f"{n}.npy", embeddings)
     if seen.logits is not None:
         np.save(place / "logits.npy", seen.logits)
     (place / "seen.json").write_text(json.dumps({"texts": seen.texts, "images": len(seen.images)}))
-    os._exit(0)  # without what the client does at the end
+    os._exit(0)  # without the client's own clean-up
 
 
-class Eyes:
+class ImageReader:
     """An mmproj file beside a language part, loaded by llama.cpp on the CPU.
 
     Raises:
-        ValueError: it refuses the file; the message has its last words.
+        ValueError: llama.cpp refuses the file; the message has its last log lines.
     """
 
     def __init__(self, projector: Path, language: LlamaCpp):
@@ -264,10 +264,10 @@ class Eyes:
         from llama_cpp import mtmd_cpp
 
         self.language = language
-        said = heard()
+        log = log_lines()
         mtmd_cpp.mtmd_log_set(_callbacks[0], None)
         mtmd_cpp.mtmd_helper_log_set(_callbacks[0], None)
-        said.clear()
+        log.clear()
         options = mtmd_cpp.mtmd_context_params_default()
         options.use_gpu = False
         options.print_timings = False
@@ -279,7 +279,7 @@ class Eyes:
         if self.context is None:
             raise ValueError(
                 f"{projector.name}: llama.cpp cannot load it: "
-                f"{' '.join(''.join(said).splitlines()[-3:])}"
+                f"{' '.join(''.join(log).splitlines()[-3:])}"
             )
 
     def see(self, before: str, image: np.ndarray, after: str) -> Seen:
@@ -292,7 +292,7 @@ class Eyes:
 
         marker = mtmd_cpp.mtmd_default_marker().decode()
         text = f"{before}{marker}{after}".encode()
-        given = mtmd_cpp.mtmd_input_text(
+        marked_text = mtmd_cpp.mtmd_input_text(
             text=text, text_len=len(text), add_special=True, parse_special=True
         )
         content = np.ascontiguousarray(image, np.uint8)
@@ -301,7 +301,9 @@ class Eyes:
         chunks = mtmd_cpp.mtmd_input_chunks_init()
         try:
             bitmaps = (ctypes.c_void_p * 1)(bitmap)
-            failed = mtmd_cpp.mtmd_tokenize(self.context, chunks, ctypes.byref(given), bitmaps, 1)
+            failed = mtmd_cpp.mtmd_tokenize(
+                self.context, chunks, ctypes.byref(marked_text), bitmaps, 1
+            )
             if failed:
                 size = f"{image.shape[1]} x {image.shape[0]} pixels"
                 raise ValueError(f"llama.cpp cannot read an image of {size}: error {failed}")
@@ -311,6 +313,7 @@ class Eyes:
             mtmd_cpp.mtmd_bitmap_free(bitmap)
 
     def _seen(self, chunks: Any) -> Seen:
+        """Encode the images of a text in chunks, and evaluate it."""
         from llama_cpp import mtmd_cpp
 
         texts: list[list[int]] = [[]]
@@ -321,20 +324,15 @@ class Eyes:
                 images.append(self._encoded(chunk))
                 texts.append([])
             else:
-                texts[-1] += self._ids(chunk)
-        whole = all(
-            token >= 0 for text in texts for token in text
-        )  # a token that is not there would end the process
-        return Seen(texts, images, self._logits(chunks, iter(images)) if whole else None)
-
-    def _ids(self, chunk: Any) -> list[int]:
-        from llama_cpp import mtmd_cpp
-
-        count = ctypes.c_size_t()
-        found = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
-        return [int(found[n]) for n in range(count.value)]
+                count = ctypes.c_size_t()
+                ids = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+                texts[-1] += [int(ids[i]) for i in range(count.value)]
+        # Evaluating a token that the vocabulary lacks would end the process.
+        is_whole = all(min(text, default=0) >= 0 for text in texts)
+        return Seen(texts, images, self._logits(chunks, iter(images)) if is_whole else None)
 
     def _encoded(self, chunk: Any) -> np.ndarray:
+        """Return the embeddings of an image's chunk, fp32 ``[n, D]``."""
         import llama_cpp
         from llama_cpp import mtmd_cpp
 
@@ -342,13 +340,16 @@ class Eyes:
         if failed:
             raise ValueError(f"llama.cpp cannot encode an image: error {failed}")
         count = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
-        wide = llama_cpp.llama_model_n_embd(self.language.model._model.model)
-        return np.ctypeslib.as_array(
-            mtmd_cpp.mtmd_get_output_embd(self.context), (count, wide)
-        ).copy()
+        width = llama_cpp.llama_model_n_embd(self.language.model._model.model)
+        embeddings = mtmd_cpp.mtmd_get_output_embd(self.context)
+        return np.ctypeslib.as_array(embeddings, (count, width)).copy()
 
     def _logits(self, chunks: Any, images: Iterator[np.ndarray]) -> np.ndarray | None:
-        """Of the token behind everything, with embeddings as they were encoded."""
+        """Return the logits of the token behind everything, fp32 ``[V]``.
+
+        Args:
+            images: embeddings of the chunks that are images.
+        """
         import llama_cpp
         from llama_cpp import mtmd_cpp
 
@@ -359,11 +360,9 @@ class Eyes:
         model._ctx.kv_cache_clear()
         context = model._ctx.ctx
         past = llama_cpp.llama_pos(0)
-        given = [
-            mtmd_cpp.mtmd_input_chunks_get(chunks, n)
-            for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks))
-        ]
-        for chunk in given:
+        count = mtmd_cpp.mtmd_input_chunks_size(chunks)
+        for n in range(count):
+            chunk = mtmd_cpp.mtmd_input_chunks_get(chunks, n)
             if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE:
                 values = next(images).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
                 failed = mtmd_cpp.mtmd_helper_decode_image_chunk(
@@ -386,11 +385,10 @@ class Eyes:
                     past,
                     0,
                     model.n_batch,
-                    chunk is given[-1],
+                    n == count - 1,
                     ctypes.byref(past),
                 )
             if failed:
                 raise ValueError(f"llama.cpp cannot evaluate a text with an image: error {failed}")
-        return np.ctypeslib.as_array(
-            llama_cpp.llama_get_logits_ith(context, -1), (model.n_vocab(),)
-        ).copy()
+        logits = llama_cpp.llama_get_logits_ith(context, -1)
+        return np.ctypeslib.as_array(logits, (model.n_vocab(),)).copy()

@@ -1,6 +1,6 @@
-"""Linear layers in NF4, in the files that bitsandbytes writes: to go on with QLoRA in transformers.
+"""Linear layers in NF4, in the files that bitsandbytes writes, for QLoRA in transformers.
 
-Stacked experts, which transformers quantises with bitsandbytes neither, stay in bf16.
+Stacked experts, which transformers does not quantise with bitsandbytes either, stay in bf16.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
-from chronicals.export.weight_files import NewTensor, StoredTensor
 from chronicals.export.whole import (
-    CLIENT,
+    TRANSFORMERS,
     in_dtype,
     name_dtype,
     prove_beside,
@@ -26,34 +24,36 @@ from chronicals.export.whole import (
     write_beside,
     write_files,
 )
+from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.part_names import StoredNames
+from chronicals.formats.weight_files import NewTensor, StoredTensor
 from chronicals.kernels.nf4 import SCALE_BLOCK
 from chronicals.models import load_model
-from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.loading import load_without_weights, quantised_names
 from chronicals.models.packed_config import packed_description
 from chronicals.quantization import Linear4bit, Packed
 from chronicals.quantization.bitsandbytes_format import STATE, stored_tensors
 from chronicals.quantization.nf4 import BLOCK
 
-PACKAGE = "bitsandbytes"
+BITSANDBYTES = "bitsandbytes"
 
-ERROR = 0.13
-"""Of a weight, relative; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
+NF4_ERROR = 0.13
+"""Bound on the relative error of a weight; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
 
-BOUND = 3e-2
-OF_ROUNDING = 2.0
-"""Of logits beside torch with the same weights, products in bf16; the same as a multiple of what
-bf16 rounds in torch.
-"""
+NF4_LOGIT_BOUND = 3e-2
+"""Bound on the error of logits beside torch's with the same weights, products in bf16."""
 
-DESCRIPTION = 256
-"""Bytes of the JSON beside a weight, blanks at its end included: the header of a file comes
-before what the JSON says.
+BF16_ROUNDING_FACTOR = 2.0
+"""The bound is at least this multiple of the change by rounding to bf16 in torch."""
+
+DESCRIPTION_BYTES = 256
+"""Bytes of the JSON beside a weight, with blanks at its end: the header of a file, which has the
+length, is written before the JSON is known.
 """
 
 
 def write(source: Source, aside: Path) -> None:
-    """Write the folder, a tensor at a time.
+    """Write the folder, one tensor at a time.
 
     Raises:
         NotExpressible: the model is quantised already, or has no decoder layers with linear layers.
@@ -61,7 +61,7 @@ def write(source: Source, aside: Path) -> None:
     names = _quantised_names(source)
     source.check_kept("BF16")
     aside.mkdir(parents=True)
-    write_files(source, aside, lambda stored: _written(stored, names))
+    write_files(source, aside, lambda stored: _replacements(stored, names))
     write_beside(source, aside)
     packed = {name.removesuffix(".weight") for name in names.values()}
     described = packed_description(load_without_weights(source.folder), packed, torch.bfloat16)
@@ -69,16 +69,13 @@ def write(source: Source, aside: Path) -> None:
 
 
 def _quantised_names(source: Source) -> dict[str, str]:
-    """The weights that are quantised: their names in the files, and what the loaded model calls
-    them.
-    """
-    if described := getattr(source.config, "quantization_config", None):
-        method = (described if isinstance(described, dict) else described.to_dict()).get(
-            "quant_method"
-        )
+    """Return the weights that are quantised: names in the loaded model, by names in the files."""
+    described = getattr(source.config, "quantization_config", None)
+    if described:
+        fields = described if isinstance(described, dict) else described.to_dict()
         raise NotExpressible(
-            f"nf4: its weights are quantised already ({method}); export the model that they were "
-            "made of"
+            f"nf4: its weights are quantised already ({fields.get('quant_method')}); export the "
+            "model that they were made of"
         )
     stored = StoredNames(source.tensors)
     names = {name: stored.find(name) for name in sorted(quantised_names(source.folder))}
@@ -88,73 +85,73 @@ def _quantised_names(source: Source) -> dict[str, str]:
             "layers with plain linear layers; "
             "nothing would be quantised, so export it merged (--to merged)"
         )
-    if missing := [name for name, found in names.items() if found is None]:
+    missing = [name for name, stored_name in names.items() if stored_name is None]
+    if missing:
         raise NotExpressible(
             f"nf4: {missing[0]} is made of other tensors of the files as they are read, so that "
             "it cannot be stored in 4 bits; "
             "export it merged (--to merged)"
         )
-    return {found: name for name, found in names.items() if found is not None}
+    return {stored_name: name for name, stored_name in names.items() if stored_name is not None}
 
 
-def _written(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor]:
-    """What takes the place of a tensor."""
+def _replacements(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor]:
+    """Return the tensors that replace one of the model."""
     return _in_4_bits(stored) if stored.name in names else [in_dtype(stored, "BF16")]
 
 
 def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
-    """What bitsandbytes stores of a weight, which is quantised when the first of it is written,
-    and let go with the last.
+    """Return the tensors that bitsandbytes stores of a weight.
+
+    The weight is quantised when the first of them is written, and freed with the last.
     """
     name = stored.name
     (rows, columns) = stored.shape
-    made: dict[str, Tensor] = {}
+    remaining: dict[str, Tensor] = {}
     blocks = -(-rows * columns // BLOCK)
-    like = {
+    described = {
         name: ("U8", (-(-rows * columns // 2), 1)),
         f"{name}.absmax": ("U8", (blocks,)),
         f"{name}.quant_map": ("F32", (16,)),
         f"{name}.nested_absmax": ("F32", (-(-blocks // SCALE_BLOCK),)),
         f"{name}.nested_quant_map": ("F32", (256,)),
-        f"{name}.{STATE}nf4": ("U8", (DESCRIPTION,)),
+        f"{name}.{STATE}nf4": ("U8", (DESCRIPTION_BYTES,)),
     }
 
-    def part(own: str) -> Tensor:
-        if not made:
-            made.update(_quantised_tensors(stored))
-        return made.pop(own)
+    def take(name: str) -> Tensor:
+        if not remaining:
+            remaining.update(_quantised_tensors(stored))
+        return remaining.pop(name)
 
     return [
-        NewTensor(own, dtype, shape, partial(part, own)) for own, (dtype, shape) in like.items()
+        NewTensor(name, dtype, shape, partial(take, name))
+        for name, (dtype, shape) in described.items()
     ]
 
 
 def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
-    """The tensors of a weight by name, in host memory; on a card where there is one it is
-    quantised there.
-    """
+    """Quantise a weight, on a GPU if there is one; return its tensors by name, in host memory."""
     weight = stored.read().float()
     packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight).to(
         torch.bfloat16
     )
     tensors = {name: tensor.cpu() for name, tensor in stored_tensors(stored.name, packed).items()}
     described = tensors[f"{stored.name}.{STATE}nf4"]
-    blanks = torch.full((DESCRIPTION - len(described),), ord(" "), dtype=torch.uint8)
+    blanks = torch.full((DESCRIPTION_BYTES - len(described),), ord(" "), dtype=torch.uint8)
     return {**tensors, f"{stored.name}.{STATE}nf4": torch.cat([described, blanks])}
 
 
 def size(source: Source) -> int:
-    """Bytes of the tensors."""
+    """Return the bytes of the tensors."""
     names = _quantised_names(source)
-    return sum(
-        tensor.bytes for stored in source.tensors.values() for tensor in _written(stored, names)
-    )
+    total = 0
+    for stored in source.tensors.values():
+        total += sum(tensor.bytes for tensor in _replacements(stored, names))
+    return total
 
 
 def prove(source: Source, aside: Path, proof: Proof) -> None:
-    """Read the weights back; load them by transformers with bitsandbytes, and compare with the
-    same weights in torch.
-    """
+    """Read the weights back, and compare transformers with bitsandbytes with the same in torch."""
     packed = load_model(aside, torch.bfloat16)
     stored_names = _quantised_names(source)
     layers = {
@@ -162,19 +159,16 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
         for path, layer in packed.named_modules()
         if isinstance(layer, Linear4bit)
     }
-    proof.equal("layers in 4 bits", PACKAGE, sorted(quantised_names(source.folder)), sorted(layers))
+    proof.equal(
+        "layers in 4 bits", BITSANDBYTES, sorted(quantised_names(source.folder)), sorted(layers)
+    )
     whole = load_model(source.folder, torch.float32)
-    inside = sum(
-        parameter.numel() for name, parameter in whole.named_parameters() if name in layers
-    )
-    proof.reported(
-        "ratio of the weights that are in 4 bits",
-        PACKAGE,
-        inside / sum(p.numel() for p in whole.parameters()),
-    )
+    counts = {name: parameter.numel() for name, parameter in whole.named_parameters()}
+    ratio = sum(count for name, count in counts.items() if name in layers) / sum(counts.values())
+    proof.reported("ratio of the weights that are in 4 bits", BITSANDBYTES, ratio)
     source.prove_merged(proof)
-    prove_rounded(source, aside, lambda stored: _written(stored, stored_names), proof)
-    names = {name: found for found, name in stored_names.items()}
+    prove_rounded(source, aside, lambda stored: _replacements(stored, stored_names), proof)
+    names = {name: stored_name for stored_name, name in stored_names.items()}
     errors = {}
     for name, parameter in whole.named_parameters():
         if name in layers:
@@ -184,27 +178,30 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
         else:
             parameter.data = parameter.data.bfloat16().float()
     worst = max(errors, key=lambda name: errors[name])
-    proof.bounded("quantised weights", PACKAGE, errors[worst], ERROR, worst)
+    proof.bounded("quantised weights", BITSANDBYTES, errors[worst], NF4_ERROR, worst)
     same_weights = on_device(whole)
     source.prove_survival(same_weights, proof)
     expected = logits_of(same_weights, source.documents)
-    if importlib.util.find_spec(PACKAGE) is None:
-        proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
+    if importlib.util.find_spec(BITSANDBYTES) is None:
+        reason = f"{BITSANDBYTES} is not installed: pip install {BITSANDBYTES}"
+        proof.not_run("logits", TRANSFORMERS, reason)
         return
     prove_beside(source, aside, proof)
     dtype = json.loads((aside / "config.json").read_text())["dtype"]
     theirs = type(whole).from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
     for layer in theirs.modules():
-        if hasattr(
-            layer, "support_avx512bf16_for_cpu"
-        ):  # a kernel for layers of whole blocks of rows alone
+        # That kernel takes only layers of whole blocks of rows.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
-    found = logits_of(theirs, source.documents)
-    error = largest_error(found, expected)
+    logits = logits_of(theirs, source.documents)
+    error = largest_error(logits, expected)
     rounded = largest_error(logits_of(same_weights.bfloat16(), source.documents), expected)
-    bound = source.at_least(max(BOUND, OF_ROUNDING * rounded))
+    bound = source.at_least(max(NF4_LOGIT_BOUND, BF16_ROUNDING_FACTOR * rounded))
     proof.bounded(
-        "logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, bound
+        "logits beside torch with the same weights",
+        f"{TRANSFORMERS} with {BITSANDBYTES}",
+        error,
+        bound,
     )
-    cost = largest_error(found, source.trained_logits)
-    proof.reported("logits beside the trained model's", CLIENT, cost)
+    cost = largest_error(logits, source.trained_logits)
+    proof.reported("logits beside the trained model's", TRANSFORMERS, cost)

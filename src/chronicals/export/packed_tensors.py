@@ -12,7 +12,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from chronicals.export.weight_files import DTYPES, StoredTensor
+from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.quantization.bitsandbytes_format import (
     ENTRIES,
     STATE,
@@ -21,8 +21,8 @@ from chronicals.quantization.bitsandbytes_format import (
     weights_among,
 )
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-TYPES = {**DTYPES, "U8": torch.uint8}
+NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+TYPES = {**FLOAT_DTYPES, "U8": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PackedTensor(StoredTensor):
         return packed.to(torch.float32).dense()
 
     def copy_to(self, out: BinaryIO) -> None:
-        rounded = self.read().to(DTYPES[self.dtype])
+        rounded = self.read().to(FLOAT_DTYPES[self.dtype])
         out.write(rounded.view(-1).view(torch.uint8).numpy().data)
 
 

@@ -1,6 +1,4 @@
-"""What shows that an artefact is the model that was trained: checks with a measure and a bound,
-stored beside it as JSON.
-"""
+"""Proof that an artefact is the trained model: checks with a measure and a bound, kept as JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +24,11 @@ class Check:
     """One comparison.
 
     Attributes:
-        name: what is compared.
+        name: of the comparison.
         client: the program that read the artefact.
-        passed: None where it was not run, or is reported without a bound.
-        value, bound: the measure, and what it may be.
+        passed: None if it was not run, or is reported without a bound.
+        value: the measure.
+        bound: the largest value that passes.
         detail: in words.
     """
 
@@ -41,17 +40,14 @@ class Check:
     detail: str = ""
 
     def __str__(self) -> str:
-        said = {
-            True: "passed",
-            False: "FAILED",
-            None: "not run" if self.value is None else "reported",
-        }[self.passed]
-        measured = "" if self.value is None else f" {self.value:.3g}"
-        limit = "" if self.bound is None else f" (bound {self.bound:.3g})"
-        return (
-            f"{self.name}, {self.client}: "
-            f"{said}{measured}{limit}{': ' if self.detail else ''}{self.detail}"
-        )
+        if self.passed is None:
+            result = "not run" if self.value is None else "reported"
+        else:
+            result = "passed" if self.passed else "FAILED"
+        value = "" if self.value is None else f" {self.value:.3g}"
+        bound = "" if self.bound is None else f" (bound {self.bound:.3g})"
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.name}, {self.client}: {result}{value}{bound}{detail}"
 
 
 @dataclass
@@ -59,7 +55,7 @@ class Proof:
     """The checks of an artefact.
 
     Attributes:
-        about: what was written of what, as plain JSON.
+        about: the artefact and the model that it was made of, as plain JSON.
     """
 
     about: dict[str, Any]
@@ -70,17 +66,20 @@ class Proof:
         return [check for check in self.checks if check.passed is False]
 
     def equal(self, name: str, client: str, expected: Any, found: Any) -> None:
-        """Adds whether two things are equal; where not, the first difference of sequences."""
+        """Add a check that two values are equal; of sequences it names the first difference."""
         detail = "" if expected == found else _difference(expected, found)
         self.checks.append(Check(name, client, expected == found, detail=detail))
 
     def bounded(self, name: str, client: str, value: float, bound: float, detail: str = "") -> None:
-        self.checks.append(Check(name, client, value <= bound, value, bound, detail))  # NaN is not
+        """Add a check that a value is not above a bound; NaN fails."""
+        self.checks.append(Check(name, client, value <= bound, value, bound, detail))
 
     def reported(self, name: str, client: str, value: float, detail: str = "") -> None:
+        """Add a measure without a bound."""
         self.checks.append(Check(name, client, None, value, detail=detail))
 
     def not_run(self, name: str, client: str, reason: str) -> None:
+        """Add a check that could not be run."""
         self.checks.append(Check(name, client, None, detail=reason))
 
     def write(self, file: Path) -> None:
@@ -88,55 +87,52 @@ class Proof:
             to_json({**self.about, "checks": [asdict(check) for check in self.checks]}, indent=1)
         )
 
-    def require(self, what: Path) -> None:
-        """Raises NotProved where a check failed."""
+    def require(self, artefact: Path) -> None:
+        """Raise NotProved if a check failed."""
         if self.failed:
             raise NotProved(
-                f"{what}: is not the trained model, and was not kept: "
+                f"{artefact}: is not the trained model, and was not kept: "
                 f"{'; '.join(map(str, self.failed))}"
             )
 
 
 def _difference(expected: Any, found: Any) -> str:
-    if (
-        isinstance(expected, Sequence)
-        and isinstance(found, Sequence)
-        and not isinstance(expected, str)
-    ):
-        place = next(
-            (n for n, (a, b) in enumerate(zip(expected, found)) if a != b),
-            min(len(expected), len(found)),
-        )
-        return (
-            f"from place {place}: expected {list(expected[place : place + 4])}, found "
-            f"{list(found[place : place + 4])}"
-        )
+    """Describe the first difference of two sequences, or two other values."""
+    sequences = isinstance(expected, Sequence) and isinstance(found, Sequence)
+    if sequences and not isinstance(expected, str):
+        place = min(len(expected), len(found))
+        for n, (one, other) in enumerate(zip(expected, found)):
+            if one != other:
+                place = n
+                break
+        ours = list(expected[place : place + 4])
+        theirs = list(found[place : place + 4])
+        return f"from place {place}: expected {ours}, found {theirs}"
     return f"expected {json.dumps(expected)[:80]}, found {json.dumps(found)[:80]}"
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of Frobenius norms; infinite where shapes differ, or something is not a number."""
+    """Return the relative error in Frobenius norms; infinite if shapes differ, or for NaN."""
     if found.shape != expected.shape:
         return math.inf
     found = found.float()
     expected = expected.float()
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-    return math.inf if math.isnan(error) else error  # of which ``max`` would not hear
+    return math.inf if math.isnan(error) else error  # max() would ignore a NaN
 
 
 ROUNDED_ONCE = 2e-4
-"""Of a tensor of 16 bits beside the trained one rounded once to its type, relative; and of
-codes, the ratio that differ. Sums that were rounded to bf16 before are beyond it: 1e-3 in fp16,
-2e-3 and more of the codes of any type."""
+"""Bound on the relative error of a tensor of 16 bits beside the trained one rounded once, and on the
+ratio of codes that differ. Sums that were rounded to bf16 before exceed it: 1e-3 in fp16, and 2e-3 or
+more of the codes of any type.
+"""
 
 SUMMED = 1e-6
-"""The same of a tensor in fp32, relative: what another order of sums changes."""
+"""The same bound for a tensor in fp32, where another order of sums changes values."""
 
 
 def beside_rounded(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The difference of a tensor that was written from what its trained weights become in the
-    same dtype, and its bound.
-    """
+    """Return the error of a written tensor beside the trained one in the same dtype, and its bound."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf, ROUNDED_ONCE
     if found.is_floating_point() and found.element_size() > 1:
@@ -146,12 +142,12 @@ def beside_rounded(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Of several tensors, such as the logits of several documents."""
+    """Return the largest relative error of several tensors, such as logits of documents."""
     return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def cross_entropy(logits: Tensor, ids: list[int]) -> float:
-    """Of each token after the first, nats."""
+    """Return the mean cross-entropy of the tokens after the first, nats."""
     return float(
         torch.nn.functional.cross_entropy(
             logits[:-1].float(), torch.tensor(ids[1:], device=logits.device)

@@ -1,4 +1,4 @@
-"""What is exported: a whole model in files as transformers writes them, whatever was given."""
+"""The model that is exported: whole, in files as transformers writes them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 
 from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
-from chronicals.data.kinds.rows import CHATS
+from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
-from chronicals.export.part_names import language_name, reads_images
 from chronicals.export.proof import Proof, largest_error
-from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
+from chronicals.formats.gguf.reader import gguf_of
+from chronicals.formats.part_names import language_name, reads_images
+from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.objectives.reference import with_reference
 from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.saving import SavedModel
@@ -36,7 +36,7 @@ PROBES = (
     "Naïve café, façade; £3.50 — «déjà vu» 漢字 🙂 it's we're I'LL",
     "  two  blanks,\ttabs,\n\nlines and 3.14159e-10",
 )
-"""Texts on which a client must give the tokenizer's ids."""
+"""Texts for which a client must give the tokenizer's ids."""
 
 CONVERSATION = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -50,13 +50,12 @@ class Source:
     """A model that is exported.
 
     Attributes:
-        saved: what was given.
-        folder: the whole model; where an adapter was given, with it in the base's weights, each sum
-            in fp32.
-        sums: these sums once more, from the files of base and adapter, where an adapter was given.
-        merged: what the adapter changed.
-        data: rows that show how much of the training survives, as ``chronicals evaluate`` takes
-            them.
+        saved: the model as it was given.
+        folder: of the whole model; with an adapter it holds the sums of base and adapter in fp32.
+        sums: the same sums, computed anew from the files of base and adapter; None without one.
+        merged: the changes by the adapter.
+        data: rows on which the loss of trained and exported model is compared, as ``chronicals
+            evaluate`` takes them.
         importance: rows by which llama.cpp weighs the error of quantising.
         vllm_python: interpreter of an environment with vLLM.
     """
@@ -71,7 +70,7 @@ class Source:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Where every weight is stored, by name."""
+        """Every weight as it is stored, by name."""
         return {
             stored.name: stored for file in files_of(self.folder) for stored in tensors_in(file)
         }
@@ -82,7 +81,7 @@ class Source:
 
     @cached_property
     def text_config(self) -> Any:
-        """Of the language part; of a model of text, the whole."""
+        """The configuration of the language part; of a model of text, the whole."""
         if not reads_images(self.config):
             return self.config
         text = copy.deepcopy(self.config.get_text_config())
@@ -92,54 +91,45 @@ class Source:
 
     @cached_property
     def language(self) -> dict[str, StoredTensor]:
-        """The tensors of the language part by the names that they have in a model of text; of
-        such a model, all.
-        """
+        """The tensors of the language part, by their names in a model of text alone."""
         if not reads_images(self.config):
             return self.tensors
-        return _of_language(self.tensors)
+        return _language_part(self.tensors)
 
     @cached_property
     def trained_tensors(self) -> dict[str, StoredTensor]:
-        """Every weight as it was trained, by name, read from base and adapter apart, not from
-        our files of sums.
-        """
+        """Every trained weight by name, read from base and adapter, not from files of sums."""
         return self.tensors if self.sums is None else self.sums.tensors()
 
     @cached_property
     def trained_language(self) -> dict[str, StoredTensor]:
-        """The same of the language part, named as ``language``."""
-        return (
-            _of_language(self.trained_tensors)
-            if reads_images(self.config)
-            else self.trained_tensors
-        )
+        """The trained weights of the language part, named as ``language``."""
+        if not reads_images(self.config):
+            return self.trained_tensors
+        return _language_part(self.trained_tensors)
 
     @property
     def beside_language(self) -> list[StoredTensor]:
         """The tensors that are not of the language part."""
-        ours = {stored.name for stored in self.language.values()}
-        return [stored for name, stored in self.tensors.items() if name not in ours]
+        language = {stored.name for stored in self.language.values()}
+        return [stored for name, stored in self.tensors.items() if name not in language]
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that the model is of, where it has one."""
-        folder = Path(self.saved.place)
-        return next(
-            (above for above in list(folder.parents)[:3] if (above / "metrics.jsonl").exists()),
-            None,
-        )
+        """The folder of the run that trained the model, if it is inside one."""
+        for folder in list(Path(self.saved.place).parents)[:3]:
+            if (folder / "metrics.jsonl").exists():
+                return folder
+        return None
 
     @cached_property
     def licence(self) -> str | None:
-        """As the base's card names it."""
+        """The licence that the base's card names."""
         card = self.folder / "README.md"
-        said = (
-            re.search(r"^license:\s*(\S+)\s*$", card.read_text(), re.MULTILINE)
-            if card.exists()
-            else None
-        )
-        return said[1] if said else None
+        if not card.exists():
+            return None
+        match = re.search(r"^license:\s*(\S+)\s*$", card.read_text(), re.MULTILINE)
+        return match[1] if match else None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -147,61 +137,53 @@ class Source:
 
     @cached_property
     def stops(self) -> list[int]:
-        """Ids at which generation ends: those that were trained, and those that the model's
-        settings name.
-        """
-        chats = any(kind in CHATS for kind in self.saved.about.get("kinds", ["chat"]))
-        found = stop_token_ids(self.tokenizer, chats and self.tokenizer.chat_template is not None)
+        """Ids at which generation ends: those that were trained, then those of the settings."""
+        has_chats = any(kind in CHAT_KINDS for kind in self.saved.about.get("kinds", ["chat"]))
+        has_template = self.tokenizer.chat_template is not None
+        stops = list(stop_token_ids(self.tokenizer, has_chats and has_template))
         file = self.folder / "generation_config.json"
-        named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        named = [] if named is None else [named] if isinstance(named, int) else named
-        return [
-            *found,
-            *(stop for stop in named if stop not in found and stop < self.text_config.vocab_size),
-        ]
+        configured = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if configured is None:
+            configured = []
+        elif isinstance(configured, int):
+            configured = [configured]
+        rows = self.text_config.vocab_size
+        return stops + [stop for stop in configured if stop not in stops and stop < rows]
 
     @cached_property
     def conversation(self) -> str | None:
-        """A conversation as the template renders it, up to where the model answers; None without
-        a template.
-        """
+        """A conversation in the chat template, up to the model's answer; None without one."""
         if self.tokenizer.chat_template is None:
             return None
-        return str(
-            self.tokenizer.apply_chat_template(
-                CONVERSATION, tokenize=False, add_generation_prompt=True
-            )
+        rendered = self.tokenizer.apply_chat_template(
+            CONVERSATION, tokenize=False, add_generation_prompt=True
         )
+        return str(rendered)
 
     @cached_property
     def documents(self) -> list[list[int]]:
-        """Token ids of the texts that a client is compared on."""
+        """Token ids of the texts on which a client is compared."""
         return documents_of(self.tokenizer)
 
     def trained(self) -> Any:
-        """The model as it was trained, base and adapter apart, in fp32 or as large models are on
-        a card.
-        """
+        """Load the model as it was trained, with its adapter beside the base, in ``dtype``."""
         model = self.saved.model(self.dtype)
         form = BaseFormat.read(self.saved.about.get("base"))
-        in_files = (
-            self.sums is not None and self.sums.adapter.in_4_bits
-        )  # whose values are summed as exact as they are
+        # Values of 4 bits in the base's files are summed exactly, not as a run rounds them.
+        in_files = self.sums is not None and self.sums.adapter.in_4_bits
         if form is not None and not in_files:
             dequantise_as_multiplied(model, form)
         return on_device(model)
 
     @cached_property
     def trained_logits(self) -> list[torch.Tensor]:
-        """Of ``documents``, by ``trained``."""
+        """Logits of ``documents`` by the trained model."""
         return logits_of(self.trained(), self.documents)
 
     def prove_merged(self, proof: Proof) -> None:
-        """Adds whether the sums of base and adapter, which artefacts are made of, are the
-        trained model.
-        """
+        """Check that the sums of base and adapter, of which artefacts are made, are the model."""
         if self.saved.adapted:
-            bound = self.at_least(MERGED)
+            bound = self.at_least(MERGED_LOGIT_BOUND)
             proof.bounded(
                 "merged weights beside the trained model",
                 "transformers",
@@ -214,87 +196,76 @@ class Source:
         return largest_error(logits_of(self.load(self.folder), self.documents), self.trained_logits)
 
     def check_kept(self, dtype: str) -> None:
-        """Raises MergeError where rounding to a type of 16 bits, or to fewer, would make the
-        adapted model its base again.
+        """Raise MergeError if rounding would make the adapted model its base again.
+
+        Args:
+            dtype: of 16 bits, in the names of safetensors.
         """
         if self.merged is not None:
-            check_kept(
-                self.merged,
-                dtype,
-                "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)",
-            )
+            remedy = "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)"
+            check_kept(self.merged, dtype, remedy)
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        """On the data, of the trained model and of the one that it was trained from, where that
-        is known.
-        """
-        found = {"trained": self.loss_of(self.trained())}
+        """Losses on the data of the trained model and, if it is known, of its base."""
+        losses = {"trained": self.loss_of(self.trained())}
         if self.saved.base is not None:
-            found["base"] = self.loss_of(on_device(self.saved.base_model(self.dtype)))
-        return found
+            losses["base"] = self.loss_of(on_device(self.saved.base_model(self.dtype)))
+        return losses
 
     def trained_whole(self) -> Any:
-        """The same with whole weights, whose modules have the names of the files."""
+        """Load the trained model with whole weights, whose modules have the names of the files."""
         return self.load(self.folder)
 
     def rows_of(self, data: str) -> list[list[int]]:
-        """Token ids of rows, as they were trained."""
+        """Return the token ids of rows, made as for training."""
         recipe = self._recipe(data)
         store = open_store(recipe.sources[0], self.tokenizer, recipe.config())
         return [store.whole_document(number)[0].tolist() for number in range(len(store))]
 
     def _recipe(self, data: str) -> Recipe:
-        """Of evaluation, with the settings of data that the run had."""
-        taught = self.saved.about.get("taught", {})
-        place = str(self.saved.place)
+        """Return a recipe of evaluation with the settings of data that the run had."""
         fields = {
             "max_seq_length": 2048,
-            **taught,
+            **self.saved.about.get("taught", {}),
             "data": [data],
             "batch_size": 1,
             "gradient_accumulation_steps": 1,
         }
-        return Recipe(model=place, **fields)
+        return Recipe(model=str(self.saved.place), **fields)
 
     def loss_of(self, model: Any) -> float:
-        """Of a model on the data."""
+        """Return the loss of a model on the data."""
         recipe = self._recipe(str(self.data))
-        config = with_reference(
-            recipe.config(), self.saved.about.get("reference"), base=self.saved.base
-        )
+        reference = self.saved.about.get("reference")
+        config = with_reference(recipe.config(), reference, base=self.saved.base)
         return evaluate_data(model, self.tokenizer, recipe.sources[0], config).loss
 
     def prove_survival(self, model: Any, proof: Proof) -> None:
-        """Reports how much of the training an artefact's weights keep, where data are given."""
+        """Report how much of the training's gain an artefact's weights keep, if data are given."""
         if self.data is None:
             return
-        own = self.loss_of(model)
-        before = self.losses
-        for name, loss in (*before.items(), ("exported", own)):
+        losses = {**self.losses, "exported": self.loss_of(model)}
+        for name, loss in losses.items():
             proof.reported(f"loss on the data, {name}", "torch", loss)
-        if "base" in before and before["base"] != before["trained"]:
-            share = (before["base"] - own) / (before["base"] - before["trained"])
-            proof.reported("ratio of the training's gain that is kept", "torch", share)
+        if "base" in losses and losses["base"] != losses["trained"]:
+            gain = losses["base"] - losses["trained"]
+            ratio = (losses["base"] - losses["exported"]) / gain
+            proof.reported("ratio of the training's gain that is kept", "torch", ratio)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models are compared in: fp32, unless only 16 bits fit."""
-        size = (
-            sum(stored.bytes for stored in self.tensors.values())
-            if self.sums is None
-            else self.sums.base_bytes
-        )
-        return torch.float32 if size < LARGE else torch.bfloat16
+        """The dtype in which models are compared: fp32, or bf16 for large ones."""
+        stored_bytes = sum(stored.bytes for stored in self.tensors.values())
+        size = stored_bytes if self.sums is None else self.sums.base_bytes
+        return torch.float32 if size < LARGE_MODEL_BYTES else torch.bfloat16
 
     def at_least(self, bound: float) -> float:
-        """A bound on the error of logits, where torch's own are in 16 bits not less than what
-        that rounds.
-        """
-        return bound if self.dtype == torch.float32 else max(bound, IN_16_BITS)
+        """Return a bound on the error of logits; in bf16 it is at least torch's own rounding."""
+        return bound if self.dtype == torch.float32 else max(bound, BF16_LOGIT_BOUND)
 
     def load(self, folder: Path) -> Any:
-        """Load a whole model that was written, and compute in ``self.dtype``."""
+        """Load a whole model that was written, in ``dtype``."""
         model = load_model(folder, self.dtype)
         if self.dtype == torch.float32:
             # transformers below 5.21 leaves unquantised weights that it renames (Mixtral's routers)
@@ -305,16 +276,16 @@ class Source:
         return on_device(model)
 
 
-def _of_language(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _language_part(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     named = {language_name(name): stored for name, stored in tensors.items()}
     return {name: stored for name, stored in named.items() if name is not None}
 
 
 def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
-    """Layers and experts in 4 bits become plain ones of the values that a run's products read.
+    """Replace layers and experts in 4 bits by plain ones with the values that a run multiplied.
 
     Args:
-        form: of the base, which says to which dtype values were rounded for these products.
+        form: of the base, with the dtype to which values were rounded for these products.
     """
     for path, module in list(model.named_modules()):
         if isinstance(module, Experts4bit):
@@ -330,47 +301,45 @@ def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
 
 
 def documents_of(tokenizer: Any) -> list[list[int]]:
-    """Token ids of ``PROBES``, and of a conversation as it was trained, where there is a
-    template.
-    """
-    found = [tokenizer(text)["input_ids"] for text in PROBES]
+    """Return the token ids of ``PROBES`` and, with a template, of a conversation."""
+    documents = [tokenizer(text)["input_ids"] for text in PROBES]
     if tokenizer.chat_template is not None:
-        found.append(Tokenizer(tokenizer).render(CONVERSATION, generation=True))
-    return found
+        documents.append(Tokenizer(tokenizer).render(CONVERSATION, generation=True))
+    return documents
 
 
-MERGED = 1e-4
-IN_16_BITS = 5e-2
-"""Of logits of merged weights, which are fp32, beside those of weights and adapter apart,
-computed in fp32 and in 16 bits.
-"""
+MERGED_LOGIT_BOUND = 1e-4
+"""Bound on the error of logits of weights merged in fp32, beside base and adapter, in fp32."""
 
-LARGE = 8 << 30
-"""Bytes of a model's files from which models are compared in bf16."""
+BF16_LOGIT_BOUND = 5e-2
+"""The same bound where models compute in bf16."""
+
+LARGE_MODEL_BYTES = 8 << 30
+"""Size of a model's files from which models are compared in bf16."""
 
 
 def on_device(model: Any) -> Any:
-    """Ready to be asked, on a card where there is one."""
+    """Move a model to the GPU, if there is one, in evaluation mode."""
     return (model.to("cuda") if torch.cuda.is_available() else model).eval()
 
 
 @torch.no_grad()
 def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
-    """fp32 ``[length, V]`` of each document, in host memory."""
+    """Return the logits of each document, fp32 ``[length, V]``, in host memory."""
     device = next(model.parameters()).device
     return [model(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in documents]
 
 
 @contextmanager
 def opened(
-    model: str | Path, base_model: str | None, place: Path, apart: bool = False, **given: Any
+    model: str | Path, base_model: str | None, place: Path, apart: bool = False, **fields: Any
 ) -> Iterator[Source]:
-    """The model of a name, as a source.
+    """Yield the model of a name as a source.
 
     Args:
-        place: folder for the merged model, where an adapter is given.
+        place: folder for the merged model, if the name is an adapter's.
         apart: an adapter is not merged; the folder is that of its base.
-        given: further fields of ``Source``.
+        fields: further ones of ``Source``.
 
     Raises:
         ValueError: there is no such model, or its adapter cannot be merged.
@@ -378,12 +347,12 @@ def opened(
     saved = SavedModel.find(model, base_model)
     if saved.adapted and apart:
         with base_folder(saved, place / "base") as base:
-            yield Source(saved, base, **given)
+            yield Source(saved, base, **fields)
     elif saved.adapted:
         with summed(saved, place / "merged") as (sums, merged):
-            yield Source(saved, merged.folder, sums, merged, **given)
+            yield Source(saved, merged.folder, sums, merged, **fields)
     elif (file := gguf_of(saved.place)) is not None:
         with dequantised(file, place / "dequantised") as folder:
-            yield Source(saved, folder, **given)
+            yield Source(saved, folder, **fields)
     else:
-        yield Source(saved, folder_of(str(saved.place)), **given)
+        yield Source(saved, folder_of(str(saved.place)), **fields)

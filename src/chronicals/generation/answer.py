@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from chronicals.data import Tokenizer, stop_token_ids
-from chronicals.data.kinds.rows import CHATS
-from chronicals.data.tokens.template import Message
+from chronicals.data.kinds.messages import Message
+from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.generation.ending import Ending
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.streaming import Stream
@@ -48,7 +48,7 @@ class Trained:
         """Whether to use the chat template: the model was trained on chats, or chronicals did
         not train it and it has one.
         """
-        return any(kind in CHATS for kind in self.kinds) or (
+        return any(kind in CHAT_KINDS for kind in self.kinds) or (
             not self.kinds and self.tokenizer.chat_template is not None
         )
 

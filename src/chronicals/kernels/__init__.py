@@ -1,4 +1,4 @@
-"""One operation a file; knows torch and triton and nothing else of ours."""
+"""Kernels, one operation a file; they import torch and triton and nothing else of this package."""
 
 from chronicals.kernels.adamw import fused_adamw_
 from chronicals.kernels.fp8 import fp8_quantize

@@ -4,13 +4,16 @@ master for bf16 weights.
     g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
-Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``). m
-and v are fp32, or bf16 rounded stochastically (Gupta et al., 2015, section 3.1): up as often as the
-part cut off is of a spacing, so that what is too small for one step adds up over many; so are bf16
-weights without a master. Gradients are fp32, bf16 or fp16. lr, ``factor`` and whether the step
-counts at all are read from the device, and a table of pointers leads to the tensors: a launch can
-be replayed as it is. Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16
-with states in bf16, 12 without a master.
+Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``).
+Moments m and v are fp32, or bf16 with stochastic rounding (Gupta et al., 2015, section 3.1): the
+probability of rounding up is the truncated part over the spacing, so updates too small for one
+step add up over many. bf16 weights without a master are rounded stochastically, too. Gradients are
+fp32, bf16 or fp16.
+
+lr, ``factor`` and whether the step is applied are read from the device, and the kernel finds the
+tensors by a table of pointers, so a CUDA graph can replay the launch. Bytes an element, besides the
+gradient: 24 for fp32 weights and for bf16 weights with a master; 16 with states in bf16, 12 without
+a master.
 """
 
 from __future__ import annotations
@@ -23,14 +26,22 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
+from chronicals.kernels.tensor_lists import (
+    LIST_BLOCK,
+    LIST_CHUNK,
+    Table,
+    of_triton,
+    pointers,
+    table_of,
+)
 
-GOLDEN = 0x9E3779B9
-"""2³² over the golden ratio, odd: what seeds are spread by."""
+GOLDEN_RATIO_32 = 0x9E3779B9
+"""2³² over the golden ratio, rounded to odd; multiplying by it spreads consecutive seeds."""
 
 
 @triton.jit
 def _joined(high, low):
+    """Return the fp32 master of a bf16 weight and its lower half, as ``join_master`` does."""
     pattern = high.to(tl.int16, bitcast=True).to(tl.int32)
     magnitude = ((pattern & 0x7FFF) << 16) + low.to(tl.int32)
     return (magnitude | ((pattern & 0x8000) << 16)).to(tl.float32, bitcast=True)
@@ -38,6 +49,7 @@ def _joined(high, low):
 
 @triton.jit
 def _split(value):
+    """Return bf16 and int16 halves of an fp32 master, as ``split_master`` does."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     finite = magnitude < 0x7F800000
@@ -51,8 +63,9 @@ def _split(value):
 
 @triton.jit
 def _rounded(value, dice, KIND: tl.constexpr):
-    """``value`` in ``KIND``; bf16 by adding 16 random bits below those that stay. Not for values
-    beyond its range.
+    """Return fp32 ``value`` in dtype ``KIND``; to bf16 by stochastic rounding.
+
+    Adds the low 16 bits of ``dice`` to the 16 bits that are cut off. Values must be within range.
     """
     if tl.bfloat16 == KIND:
         bits = (value.to(tl.int32, bitcast=True) + (dice & 0xFFFF).to(tl.int32)) >> 16
@@ -64,15 +77,18 @@ def _rounded(value, dice, KIND: tl.constexpr):
 
 @triton.jit
 def _adamw_kernel(
+    # addresses, sizes and chunks of the tensors (tensor_lists.py)
     table_ptr,
     sizes_ptr,
     tensors_ptr,
     firsts_ptr,
+    # read from the device
     corrections_ptr,
     lr_ptr,
     factor_ptr,
     apply_ptr,
     seed_ptr,
+    # tensors, and AdamW's numbers; rest1 is 1 − β₁, rest2 1 − β₂
     count,
     weight_decay,
     beta1,
@@ -80,18 +96,25 @@ def _adamw_kernel(
     beta2,
     rest2,
     eps,
+    # dtypes of weights, gradients and moments
     W: tl.constexpr,
     G: tl.constexpr,
     STATE: tl.constexpr,
+    # options; APPLY_EACH: one flag for each tensor
     HAS_LOW: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_APPLY: tl.constexpr,
     APPLY_EACH: tl.constexpr,
+    # addresses and sizes suit loads of 16 bytes
     ALIGNED: tl.constexpr,
+    # elements at a time, and of a program
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """``table`` ``[5, count]``: addresses of weights, gradients, m, v and lower halves."""
+    """Update one chunk of one tensor.
+
+    ``table`` is ``[5, count]``: addresses of weights, gradients, m, v and lower halves.
+    """
     applies = True
     if APPLY_EACH:
         applies = tl.load(apply_ptr + tl.load(tensors_ptr + tl.program_id(0))).to(tl.int1)
@@ -135,9 +158,8 @@ def _adamw_kernel(
                 w, low = _split(w)
                 tl.store(low_at, low, mask=inside)
             elif tl.bfloat16 == W:
-                w = _rounded(
-                    tl.where(w == w, w, float("nan")), lowbias32(dice), W
-                )  # of the NaN whose bits have no carry
+                # Another NaN might overflow to a number by the carry; this one does not.
+                w = _rounded(tl.where(w == w, w, float("nan")), lowbias32(dice), W)
             tl.store(w_at, w, mask=inside)
             tl.store(m_at, _rounded(m, dice, STATE), mask=inside)
             tl.store(v_at, _rounded(v, dice >> 16, STATE), mask=inside)
@@ -145,11 +167,15 @@ def _adamw_kernel(
 
 @dataclass
 class Tensors:
-    """What one launch updates: lists of equal length, tensor by tensor of one size and all dense.
+    """The tensors that one launch updates.
+
+    Lists have one entry a weight (``lows`` may be empty). Entries of a weight have its size, except
+    ``steps``, and are dense.
 
     Attributes:
-        lows: lower halves of the masters of bf16 weights, or none.
-        steps: fp32 scalars on the device, how often each was updated before.
+        means, squares: the moments m and v.
+        lows: lower halves of the masters of bf16 weights.
+        steps: fp32 scalars on the device, the number of earlier updates of each weight.
     """
 
     weights: list[Tensor] = field(default_factory=list)
@@ -169,16 +195,16 @@ def fused_adamw_(
     factor: Tensor | None = None,
     apply: Tensor | None = None,
 ) -> None:
-    """One update in place of weights, states and steps. Gradients stay.
+    """Update weights, states and steps in place; gradients are only read.
 
     Args:
         lr: a number, or a scalar tensor on the device.
         factor: scalar tensor that gradients are multiplied by.
-        apply: bool tensor, a scalar or one value for each weight; where False nothing changes, bit
-            for bit.
+        apply: bool tensor, a scalar or one value for each weight; a weight with False and its
+            states do not change by a bit.
 
     Raises:
-        ValueError: types are mixed, or ``apply`` has another shape.
+        ValueError: dtypes are mixed, or ``apply`` has another shape.
     """
     if tensors.weights:
         check_apply(apply, len(tensors.weights))
@@ -190,18 +216,18 @@ def fused_adamw_(
 
 @dataclass(frozen=True)
 class Part:
-    """Where tensors lie in a longer launch, with whose bits they are to be updated, and what of it
-    all its parts read.
+    """The position of a part within a whole launch, whose results it reproduces bit by bit.
 
-    They are consecutive tensors of that launch: of the first perhaps what follows on ``begin``, of
-        the last perhaps not all.
+    Stochastic rounding depends on an element's chunk in the whole launch, so a part must know its
+    place. It has consecutive tensors of the launch; its first may begin at element ``begin``, and
+    its last may end early.
 
     Attributes:
-        steps: fp32 ``[count]``, how often each tensor of the launch was updated before.
-        corrections: fp32 ``[2, count]``, 1 − βᵗ of the step to come.
-        tensor: number of the first tensor.
-        begin: the first element of it that is here, a multiple of the kernel's ``CHUNK``.
-        chunk: number of the first chunk, of as many elements, counted over the launch.
+        steps: fp32 ``[count]``, earlier updates of each tensor of the whole launch.
+        corrections: fp32 ``[2, count]``, 1 − βᵗ of the coming step, for β₁ and β₂.
+        tensor: number of the part's first tensor in the launch.
+        begin: first element of that tensor in the part, a multiple of the kernel's ``CHUNK``.
+        chunk: number of the part's first chunk, counted over the launch.
     """
 
     steps: Tensor
@@ -212,29 +238,27 @@ class Part:
 
     @classmethod
     def whole(cls, tensors: Tensors, betas: tuple[float, float]) -> Part:
-        """All of a launch."""
+        """Return the part that is the whole launch."""
         steps = torch.stack(tensors.steps)
-        return cls(steps, _corrections(steps, betas))
+        # In fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit.
+        after = steps.double() + 1
+        corrections = torch.stack([1 - beta**after for beta in betas]).float()
+        return cls(steps, corrections)
 
     def of_each(self, values: Tensor, count: int) -> Tensor:
-        """Of ``values`` ``[..., count of the launch]`` those of the ``count`` tensors that are
-        here.
-        """
+        """Return ``values`` ``[..., tensors of the launch]`` of the part's ``count`` tensors."""
         return values[..., self.tensor : self.tensor + count].contiguous()
 
     def applies(self, apply: Tensor | None, count: int) -> Tensor | None:
-        """The same of a launch's ``apply``."""
+        """Return the part of a launch's ``apply``; a scalar as it is."""
         return apply if apply is None or apply.ndim == 0 else self.of_each(apply, count)
 
     def seed(self) -> Tensor:
-        """Of the rounding: another whenever any weight was updated, the same when the step is
-        repeated.
-
-        A kernel's dice depend on ``seed * GOLDEN + chunk`` modulo 2³², where it counts chunks from
-        0.
-        """
+        """Return the seed of the rounding: new after every update, the same if a step is repeated."""
+        # The kernel hashes seed · GOLDEN_RATIO_32 + chunk modulo 2³² and counts chunks from 0.
+        # Adding chunk / GOLDEN_RATIO_32 (modulo 2³²) to the seed shifts its count to the part's.
         of_launch = self.steps.sum(dtype=torch.int64)
-        return of_launch + self.chunk * pow(GOLDEN, -1, 2**32) if self.chunk else of_launch
+        return of_launch + self.chunk * pow(GOLDEN_RATIO_32, -1, 2**32) if self.chunk else of_launch
 
 
 def fused_adamw_part_(
@@ -247,14 +271,15 @@ def fused_adamw_part_(
     factor: Tensor | None = None,
     apply: Tensor | None = None,
 ) -> None:
-    """``fused_adamw_`` of a part of a launch, with the bits of the whole; ``tensors.steps`` are not
-    read, and stay.
+    """Update a part of a launch as ``fused_adamw_`` would update the whole, bit by bit.
+
+    Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
 
     Args:
         apply: a scalar, or one value for each weight of the whole launch.
 
     Raises:
-        ValueError: types are mixed.
+        ValueError: dtypes are mixed.
     """
     kinds = {
         (w.dtype, g.dtype, m.dtype)
@@ -266,9 +291,8 @@ def fused_adamw_part_(
     )
     if len(kinds) > 1 or any(others):
         raise ValueError(
-            f"weights, gradients and means are {kinds}, squares and lows of other types than "
-            f"these and int16 {others}: "
-            "one set of types at a time, squares like means, lows in int16"
+            f"weights, gradients and means are {kinds}, unexpected dtypes of squares and lows "
+            f"{others}: give one set of dtypes at a time, squares like means, lows in int16"
         )
     count = len(tensors.weights)
     apply = part.applies(apply, count)
@@ -302,10 +326,12 @@ def fused_adamw_part_(
         apply is not None,
         apply is not None and apply.ndim == 1,
         table.aligned,
-        BLOCK,
-        CHUNK,
+        LIST_BLOCK,
+        LIST_CHUNK,
         num_warps=4,
-        enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
+        # With fusion, variants of the kernel would round differently, and a part would not have
+        # the bits of the whole.
+        enable_fp_fusion=False,
     )
     torch.autograd.graph.increment_version(
         [*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows]
@@ -313,9 +339,7 @@ def fused_adamw_part_(
 
 
 def check_apply(apply: Tensor | None, count: int) -> None:
-    """Raises ValueError where it is neither a scalar nor one value for each of ``count``
-    weights.
-    """
+    """Raise ValueError unless ``apply`` is None, a scalar, or one value for each of ``count`` weights."""
     if apply is not None and apply.shape not in ((), (count,)):
         raise ValueError(
             f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of "
@@ -324,10 +348,10 @@ def check_apply(apply: Tensor | None, count: int) -> None:
 
 
 def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
-    """One step more for each weight that was updated."""
+    """Add 1 to the steps of each weight that was updated."""
     if apply is None:
         torch._foreach_add_(tensors.steps, 1.0)
-    else:  # a list, since one tensor for all would be brought to the host
+    else:  # a list, since _foreach_add_ would copy a single tensor to the host
         counted = apply.to(torch.float32)
         torch._foreach_add_(
             tensors.steps,
@@ -336,7 +360,7 @@ def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
 
 
 def runs_here(tensors: Tensors) -> bool:
-    """Whether a kernel takes them: dense, and weights of fp32 or bf16."""
+    """Return whether a kernel takes these tensors: dense, and weights of fp32 or bf16."""
     dense = all(x.is_contiguous() for row in _rows(tensors) for x in row)
     return (
         dense
@@ -346,30 +370,23 @@ def runs_here(tensors: Tensors) -> bool:
 
 
 def _rows(tensors: Tensors) -> list[list[Tensor]]:
+    """Return the rows of the kernel's table."""
     return [
         tensors.weights,
         tensors.gradients,
         tensors.means,
         tensors.squares,
-        tensors.lows or tensors.weights,
+        tensors.lows or tensors.weights,  # a placeholder; without lower halves it is not read
     ]
 
 
-def _table(tensors: Tensors, chunk: int = CHUNK) -> Table:
+def _table(tensors: Tensors, chunk: int = LIST_CHUNK) -> Table:
     return table_of(_rows(tensors), chunk)
 
 
 def looked_up(tensors: Tensors) -> list[Tensor]:
-    """What a launch for ``tensors`` looks up, made now."""
+    """Build and return the device tensors that a launch for ``tensors`` reads as its table."""
     return _table(tensors).on_device
-
-
-def _corrections(steps: Tensor, betas: tuple[float, float]) -> Tensor:
-    """1 − βᵗ of the step to come, fp32 ``[2, count]``; made in fp64, since 1 − 0.999 in fp32 is
-    wrong in its fifth digit.
-    """
-    after = steps.double() + 1
-    return torch.stack([1 - beta**after for beta in betas]).float()
 
 
 def fused_adamw_reference_(
@@ -381,6 +398,7 @@ def fused_adamw_reference_(
     factor: Tensor | None = None,
     apply: Tensor | None = None,
 ) -> None:
+    """Compute ``fused_adamw_`` in plain torch; stochastic rounding draws other random bits."""
     part = Part.whole(tensors, betas)
     _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
@@ -396,7 +414,7 @@ def _reference_part_(
     factor: Tensor | None,
     apply: Tensor | None,
 ) -> None:
-    """Of these tensors alone; ``apply`` is theirs."""
+    """Compute ``fused_adamw_part_`` in plain torch; ``apply`` is that of these tensors alone."""
     corrections = part.of_each(part.corrections, len(tensors.weights))
     for n, (weight, gradient, mean, square) in enumerate(
         zip(tensors.weights, tensors.gradients, tensors.means, tensors.squares, strict=True)
@@ -430,8 +448,12 @@ def _reference_part_(
 
 
 def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place: int) -> Tensor:
-    """``value``, a tensor's elements from ``begin`` on, in ``kind``: to bf16 it is rounded
-    stochastically, by dice that depend on step, place and element alone."""
+    """Return ``value`` in dtype ``kind``; to bf16 by stochastic rounding.
+
+    Args:
+        value: elements of a tensor from number ``begin`` on.
+        step, place: with the number of an element they determine its random bits.
+    """
     if kind != torch.bfloat16:
         return value.to(kind)
     seed = hash((int(step), *place)) % 2**63

@@ -4,19 +4,21 @@ sections 2 and 3).
     m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   g times ``factor`` before
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
-The update takes m and v as they are in fp32; afterwards they are kept as codes and, for each block
-of 256 elements along the tensor, the largest magnitude in fp32. The code is dynamic (ibid., section
-2.1), with powers of 8 where the paper has powers of 10, so that both directions are arithmetic and
-nothing is looked up. A rank r stands for
+The update is computed in fp32. Then m and v are stored as 8-bit codes and, for each block of 256
+consecutive elements, the largest magnitude in fp32. The code is dynamic (ibid., section 2.1), but
+with powers of 8 instead of 10, so that encoding and decoding are arithmetic and need no table. A
+rank r stands for
 
-    P² (7 r − 6 P), P the greatest power of two that is at most r; 0 for 0
+    P² (7 r − 6 P), with P the greatest power of two that is at most r; 0 for r = 0
 
-times the largest magnitude over what the greatest rank stands for: between 8ᵈ and 8ᵈ⁺¹ there are 2ᵈ
-equal steps. A code of m is 127 and a rank with a sign, from −127 to 127, one of v a rank from 0 to
-255. A magnitude has the nearest rank, but 1 already from an eighth of the least value on. Weights
-are fp32, or bf16 with or without the lower half of their fp32 master (``adamw.py``); those without
-are rounded stochastically. Bytes an element beside the gradient: 4 for bf16 weights, 8 with masters
-or for fp32, and 4.06 for both tensors.
+times the block's largest magnitude divided by the value of the greatest rank. Between 8ᵈ and 8ᵈ⁺¹
+there are 2ᵈ equal steps. A code of m is 127 plus a signed rank from −127 to 127; a code of v is a
+rank from 0 to 255. A magnitude gets the nearest rank, except that an eighth of the least value
+already gets rank 1.
+
+Weights are fp32, or bf16 with or without the lower half of their fp32 master (``adamw.py``);
+without it they are rounded stochastically. Bytes an element, besides the gradient: 4 for bf16
+weights, 8 for fp32 weights and those with masters, and 4.06 for both moments.
 """
 
 from __future__ import annotations
@@ -42,27 +44,26 @@ from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.tensor_lists import Table, of_triton, table_of
 
-SIZE = 256
+MOMENT_BLOCK = 256
 """Elements that share a scale."""
 
-BLOCK = 2048
-CHUNK = 8192
-"""Elements that four warps hold at a time, and of a chunk, whose beginning takes as long as 200
-instructions of each thread.
-"""
+BLOCK_8BIT = 2048
+"""Elements that a program's four warps hold at a time."""
 
-LARGEST = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
-"""By whether a moment has a sign, what the rank of a block's largest magnitude stands for; both
-are fp32 numbers.
-"""
+# Starting a chunk takes as long as 200 instructions of each thread, so chunks are long.
+CHUNK_8BIT = 8192
+"""Elements of a chunk, which one program updates."""
 
-LEAST = 1e-30
-"""A block whose largest magnitude is less counts as zeros."""
+TOP_RANK_VALUES = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
+"""The value of the greatest rank, exact in fp32, by whether the moment is signed."""
+
+MIN_MOMENT_AMAX = 1e-30
+"""Blocks whose largest magnitude is not above it are stored as zeros."""
 
 
 @dataclass
 class QuantizedTensors(Tensors):
-    """``Tensors`` whose means and squares are codes, uint8, with their scales.
+    """``Tensors`` whose means and squares are uint8 codes, with their scales.
 
     Attributes:
         mean_scales, square_scales: fp32 ``[⌈elements / 256⌉]``, the largest magnitude of each
@@ -74,13 +75,15 @@ class QuantizedTensors(Tensors):
 
 
 def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 and shaped like ``values``, and scales, fp32 ``[⌈elements / 256⌉]``; in plain
-    torch.
+    """Quantise a moment in plain torch.
+
+    Returns:
+        Codes, uint8 shaped like ``values``, and scales, fp32 ``[⌈elements / 256⌉]``.
     """
     flat = values.float().reshape(-1)
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % SIZE)).view(-1, SIZE)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
     scales = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
-    ones = torch.where(scales > LEAST, LARGEST[signed] / scales, 0.0)
+    ones = torch.where(scales > MIN_MOMENT_AMAX, TOP_RANK_VALUES[signed] / scales, 0.0)
     scaled = (blocks * ones.unsqueeze(1)).reshape(-1)[: flat.numel()]
     magnitude = scaled.abs()
     octave = torch.frexp(magnitude).exponent.clamp(min=-8) - 1
@@ -90,8 +93,11 @@ def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """fp32, shaped like ``codes``."""
-    each = scales.repeat_interleave(SIZE)[: codes.numel()].view(codes.shape) / LARGEST[signed]
+    """Return the values of codes and their scales, fp32 shaped like ``codes``, in plain torch."""
+    each = (
+        scales.repeat_interleave(MOMENT_BLOCK)[: codes.numel()].view(codes.shape)
+        / TOP_RANK_VALUES[signed]
+    )
     rank = codes.float() - (127 if signed else 0)
     power = torch.ldexp(torch.sign(rank), torch.frexp(rank).exponent - 1)
     return (7 * rank - 6 * power) * power.square() * each
@@ -99,7 +105,7 @@ def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 @triton.jit
 def _sqrt(x):
-    """Approximate; 0 where ``x`` has no normal exponent."""
+    """Return an approximate square root; 0 of zero and subnormal numbers."""
     if INTERPRETED:
         return tl.sqrt(x)
     return tl.inline_asm_elementwise(
@@ -109,7 +115,7 @@ def _sqrt(x):
 
 @triton.jit
 def _reciprocal(x):
-    """Approximate, 1 ulp; of normal numbers."""
+    """Return 1 / x within 1 ulp, for normal x."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise(
@@ -119,7 +125,9 @@ def _reciprocal(x):
 
 @triton.jit
 def _above_2_23(code):
-    """2²³ and a code, uint8, as fp32: the sum's lowest bits are those of the code."""
+    """Return 2²³ + code, fp32, of a uint8 code."""
+    # The low bits of such a sum are the code itself, so bytes are inserted instead of converted:
+    # one instruction for each of four elements.
     if INTERPRETED:
         return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
     beside: tl.constexpr = """
@@ -135,7 +143,7 @@ def _above_2_23(code):
 
 @triton.jit
 def _value(code, SIGNED: tl.constexpr):
-    """What codes, uint8, stand for before it is scaled, over 7."""
+    """Return the values of uint8 codes before scaling, divided by 7."""
     rank = _above_2_23(code) - (8388608 + 127 if SIGNED else 8388608)
     power = (rank.to(tl.int32, bitcast=True) & (-0x800000)).to(tl.float32, bitcast=True)
     return tl.fma(power, -6 / 7, rank) * power * power
@@ -143,11 +151,13 @@ def _value(code, SIGNED: tl.constexpr):
 
 @triton.jit
 def _code(value, scale, LARGEST: tl.constexpr, LEAST: tl.constexpr, SIGNED: tl.constexpr):
-    """Codes, int32, of ``value`` ``[BLOCKS, SIZE]`` whose largest magnitudes are ``scale``
-    ``[BLOCKS]``; of v no bits but the lowest 8 count."""
+    """Return the codes of ``value`` ``[BLOCKS, SIZE]`` as int32, of which the lowest 8 bits count.
+
+    ``scale`` ``[BLOCKS]`` are the largest magnitudes.
+    """
     one = tl.where(scale > LEAST, _reciprocal(scale) * LARGEST, 0.0)
     magnitude = tl.abs(value) * one[:, None]
-    # A third of an exponent up to 24, rounded down, is 43/128 of it, rounded down.
+    # P is 2 to a third of the exponent: for exponents up to 24, ⌊e / 3⌋ = ⌊43 e / 128⌋.
     third = (magnitude.to(tl.int32, bitcast=True) >> 23) * (43 << 16) + (
         (127 << 23) - 127 * (43 << 16)
     )
@@ -159,14 +169,13 @@ def _code(value, scale, LARGEST: tl.constexpr, LEAST: tl.constexpr, SIGNED: tl.c
         seven = ((seven.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(
             tl.float32, bitcast=True
         )
-    # Above 2²³ nothing has a fraction, so the sum is rounded to a whole number, which its lowest
-    # bits are.
+    # fp32 has no fractions above 2²³, so this sum rounds to a whole number, held in its low bits.
     return tl.fma(seven, 1 / 7, 8388608 + 127 if SIGNED else 8388608).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _base(table_ptr, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to the first element of a tensor of a row of the table."""
+    """Return the pointer to the first element of a tensor in a row of the table."""
     base = tl.load(table_ptr + tensor).to(tl.pointer_type(KIND))
     if ALIGNED:
         base = tl.multiple_of(base, 16)
@@ -175,16 +184,20 @@ def _base(table_ptr, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _adamw_8bit_kernel(
+    # addresses, sizes and chunks of the tensors (tensor_lists.py)
     table_ptr,
     sizes_ptr,
     tensors_ptr,
     firsts_ptr,
+    # addresses of the moments' scales
     scales_ptr,
+    # read from the device
     corrections_ptr,
     lr_ptr,
     factor_ptr,
     apply_ptr,
     seed_ptr,
+    # tensors, and AdamW's numbers; rest1 is 1 − β₁
     count,
     weight_decay,
     beta1,
@@ -193,25 +206,30 @@ def _adamw_8bit_kernel(
     over,
     under,
     eps,
+    # dtypes of weights and gradients
     W: tl.constexpr,
     G: tl.constexpr,
+    # options; APPLY_EACH: one flag for each tensor
     HAS_LOW: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_APPLY: tl.constexpr,
     APPLY_EACH: tl.constexpr,
+    # addresses and sizes suit loads of 16 bytes
     ALIGNED: tl.constexpr,
+    # elements at a time, of a program, and that share a scale
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     SIZE: tl.constexpr,
+    # constants of the 8-bit code
     M_LARGEST: tl.constexpr,
     V_LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """``table`` ``[5, count]``: addresses of weights, gradients, codes of m and v, lower halves;
-    ``scales`` ``[2, count]``.
+    """Update one chunk of one tensor.
 
-    v is computed over ``over`` = (1 − β₂) / (1 − β₁)², so that what is added to it is the square of
-    what is added to m; ``under`` is the reciprocal.
+    ``table`` is ``[5, count]``: addresses of weights, gradients, codes of m and v, lower halves;
+    ``scales`` is ``[2, count]``. Inside the kernel v is divided by ``over`` = (1 − β₂) / (1 − β₁)²;
+    then the term added to v is the square of the term added to m. ``under`` is 1 / ``over``.
     """
     applies = True
     if APPLY_EACH:
@@ -270,12 +288,10 @@ def _adamw_8bit_kernel(
                 w, low = _split(w)
                 tl.store(low_ptr + at, low, mask=inside)
             elif tl.bfloat16 == W:
-                dice = lowbias32(key ^ offset ^ (inner >> 1)) >> (
-                    inner % 2 * 16
-                )  # of one number for two elements
-                w = _rounded(
-                    tl.where(w == w, w, float("nan")), dice, W
-                )  # of the NaN whose bits have no carry
+                # One 32-bit hash gives the random bits of two neighbours.
+                dice = lowbias32(key ^ offset ^ (inner >> 1)) >> (inner % 2 * 16)
+                # Another NaN might overflow to a number by the carry; this one does not.
+                w = _rounded(tl.where(w == w, w, float("nan")), dice, W)
             tl.store(w_ptr + at, w, mask=inside)
             m_scale = tl.max(tl.abs(m), axis=1)
             v_scale = tl.max(v, axis=1)
@@ -298,13 +314,13 @@ def adamw_8bit_(
     factor: Tensor | None = None,
     apply: Tensor | None = None,
 ) -> None:
-    """One update in place of weights, moments and steps. Gradients stay.
+    """Update weights, moments and steps in place; gradients are only read.
 
     Args:
         lr: a number, or a scalar tensor on the device.
         factor: scalar tensor that gradients are multiplied by.
-        apply: bool tensor, a scalar or one value for each weight; where False nothing changes, bit
-            for bit.
+        apply: bool tensor, a scalar or one value for each weight; a weight with False and its
+            states do not change by a bit.
 
     Raises:
         ValueError: dtypes are mixed, or ``apply`` has another shape.
@@ -327,8 +343,9 @@ def adamw_8bit_part_(
     factor: Tensor | None = None,
     apply: Tensor | None = None,
 ) -> None:
-    """``adamw_8bit_`` of a part of a launch, with the bits of the whole; ``tensors.steps`` are not
-    read, and stay.
+    """Update a part of a launch as ``adamw_8bit_`` would update the whole, bit by bit.
+
+    Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
 
     Args:
         apply: a scalar, or one value for each weight of the whole launch.
@@ -349,7 +366,7 @@ def adamw_8bit_part_(
     if not runs_here(tensors):
         _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    table = _table(tensors, CHUNK)
+    table = _table(tensors, CHUNK_8BIT)
     scales = _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
@@ -378,14 +395,16 @@ def adamw_8bit_part_(
         apply is not None,
         apply is not None and apply.ndim == 1,
         table.aligned,
-        BLOCK,
-        CHUNK,
-        SIZE,
-        LARGEST[True],
-        LARGEST[False],
-        LEAST,
+        BLOCK_8BIT,
+        CHUNK_8BIT,
+        MOMENT_BLOCK,
+        TOP_RANK_VALUES[True],
+        TOP_RANK_VALUES[False],
+        MIN_MOMENT_AMAX,
         num_warps=4,
-        enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
+        # With fusion, variants of the kernel would round differently, and a part would not have
+        # the bits of the whole.
+        enable_fp_fusion=False,
     )
     changed = (
         tensors.weights,
@@ -403,8 +422,8 @@ def _scales(tensors: QuantizedTensors) -> Table:
 
 
 def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
-    """What a launch for ``tensors`` looks up, made now."""
-    return [*_table(tensors, CHUNK).on_device, *_scales(tensors).on_device]
+    """Build and return the device tensors that a launch for ``tensors`` reads as its tables."""
+    return [*_table(tensors, CHUNK_8BIT).on_device, *_scales(tensors).on_device]
 
 
 def adamw_8bit_reference_(
@@ -416,7 +435,7 @@ def adamw_8bit_reference_(
     factor: Tensor | None = None,
     apply: Tensor | None = None,
 ) -> None:
-    """``adamw_8bit_`` in plain torch; weights without a master are rounded to the nearest."""
+    """Compute ``adamw_8bit_`` in plain torch; weights without a master are rounded to nearest."""
     corrections = Part.whole(tensors, betas).corrections
     _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
@@ -432,7 +451,7 @@ def _reference_part_(
     factor: Tensor | None,
     apply: Tensor | None,
 ) -> None:
-    """Of these tensors alone; ``corrections`` and ``apply`` are theirs."""
+    """Compute ``adamw_8bit_part_``; ``corrections`` and ``apply`` are those of these tensors alone."""
     for n, (weight, gradient) in enumerate(zip(tensors.weights, tensors.gradients, strict=True)):
         g = gradient.float() if factor is None else gradient.float() * factor
         value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.float()

@@ -1,4 +1,4 @@
-"""What is trained beside a frozen weight: a low-rank addition (Hu et al., 2022), or some of its
+"""Trained additions to a frozen weight: a low-rank product (LoRA, Hu et al., 2022), or some of its
 rows.
 """
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 class Adapter(NamedTuple):
-    """``y += s · (dropout(x) Aᵀ) Bᵀ``; with a magnitude (DoRA), ``y = m / ‖W + s B A‖ ⊙ (x Wᵀ + s ·
-    (dropout(x) Aᵀ) Bᵀ)``.
+    """A low-rank addition to a linear layer: ``y += s · (dropout(x) Aᵀ) Bᵀ``.
+
+    With a magnitude (DoRA): ``y = m / ‖W + s B A‖ ⊙ (x Wᵀ + s · (dropout(x) Aᵀ) Bᵀ)``.
 
     Attributes:
         a: A, ``[r, in]``.
@@ -29,10 +30,10 @@ class Adapter(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """``W[ids] = values`` in a copy of W, of which nothing but this is trained.
+    """Trained rows of an otherwise frozen weight W: ``W[ids] = values`` in a copy of W.
 
     Attributes:
-        ids: int64 ``[n]``, each row once.
+        ids: int64 ``[n]``, the numbers of the rows; none occurs twice.
         values: ``[n, in]``.
     """
 
@@ -40,5 +41,5 @@ class Rows(NamedTuple):
     values: Tensor
 
     def within(self, weight: Tensor) -> Tensor:
-        """A copy of ``weight`` ``[V, in]`` with the values in it, differentiable in them."""
+        """Return a copy of ``weight`` ``[V, in]`` with the values put in, differentiable in them."""
         return weight.index_copy(0, self.ids, self.values.to(weight.dtype))

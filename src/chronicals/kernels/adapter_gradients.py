@@ -1,12 +1,12 @@
-"""Gradients at the wide end of adapters whose outputs lie side by side, dy read once.
+"""Both gradients at the wide end of adapters on one merged product, with dy read once.
 
-    g = dy (s·B)        dB_i = f_i · dy_iᵀ u_i        for y_i += s_i · u_i B_iᵀ, B_i on the diagonal of a margin
+    g = dy (s·B)        dB_i = f_i · dy_iᵀ u_i        for y_i += s_i · u_i B_iᵀ; s·B is block-diagonal
 
 ``dy`` is ``[T, N]``, u and g ``[T, R]``, s·B ``[N, R]``, R at least the sum of the ranks. A program
-passes down some rows of a strip of columns: dB of its columns stays in registers, and of g it
-leaves the strip's share. A second launch sums the shares in one order, so that results are the same
-each time. Bytes in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares written and
-read, r the largest rank's next power of two, at least 16; two products read 4·N.
+goes down some rows of a strip of columns. It sums dB of its columns in registers and writes the
+strip's share of g. A second launch adds the shares in one order, so results are reproducible. Bytes
+in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares written and read, where r is the
+largest rank rounded up to a power of two, at least 16. Two separate products would read 4·N.
 """
 
 from __future__ import annotations
@@ -28,31 +28,38 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.products import product, product_into
 
-LAYERS = 3
-WIDEST_RANK = 32
-"""What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by
-products.
+MAX_FUSED_LAYERS = 3
+"""Layers that one launch takes (queries, keys and values); more go by separate products."""
+
+MAX_FUSED_RANK = 32
+"""The largest rank of a launch. The shares of wider adapters would be half the size of dy; they go
+by separate products.
 """
 
-ROWS = 64
-"""Of dy in a tile: the fewest that a warpgroup multiplies."""
+GRADIENT_TILE_ROWS = 64
+"""Rows of dy in a tile, the fewest that a warpgroup of tensor cores multiplies."""
 
-SUMMED = 1024
+SUM_BLOCK = 1024
 """Elements that a program of the second launch sums."""
 
 
 @triton.jit
 def _passing_kernel(
+    # read
     dy_ptr,
     up_ptr,
     u_ptr,
+    # written: each strip's share of g, each chunk's share of dB
     of_g_ptr,
     of_up_ptr,
+    # rows in all, and of a chunk
     rows,
     chunk,
+    # strides of rows
     dy_stride,
     up_stride,
     u_stride,
+    # outputs and rank of each layer, strips of the first two
     size0,
     size1,
     size2,
@@ -61,13 +68,16 @@ def _passing_kernel(
     rank2,
     strips0,
     strips1,
+    # columns of a strip, rank (padded), rows of a tile, dtype of the products
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Strips along the first axis of programs, those of a layer behind those of another; chunks
-    of rows along the second.
+    """Compute a strip's share of g and a chunk's share of dB.
+
+    Programs along the first axis are strips of columns, layer after layer; along the second axis
+    chunks of rows.
     """
     strip = tl.program_id(0)
     part = tl.program_id(1)
@@ -113,15 +123,20 @@ def _passing_kernel(
 
 @triton.jit
 def _summing_kernel(
+    # read: the shares of the first kernel
     of_g_ptr,
     of_up_ptr,
+    # written
     g_ptr,
     up_ptr,
+    # rows, chunks, and programs that sum g
     rows,
     parts,
     of_rows,
+    # rows and columns of g
     g_stride,
     width,
+    # outputs, rank, factor and strips of each layer
     size0,
     size1,
     size2,
@@ -134,13 +149,16 @@ def _summing_kernel(
     strips0,
     strips1,
     strips2,
+    # tile of the first kernel, elements of a program, free columns of g
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
-    """Layers along the second axis of programs; along the first ``of_rows`` of them sum g, the
-    rest dB.
+    """Add the shares of g and of dB.
+
+    Programs along the second axis are layers. Along the first axis ``of_rows`` programs add g, the
+    remaining ones dB.
     """
     layer = tl.program_id(1)
     program = tl.program_id(0)
@@ -206,21 +224,28 @@ def _summing_kernel(
 
 
 def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the first kernel is compiled for, and its launch; at least two tiles of rows are on
-    their way.
-    """
+    """Return the compile-time arguments of the first kernel and its launch options."""
+    # Columns of a strip are halved until shared memory holds two tiles, so that one is loaded while
+    # another is multiplied.
     held = max(16, next_power_of_2(rank))
     columns = 512 if held == 16 else 256
     while dy.is_cuda and _tiles(dy, columns, held) < 2:
         columns //= 2
-    constants = {"COLUMNS": columns, "RANK": held, "ROWS": ROWS, "KIND": multiplied_in(dy.dtype)}
+    constants = {
+        "COLUMNS": columns,
+        "RANK": held,
+        "ROWS": GRADIENT_TILE_ROWS,
+        "KIND": multiplied_in(dy.dtype),
+    }
     return constants, {"num_warps": 8, "num_stages": max(1, min(4, _tiles(dy, columns, held)))}
 
 
 def _tiles(dy: Tensor, columns: int, rank: int) -> int:
-    """How many of dy and u shared memory holds beside the strip's s·B."""
+    """Return how many tiles of dy and u shared memory holds besides the strip's s·B."""
     size = dy.element_size()
-    return (shared_memory(dy.device) - columns * rank * size) // (ROWS * (columns + rank) * size)
+    return (shared_memory(dy.device) - columns * rank * size) // (
+        GRADIENT_TILE_ROWS * (columns + rank) * size
+    )
 
 
 def adapter_gradients(
@@ -233,31 +258,35 @@ def adapter_gradients(
     factors: Sequence[float],
     kind: torch.dtype,
 ) -> list[Tensor]:
-    """Writes g; dB of each layer, ``[size, rank]`` in ``kind``.
+    """Write g and return dB of each layer, ``[size, rank]`` of dtype ``kind``.
 
     Args:
         dy: ``[T, N]``.
-        up: s·B of all layers, each in its rows and columns and zeros beside it: ``[N, R]``.
+        up: s·B of all layers as a block diagonal, zeros elsewhere, ``[N, R]``.
         u, g: ``[T, R]``; their rows may be strided.
-        sizes, ranks: of the layers; a rank of 0 is no adapter.
-        factors: of each dB.
+        sizes, ranks: outputs and rank of each layer; rank 0 means no adapter.
+        factors: f of each layer's dB.
     """
-    if len(sizes) > LAYERS or not 0 < max(ranks) <= WIDEST_RANK or not runs_in_16_bit(dy, up, u, g):
+    if (
+        len(sizes) > MAX_FUSED_LAYERS
+        or not 0 < max(ranks) <= MAX_FUSED_RANK
+        or not runs_in_16_bit(dy, up, u, g)
+    ):
         return _by_products(dy, up, u, g, sizes, ranks, factors, kind)
     constants, launch = _constants(dy, max(ranks))
     columns = constants["COLUMNS"]
     rank = constants["RANK"]
-    none = [0] * (LAYERS - len(sizes))
+    none = [0] * (MAX_FUSED_LAYERS - len(sizes))
     strips = [triton.cdiv(size, columns) if r else 0 for size, r in zip(sizes, ranks)]
     count = sum(strips)
     empty = g.shape[1] - sum(ranks)
     rows = len(dy)
-    tiles = triton.cdiv(len(dy), ROWS)
+    tiles = triton.cdiv(len(dy), GRADIENT_TILE_ROWS)
     parts = max(1, min(tiles, multiprocessors(dy.device) // count))
-    chunk = triton.cdiv(tiles, parts) * ROWS
+    chunk = triton.cdiv(tiles, parts) * GRADIENT_TILE_ROWS
     of_g = dy.new_empty((count, rows, rank), dtype=torch.float32)
     of_up = dy.new_empty((parts, count * columns, rank), dtype=torch.float32)
-    found = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
+    d_up = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
     _passing_kernel[(count, parts)](
         dy,
         up,
@@ -277,12 +306,12 @@ def adapter_gradients(
         **constants,
         **launch,
     )
-    of_rows = triton.cdiv(rows * rank, SUMMED)
-    _summing_kernel[(of_rows + triton.cdiv(max(sizes) * rank, SUMMED), len(sizes))](
+    of_rows = triton.cdiv(rows * rank, SUM_BLOCK)
+    _summing_kernel[(of_rows + triton.cdiv(max(sizes) * rank, SUM_BLOCK), len(sizes))](
         of_g,
         of_up,
         g,
-        found,
+        d_up,
         rows,
         parts,
         of_rows,
@@ -298,10 +327,10 @@ def adapter_gradients(
         *none,
         columns,
         rank,
-        SUMMED,
+        SUM_BLOCK,
         next_power_of_2(empty) if empty else 0,
     )
-    blocks = found.split([size * r for size, r in zip(sizes, ranks)])
+    blocks = d_up.split([size * r for size, r in zip(sizes, ranks)])
     return [block.view(size, r) for block, size, r in zip(blocks, sizes, ranks)]
 
 
@@ -315,6 +344,7 @@ def _by_products(
     factors: Sequence[float],
     kind: torch.dtype,
 ) -> list[Tensor]:
+    """Compute ``adapter_gradients`` by separate products; also the reference."""
     product_into(g, dy, up)
     rows = dy.split(list(sizes), 1)
     columns = u[:, : sum(ranks)].split(list(ranks), 1)

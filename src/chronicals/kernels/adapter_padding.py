@@ -1,4 +1,4 @@
-"""The adapters of some linear layers, written into the padding around their fused weight.
+"""Write the adapters of merged linear layers into the padding around their merged weight.
 
     | W     s·B |       A of all layers one below the other, s·B of all layers as a block diagonal
     | A      ·  |
@@ -13,20 +13,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from chronicals.kernels.adapter_gradients import LAYERS
+from chronicals.kernels.adapter_gradients import MAX_FUSED_LAYERS
 from chronicals.kernels.launch import runs_triton, tl, triton
 
 
 @triton.jit
 def _write_kernel(
+    # read: A and B of each layer
     a0_ptr,
     a1_ptr,
     a2_ptr,
     b0_ptr,
     b1_ptr,
     b2_ptr,
+    # written
     down_ptr,
     up_ptr,
+    # outputs, rank and scale of each layer
     size0,
     size1,
     size2,
@@ -36,13 +39,16 @@ def _write_kernel(
     scale0,
     scale1,
     scale2,
+    # inputs, and strides of rows
     width,
     down_stride,
     up_stride,
     BLOCK: tl.constexpr,
 ):
-    """Three layers, along the second axis of programs; a rank of 0 is none. The first programs
-    write A, the others s·B.
+    """Write A and s·B of up to three layers; rank 0 means no adapter.
+
+    Programs along the second axis are layers. Along the first axis the first programs write A, the
+    others s·B.
     """
     layer = tl.program_id(1)
     a_ptr = a0_ptr
@@ -93,24 +99,25 @@ def write_adapters(
     ups: Sequence[Tensor | None],
     scales: Sequence[float],
 ) -> None:
-    """Write every A into ``down`` and every s·B into ``up``, which are zero elsewhere; in one
-    launch for up to three layers.
+    """Write every A into ``down`` and every s·B into ``up``; one launch for up to three layers.
+
+    Other elements of ``down`` and ``up`` are left as they are; they must be zero.
 
     Args:
         sizes: outputs n of each layer.
-        ranks: of each layer's adapter, 0 where there is none.
-        downs, ups, scales: A, B and s of each layer, None where there is no adapter.
+        ranks: rank of each layer's adapter, 0 for none.
+        downs, ups, scales: A, B and s of each layer; A and B are None without an adapter.
     """
     there = [x for x in (*downs, *ups) if x is not None]
     fits = (
-        len(sizes) <= LAYERS
+        len(sizes) <= MAX_FUSED_LAYERS
         and len({x.dtype for x in there}) == 1
         and all(x.is_contiguous() for x in there)
     )
     if not fits or not runs_triton(up, *there):
         write_adapters_reference(down, up, sizes, ranks, downs, ups, scales)
         return
-    missing = LAYERS - len(sizes)
+    missing = MAX_FUSED_LAYERS - len(sizes)
     width = down.shape[1]
     of_a, of_b = (
         [there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups)
@@ -147,6 +154,7 @@ def write_adapters_reference(
     ups: Sequence[Tensor | None],
     scales: Sequence[float],
 ) -> None:
+    """Compute ``write_adapters`` in plain torch."""
     row = 0
     column = 0
     for size, rank, a, b, scale in zip(sizes, ranks, downs, ups, scales, strict=True):

@@ -1,11 +1,11 @@
-"""Columns scaled by factors, as the magnitudes of DoRA scale a product's outputs (Liu et al., 2024,
-equation 5).
+"""Scaling of columns by factors, as the magnitudes of DoRA scale a product's outputs (Liu et al.,
+2024, equation 5).
 
     z = f ⊙ y + b            dy = f ⊙ dz,   df = Σₜ dz ⊙ y            y, z, dy, dz [T, N],  f, b [N]
 
 ``y`` has 16 or 32 bits and may have strided rows; f, b and the sum are fp32. A program of the
-backward pass goes down a chunk of the rows of a strip of columns; sums of chunks are added in one
-order, so that results are the same each time. Bytes an element in 16 bit: 4 forward, 6 backward.
+backward pass goes down a chunk of rows of a strip of columns; the sums of chunks are added in one
+order, so results are reproducible. Bytes an element in 16 bit: 4 forward, 6 backward.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
 
-ROWS = 8
-BLOCK = 256
-"""Rows and columns of a tile."""
+SCALING_TILE_ROWS = 8
+SCALING_TILE_COLUMNS = 256
 
-CHUNK = 256
-"""Rows that a program goes down."""
+SCALING_CHUNK_ROWS = 256
+"""Rows that a program of the backward pass goes down."""
 
 
 @triton.jit
 def _scale_kernel(
+    # read, written, read, read
     y_ptr,
     z_ptr,
     factor_ptr,
     bias_ptr,
+    # sizes and strides of rows
     rows,
     width,
     y_stride,
     z_stride,
+    # options and tile
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,16 +55,20 @@ def _scale_kernel(
 
 @triton.jit
 def _gradient_kernel(
+    # read
     dz_ptr,
     y_ptr,
     factor_ptr,
+    # written
     dy_ptr,
     sums_ptr,
+    # sizes and strides of rows
     rows,
     width,
     dz_stride,
     y_stride,
     dy_stride,
+    # options and tile
     SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -92,12 +98,18 @@ def _gradient_kernel(
 def scale_columns(
     y: Tensor, factor: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``factor ⊙ y + bias``, in the dtype of ``y``; into ``out``, which may be ``y``."""
+    """Return ``factor ⊙ y + bias`` in the dtype of ``y``, written into ``out`` if that is given.
+
+    Args:
+        y: ``[T, N]``.
+        factor, bias: fp32 ``[N]``.
+        out: ``[T, N]``; may be ``y``.
+    """
     out = torch.empty_like(y) if out is None else out
     if not runs_triton(y, factor, bias) or y.stride(1) != 1 or out.stride(1) != 1:
         return out.copy_(scale_columns_reference(y, factor, bias))
     rows, width = y.shape
-    grid = triton.cdiv(rows, ROWS), triton.cdiv(width, BLOCK)
+    grid = triton.cdiv(rows, SCALING_TILE_ROWS), triton.cdiv(width, SCALING_TILE_COLUMNS)
     if rows:
         _scale_kernel[grid](
             y,
@@ -109,8 +121,8 @@ def scale_columns(
             y.stride(0),
             out.stride(0),
             bias is not None,
-            ROWS,
-            BLOCK,
+            SCALING_TILE_ROWS,
+            SCALING_TILE_COLUMNS,
         )
     return out
 
@@ -118,13 +130,13 @@ def scale_columns(
 def scaled_columns_gradient(
     dz: Tensor, factor: Tensor, out: Tensor, y: Tensor | None = None
 ) -> Tensor | None:
-    """Write ``factor ⊙ dz`` into ``out``.
+    """Write dy = ``factor ⊙ dz`` into ``out``.
 
     Args:
-        y: what was scaled.
+        y: the scaled tensor, if the gradient of ``factor`` is wanted.
 
     Returns:
-        ``Σₜ dz ⊙ y`` in the dtype of ``factor``; None without ``y``.
+        df = ``Σₜ dz ⊙ y`` in the dtype of ``factor``; None without ``y``.
     """
     if (
         not runs_triton(dz, factor, y)
@@ -135,10 +147,10 @@ def scaled_columns_gradient(
         out.copy_(gradient)
         return sums
     rows, width = dz.shape
-    parts = triton.cdiv(rows, CHUNK)
+    parts = triton.cdiv(rows, SCALING_CHUNK_ROWS)
     sums = factor.new_empty((0 if y is None else parts, width))
     beside = dz if y is None else y
-    _gradient_kernel[(parts, triton.cdiv(width, BLOCK))](
+    _gradient_kernel[(parts, triton.cdiv(width, SCALING_TILE_COLUMNS))](
         dz,
         beside,
         factor,
@@ -150,14 +162,15 @@ def scaled_columns_gradient(
         beside.stride(0),
         out.stride(0),
         y is not None,
-        CHUNK,
-        ROWS,
-        BLOCK,
+        SCALING_CHUNK_ROWS,
+        SCALING_TILE_ROWS,
+        SCALING_TILE_COLUMNS,
     )
     return None if y is None else sums.sum(0)
 
 
 def scale_columns_reference(y: Tensor, factor: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``scale_columns`` in plain torch."""
     z = y.to(torch.promote_types(y.dtype, factor.dtype)) * factor
     return (z if bias is None else z + bias).to(y.dtype)
 
@@ -165,5 +178,6 @@ def scale_columns_reference(y: Tensor, factor: Tensor, bias: Tensor | None = Non
 def scaled_columns_gradient_reference(
     dz: Tensor, factor: Tensor, y: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    """Return dy and df in plain torch."""
     wide = dz.to(torch.promote_types(dz.dtype, factor.dtype))
     return (wide * factor).to(dz.dtype), None if y is None else (wide * y).sum(0).to(factor.dtype)

@@ -1,8 +1,8 @@
-"""Compiles the kernels of a piece of work beside each other, before it runs.
+"""Compile the kernels of a piece of work in parallel, before it runs.
 
-Triton compiles a kernel when it is first launched, and a C function that launches it, so those of a
-training step one after the other. Within ``compiling_only`` a launch hands its kernel to a pool of
-threads and does nothing else; where the block ends, all of them are compiled and loaded.
+Triton compiles a kernel, and a C function that launches it, at its first launch; so the kernels of
+a training step are compiled one after the other. Inside ``compiling_only`` a launch only hands its
+kernel to a pool of threads; at the end of the block all of them are compiled and loaded.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 from chronicals.kernels.launch import HAS_TRITON, triton
 
-MOST_THREADS = 16
-OURS = "chronicals."
+MAX_COMPILE_THREADS = 16
+
+PACKAGE_PREFIX = "chronicals."
+"""Modules whose kernels are compiled in advance; those of others may have to run, to be timed."""
 
 
 def can_compile_only() -> bool:
-    """Whether this Triton can compile without running: it has done so since 3.4, by a module
-    that is not public.
-    """
+    """Return whether this Triton can compile without running: since 3.4, by a private module."""
     return HAS_TRITON and importlib.util.find_spec("triton.runtime._async_compile") is not None
 
 
 def identify_compiler() -> None:
-    """Let a thread hash Triton's own files, which names what it caches: a third of a second,
-    most of it without the GIL, that the first kernel would take."""
+    """Start hashing Triton's own files in a thread; the hash is part of the names in its cache."""
+    # It takes a third of a second, mostly without the GIL, which the first kernel would wait for.
     if can_compile_only():
         from triton.runtime.cache import triton_key
 
@@ -41,26 +41,26 @@ def identify_compiler() -> None:
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Within, in all threads: launches of our kernels compile and do not run, so what they would
-    write holds arbitrary values.
+    """Let launches of our kernels compile and not run, in all threads, inside the ``with`` block.
 
-    Kernels that are compiled already, in this process or in Triton's cache on disk, cost a look-up.
-    Other packages' kernels run as usual: they may be timed, to choose among their configurations.
+    Outputs of these launches hold arbitrary values. Kernels that are already compiled, in this
+    process or in Triton's cache on disk, cost a look-up. Kernels of other packages run as usual,
+    since autotuning may time them.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     launch = triton.JITFunction.run
     kernels = dict[int, Any]()
-    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)))) as threads:
         mode = AsyncCompileMode(threads)
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            if not kernel.module.startswith(OURS):
+            if not kernel.module.startswith(PACKAGE_PREFIX):
                 return launch(kernel, *args, grid=grid, warmup=warmup, **options)
             before = active_mode.set(mode)  # per thread: autograd has its own
             try:
                 compiles = launch(kernel, *args, grid=grid, warmup=True, **options)
-                if compiles is not None:  # as a hook of Triton's may decide
+                if compiles is not None:  # a hook of Triton may return None
                     kernels[id(compiles)] = compiles
                 return compiles
             finally:
@@ -71,16 +71,14 @@ def compiling_only() -> Iterator[None]:
             yield
         finally:
             triton.JITFunction.run = launch
-            mode.__exit__(
-                None, None, None
-            )  # waits for what was handed in, and makes it known to its kernel
+            # Waits for all compilations and hands each result to its kernel.
+            mode.__exit__(None, None, None)
         device = torch.cuda.current_device()
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
 
 
 def _load(kernel: Any, device: int) -> None:
-    """Load a kernel's machine code, and compile what launches it: attributes that are made when
-    they are first read.
-    """
+    """Load a kernel's machine code and compile its launcher."""
     torch.cuda.set_device(device)  # per thread
+    # Reading ``run`` makes both, lazily.
     getattr(kernel.result() if hasattr(kernel, "result") else kernel, "run")  # noqa: B009

@@ -1,9 +1,11 @@
-"""What is made of a row of a student's logits beside a teacher's: their divergence and its
-gradient. The chunked head of ``linear_distillation.py`` builds on it.
+"""Divergence of each row of a student's logits from a teacher's, and its gradient. The chunked head
+of ``linear_distillation.py`` builds on it.
 
-    z = softcap(scale · x) of a row of raw logits; q = softmax(z / τ) the student's, p = softmax(z'
-    / τ) the teacher's m = λ p + (1 − λ) q D = a · KL(p ‖ m) + b · KL(q ‖ m) loss = w · (u · D + v ·
-    (lse(z) − z_y))
+    z = softcap(scale · x)                    of a row of raw logits x; z' likewise of the teacher's
+    q = softmax(z / τ),   p = softmax(z' / τ)     the student's and the teacher's distribution
+    m = λ p + (1 − λ) q
+    D = a · KL(p ‖ m) + b · KL(q ‖ m)
+    loss = w · (u · D + v · (lse(z) − z_y))
 
     | divergence                    | a | b     | λ     | source                                                     |
     |-------------------------------|---|-------|-------|------------------------------------------------------------|
@@ -13,20 +15,20 @@ gradient. The chunked head of ``linear_distillation.py`` builds on it.
     | skewed forward, KL(p ‖ s p + (1 − s) q) | 1 | 0 | s | Ko et al., 2024 (DistiLLM), section 3.1                  |
     | skewed reverse, KL(q ‖ (1 − s) p + s q) | 0 | 1 | 1 − s | the same                                             |
 
-With d_j = log p_j − log q_j, everything is made of ratios to m, which do not overflow:
+All ratios are to m, computed from d_j = log p_j − log q_j, and do not overflow:
 
     h_j = b q_j log(q_j / m_j) − (a (1 − λ) − b λ) q_j p_j / m_j,     Σ_j h_j = −1 for the forward KL
-    dD/d(z_j / τ) = h_j − q_j Σ_k h_k dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} −
-    1(j = y))) · scale · (1 − (z_j / softcap)²)
+    dD/d(z_j / τ) = h_j − q_j Σ_k h_k
+    dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} − 1(j = y))) · scale · (1 − (z_j / softcap)²)
 
-What is left out of h is a multiple of q, which the second line takes away again; of the JSD, whose
-factor of p / m is zero, it would be all but a small part. The cross-entropy is that of z, at
-temperature 1. No factor τ² is in D, as in TRL and Liger; ``u`` can hold one.
+h omits a multiple of q, which the second line would subtract again. (For the JSD, whose factor of
+p / m is zero, that multiple would be almost all of h, and would cancel.) The cross-entropy is at
+temperature 1. D has no factor τ², as in TRL and Liger; ``u`` can hold one.
 
 A program takes a row. Bytes a row in 16 bit: 4·V for the statistics of both sides, and 6·V for the
-gradient, which overwrites the student's logits; other divergences than the forward KL read both
-rows once more for Σ h. Where the rows of a program are in cache, only the first 4·V and the 2·V
-written are memory's.
+gradient, which overwrites the student's logits. Divergences other than the forward KL read both
+rows once more, for Σ h. If the rows of all running programs fit in the cache, only the first 4·V
+and the 2·V written reach memory.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.logit_rows import (
-    IGNORED,
+    IGNORE_INDEX,
     LossOptions,
     chain_,
     places_of,
@@ -48,15 +50,16 @@ from chronicals.kernels.logit_rows import (
     tile_of,
 )
 
-FOUND = ("divergence", "cross_entropy", "teacher_cross_entropy", "agreement", "accuracy")
-"""What is found of a row, in this order: D; minus the logarithm of the target's probability at
-temperature 1, the student's and the teacher's; whether both have the same likeliest token;
-whether the student's is the target."""
+ROW_RESULTS = ("divergence", "cross_entropy", "teacher_cross_entropy", "agreement", "accuracy")
+"""Results for a row, in this order: D; minus log of the target's probability at temperature 1,
+under the student and under the teacher; 1 if both have the same likeliest token; 1 if the student's
+likeliest token is the target.
+"""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """``a · KL(p ‖ m) + b · KL(q ‖ m)`` of teacher p and student q, where ``m = λ p + (1 − λ) q``.
+    """``a · KL(p ‖ m) + b · KL(q ‖ m)`` of teacher p and student q, with ``m = λ p + (1 − λ) q``.
 
     Attributes:
         of_teacher, of_student, share: a, b and λ.
@@ -68,18 +71,20 @@ class Divergence:
 
     @classmethod
     def forward_kl(cls) -> Divergence:
-        """``KL(p ‖ q)``: the student covers what the teacher may say."""
+        """Return ``KL(p ‖ q)``, under which the student covers all that the teacher may say."""
         return cls(1.0, 0.0, 0.0)
 
     @classmethod
     def reverse_kl(cls) -> Divergence:
-        """``KL(q ‖ p)``: the student says only what the teacher may say."""
+        """Return ``KL(q ‖ p)``, under which the student says only what the teacher may say."""
         return cls(0.0, 1.0, 1.0)
 
     @classmethod
     def jsd(cls, beta: float = 0.5) -> Divergence:
-        """``β KL(p ‖ m) + (1 − β) KL(q ‖ m)`` of ``m = β p + (1 − β) q``; as TRL and Liger have it,
-        the forward KL at β = 0 and the reverse KL at β = 1, where the formula itself is zero.
+        """Return ``β KL(p ‖ m) + (1 − β) KL(q ‖ m)`` with ``m = β p + (1 − β) q``.
+
+        At β = 0 it is the forward KL and at β = 1 the reverse KL, as in TRL and Liger; the formula
+        itself would be zero there.
 
         Raises:
             ValueError: ``beta`` is not in [0, 1].
@@ -95,7 +100,7 @@ class Divergence:
 
     @classmethod
     def skew_kl(cls, skew: float = 0.1) -> Divergence:
-        """``KL(p ‖ s p + (1 − s) q)``.
+        """Return ``KL(p ‖ s p + (1 − s) q)`` with skew s.
 
         Raises:
             ValueError: ``skew`` is not in [0, 1).
@@ -104,7 +109,7 @@ class Divergence:
 
     @classmethod
     def skew_reverse_kl(cls, skew: float = 0.1) -> Divergence:
-        """``KL(q ‖ (1 − s) p + s q)``.
+        """Return ``KL(q ‖ (1 − s) p + s q)`` with skew s.
 
         Raises:
             ValueError: ``skew`` is not in [0, 1).
@@ -123,7 +128,7 @@ def _skew(skew: float) -> float:
 
 @dataclass(frozen=True)
 class DistillationOptions:
-    """How two rows of raw logits become a loss; the letters of the module's docstring.
+    """Numbers of the formula, from two rows of raw logits to a loss.
 
     Attributes:
         student, teacher: scale and softcap of each side's raw logits.
@@ -139,14 +144,10 @@ class DistillationOptions:
     of_cross_entropy: float = 0.0
 
 
-FORWARD = 0
-REVERSE = 1
-MIXTURE = 2
-
-
-def _kind(divergence: Divergence) -> int:
-    """Whether m is q, p or between them."""
-    return {0.0: FORWARD, 1.0: REVERSE}.get(divergence.share, MIXTURE)
+# Cases of m for which the kernel is compiled: m = q (λ = 0), m = p (λ = 1), or between them.
+MIXTURE_IS_STUDENT = 0
+MIXTURE_IS_TEACHER = 1
+MIXTURE_OF_BOTH = 2
 
 
 @triton.jit
@@ -160,8 +161,8 @@ def _row(
     TEMPERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Largest logit m, the first place it is at, log Σ e^{z − m}, and log Σ e^{(z − m) / τ} of a
-    row, in one pass.
+    """Return the largest logit m of a row, its first column, log Σ e^{z − m}, and
+    log Σ e^{(z − m) / τ}, in one pass.
     """
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
     place = tl.zeros((BLOCK // 8,), tl.int32)
@@ -196,7 +197,7 @@ def _row(
 
 @triton.jit
 def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
-    """q, a column's part of D, and its h."""
+    """Return q, the summand of D, and h of some columns."""
     q = tl.exp(log_q)
     p = tl.exp(log_p)
     d = log_p - log_q
@@ -207,9 +208,8 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
         divergence = tl.where(q == 0.0, 0.0, -q * d)
         h = divergence
     else:
-        d = tl.minimum(
-            tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4
-        )  # a banned token's is infinite, or no number
+        # A banned token, with probability 0, has an infinite d; banned on both sides, NaN.
+        d = tl.minimum(tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4)
         p_below = tl.minimum(d, 0.0)
         q_below = tl.minimum(-d, 0.0)
         p_share = tl.exp(p_below)
@@ -223,15 +223,20 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
 
 @triton.jit
 def _divergence_kernel(
+    # student's logits, overwritten by their gradient
     x_ptr,
+    # read
     y_ptr,
     target_ptr,
     weight_ptr,
+    # written
     found_ptr,
+    # sizes and strides of rows
     rows,
     vocabulary,
     x_stride,
     y_stride,
+    # numbers of the formula
     x_scale,
     x_softcap,
     y_scale,
@@ -242,6 +247,7 @@ def _divergence_kernel(
     share,
     of_divergence,
     of_cross_entropy,
+    # options; KIND: which of both m is
     X_SOFTCAP: tl.constexpr,
     Y_SOFTCAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -279,9 +285,8 @@ def _divergence_kernel(
         y_top, y_best, y_rest, y_tempered = _row(
             y_ptr, vocabulary, y_scale, y_softcap, temperature, Y_SOFTCAP, TEMPERED, BLOCK
         )
-        valid = tl.where(
-            known, 1.0, float("nan")
-        )  # a target outside the vocabulary must not pass unseen
+        # NaN, so that a target outside the vocabulary is noticed.
+        valid = tl.where(known, 1.0, float("nan"))
         weight = tl.load(weight_ptr + row).to(tl.float32) * valid if HAS_WEIGHTS else valid
         divergences = tl.zeros((BLOCK,), tl.float32)
         sum_of_h = -1.0
@@ -343,19 +348,21 @@ def divergence_and_gradient_(
     options: DistillationOptions,
     wants_gradient: bool,
 ) -> Tensor:
-    """``FOUND`` of each row, fp32 ``[5, rows]``, without weights, zero where the target is −100;
-    ``x`` becomes its gradient.
+    """Compute ``ROW_RESULTS`` of each row, and overwrite ``x`` with the gradient of the loss.
 
     Args:
-        x, y: raw logits of student and teacher, ``[rows, V]``, of any floating-point types.
-        targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
+        x, y: raw logits of student and teacher, ``[rows, V]``, of any floating-point dtypes.
+        targets: int64 ``[rows]``; results and gradient of −100 are zero.
         weights: w, ``[rows]`` or None.
-        wants_gradient: without it ``x`` stays.
+        wants_gradient: if False, ``x`` is left as it is.
+
+    Returns:
+        fp32 ``[5, rows]``, not multiplied by ``weights``.
     """
     if not runs_triton(x, y):
         return divergence_and_gradient_reference_(x, y, targets, weights, options, wants_gradient)
     rows, vocabulary = x.shape
-    found = x.new_empty((len(FOUND), rows), dtype=torch.float32)
+    found = x.new_empty((len(ROW_RESULTS), rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
     of = options.divergence
     student = options.student
@@ -385,7 +392,7 @@ def divergence_and_gradient_(
             teacher.softcap is not None,
             weights is not None,
             options.temperature != 1.0,
-            _kind(of),
+            {0.0: MIXTURE_IS_STUDENT, 1.0: MIXTURE_IS_TEACHER}.get(of.share, MIXTURE_OF_BOTH),
             options.of_cross_entropy != 0,
             wants_gradient,
             tile.block,
@@ -395,11 +402,12 @@ def divergence_and_gradient_(
 
 
 def _zero_where(chances: Tensor, values: Tensor) -> Tensor:
-    """``chances · values``, 0 where the chance is: a banned token's logarithm is infinite."""
+    """Return ``chances · values``, and 0 for a chance of 0, whose value may be infinite."""
     return torch.where(chances == 0, 0.0, chances * values)
 
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
+    """Return log m of ``m = share · p + (1 − share) · q``."""
     if share in (0.0, 1.0):
         return log_p if share else log_q
     return torch.logaddexp(log_p + math.log(share), log_q + math.log1p(-share))
@@ -408,18 +416,18 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
 def divergence_reference(
     z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float
 ) -> Tensor:
-    """The definition: D of each row of two sides' logits ``[..., V]``; differentiable in ``z``."""
+    """Return D of each row of two sides' logits ``[..., V]``, by definition; differentiable in ``z``."""
     log_q = torch.log_softmax(z / temperature, -1)
     log_p = torch.log_softmax(teacher_z / temperature, -1)
     log_m = _log_mixture(log_p, log_q, of.share)
-    found = torch.zeros_like(log_q[..., 0])
+    divergence = torch.zeros_like(log_q[..., 0])
     for coefficient, log in ((of.of_teacher, log_p), (of.of_student, log_q)):
         if coefficient:
             chances = log.exp()
-            found = found + coefficient * (
+            divergence = divergence + coefficient * (
                 chances * (log - log_m).masked_fill(chances == 0, 0.0)
             ).sum(-1)
-    return found
+    return divergence
 
 
 def divergence_and_gradient_reference_(
@@ -430,6 +438,7 @@ def divergence_and_gradient_reference_(
     options: DistillationOptions,
     wants_gradient: bool,
 ) -> Tensor:
+    """Compute ``divergence_and_gradient_`` in plain torch."""
     of = options.divergence
     at_target = places_of(targets, x.shape[1])
     z = shaped_reference(x, options.student)
@@ -446,7 +455,7 @@ def divergence_and_gradient_reference_(
         for log in (log_chances, torch.log_softmax(teacher_z, 1))
     ]
     same = [(best == other).to(wide) for other in (teachers_best, targets)]
-    found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORED, 0.0)
+    found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORE_INDEX, 0.0)
     if wants_gradient:
         gradient = (
             options.of_divergence
@@ -458,14 +467,14 @@ def divergence_and_gradient_reference_(
                 1, at_target, torch.full_like(at_target, -1, dtype=wide)
             )
             gradient += options.of_cross_entropy * chances
-        kept = (targets != IGNORED).to(wide)
+        kept = (targets != IGNORE_INDEX).to(wide)
         gradient *= (kept if weights is None else kept * weights)[:, None]
         chain_(gradient, z, x, options.student)
     return found
 
 
 def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
-    """``dD/d(z / τ)`` by the formula of the module's docstring."""
+    """Return ``dD/d(z / τ)`` by the formula at the top of this file."""
     log_q = torch.log_softmax(z / temperature, 1)
     log_p = torch.log_softmax(teacher_z / temperature, 1)
     log_m = _log_mixture(log_p, log_q, of.share)

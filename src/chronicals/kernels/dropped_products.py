@@ -1,12 +1,12 @@
 """Products of a tensor under dropout (Srivastava et al., 2014) with the thin matrices of an
-adapter, the mask never in memory.
+adapter, without the mask in memory.
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 
-m is a hash of a seed and of the place (see ``lowbias32.py``): forward and backward make the same
-one, so it is not saved. p is taken to 1/65536, and 1 − p with it. ``x`` is ``[T, D]``, A ``[r,
-D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin sides
-stay in the cache.
+The mask m is a hash of a seed and of the element's place (see ``lowbias32.py``). Forward and
+backward compute the same one, so it is not saved. p is rounded to a multiple of 1/65536, also in
+1 − p. ``x`` is ``[T, D]``, A ``[r, D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u,
+2·D for dA, 4·D for dx; the thin sides stay in the cache.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
-from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
+from chronicals.kernels.lowbias32 import MASK_32_BITS, lowbias32, lowbias32_reference
 
-WIDEST_RANK = 256
+MAX_LAUNCH_RANK = 256
 """Columns of u that a program holds; wider adapters are taken in slices."""
 
-ROWS = 64
-FEW = 32
-BLOCK = 128
-"""Rows and columns of x in a program; of adapters of rank 32 and less few rows, so that more
-programs run at once.
-"""
+DROPOUT_TILE_ROWS = 64
+"""Rows of x in a tile."""
 
-SUMMED = 8
-"""Rows of u whose shares a program adds up."""
+SMALL_RANK_TILE_ROWS = 32
+"""Rows of x in a tile for adapters of at most this rank; fewer, so that more programs run at once."""
+
+DROPOUT_TILE_COLUMNS = 128
+"""Columns of x in a tile."""
+
+SUM_ROWS = 8
+"""Rows of u whose shares a program adds."""
 
 
 @triton.jit
 def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
-    """Which of ``BLOCK`` columns from ``first`` on stay, in each row: two neighbours share a
-    hash, 16 bits for each, and stay where these are at least ``bound``."""
+    """Return the mask of ``BLOCK`` columns from ``first`` on in each row.
+
+    Two neighbours share a 32-bit hash; each is kept if its 16 bits are at least ``bound``.
+    """
     pair = first // 2 + tl.arange(0, BLOCK // 2)
     bits = lowbias32((row[:, None] * ((width + 1) // 2) + pair[None, :]).to(tl.uint32) ^ seed)
     return tl.interleave(bits << 16, bits) >= (tl.cast(bound, tl.uint32) << 16)
@@ -53,25 +57,29 @@ def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
+    # read
     x_ptr,
     a_ptr,
+    # written
     shares_ptr,
+    # read
     seed_ptr,
+    # sizes; columns of a chunk
     rows,
     width,
     rank,
     chunk,
+    # strides of rows, and the bound of the mask
     x_stride,
     a_stride,
     bound,
+    # tile, and the dtype of the products
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Programs along the second axis take a chunk of the columns each; ``_sum_kernel`` adds
-    their shares up.
-    """
+    """Write each program's share of u; programs along the second axis take a chunk of the columns."""
     seed = tl.load(seed_ptr).to(tl.uint32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
@@ -93,18 +101,23 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
+    # read
     shares_ptr,
+    # written
     u_ptr,
+    # sizes, and the stride of rows
     rows,
     parts,
     rank,
     columns,
     u_stride,
+    # 1 / (1 − p)
     factor,
+    # tile
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """u of its shares, added up in one order, and zeros beside it."""
+    """Add the shares of u in one order, and write zeros to the columns behind it."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     r = tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -121,24 +134,32 @@ def _sum_kernel(
 
 @triton.jit
 def _of_a_kernel(
+    # read
     g_ptr,
     x_ptr,
+    # written
     shares_ptr,
+    # read
     seed_ptr,
+    # sizes and strides of rows
     rows,
     width,
     rank,
     g_stride,
     x_stride,
+    # of the mask, and 1 / (1 − p)
     bound,
     factor,
+    # tile, and the dtype of the products
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Programs along the second axis take every n-th block of rows each; their shares are summed
-    afterwards, in one order.
+    """Write each program's share of dA.
+
+    Programs along the second axis take every n-th block of rows, n being their number; the shares
+    are added afterwards in one order.
     """
     seed = tl.load(seed_ptr).to(tl.uint32)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -162,18 +183,23 @@ def _of_a_kernel(
 
 @triton.jit
 def _of_x_kernel(
+    # read and added to
     dx_ptr,
+    # read
     g_ptr,
     a_ptr,
     seed_ptr,
+    # sizes and strides of rows
     rows,
     width,
     rank,
     dx_stride,
     g_stride,
     a_stride,
+    # of the mask, and 1 / (1 − p)
     bound,
     factor,
+    # tile, and the dtype of the products
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -198,43 +224,48 @@ def _of_x_kernel(
 
 
 def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int], int]:
-    """What the kernels are compiled for, the launch, and how many programs then run at once: as
-    many stages, of a tile of x and one of A each, as there is shared memory for."""
+    """Return compile-time arguments, launch options, and the number of programs that run at once."""
+    # A stage holds a tile of x and one of A; up to three, as shared memory allows.
     held = max(16, next_power_of_2(rank))
-    rows = FEW if held <= FEW else ROWS
-    stage = (rows + held) * BLOCK * x.element_size()
+    rows = SMALL_RANK_TILE_ROWS if held <= SMALL_RANK_TILE_ROWS else DROPOUT_TILE_ROWS
+    stage = (rows + held) * DROPOUT_TILE_COLUMNS * x.element_size()
     stages = max(1, min(3, shared_memory(x.device) // stage))
     resident = multiprocessors(x.device) * max(1, shared_memory(x.device) // (stages * stage))
-    constants = {"ROWS": rows, "BLOCK": BLOCK, "RANK": held, "KIND": multiplied_in(x.dtype)}
+    constants = {
+        "ROWS": rows,
+        "BLOCK": DROPOUT_TILE_COLUMNS,
+        "RANK": held,
+        "KIND": multiplied_in(x.dtype),
+    }
     return constants, {"num_warps": 4, "num_stages": stages}, resident
 
 
 def _bound(dropout: float) -> tuple[int, float]:
-    """The 16 bits below which an element is dropped, and what the others are multiplied by."""
+    """Return the 16-bit bound below which an element is dropped, and the factor 1 / (1 − p)."""
     bound = min(round(dropout * 2**16), 2**16 - 1)
     return bound, 2**16 / (2**16 - bound)
 
 
 def _slices(like: Tensor, rank: int) -> Iterator[slice]:
-    """The columns of u for one launch each: g A, the largest product, must find room for its
-    operands.
-    """
-    widest = WIDEST_RANK
-    while like.is_cuda and (ROWS + BLOCK) * widest * like.element_size() > shared_memory(
-        like.device
-    ):
+    """Return slices of the columns of u, one for each launch."""
+    # Shared memory must hold the operands of g A, the largest of the products.
+    widest = MAX_LAUNCH_RANK
+    while like.is_cuda and (
+        DROPOUT_TILE_ROWS + DROPOUT_TILE_COLUMNS
+    ) * widest * like.element_size() > shared_memory(like.device):
         widest //= 2
     return (slice(first, first + widest) for first in range(0, rank, widest))
 
 
 def draw_seed(like: Tensor) -> Tensor:
-    """A seed for a mask, int64 ``[1]`` on the device, from torch's generator there."""
+    """Draw a seed for a mask from torch's generator of the device, int64 ``[1]`` there."""
     return torch.randint(0, 2**31, (1,), device=like.device)
 
 
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
-    """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows, and be wider: what is
-    beside u becomes zero.
+    """Write ``drop(x) Aᵀ`` into the first r columns of ``out``, and zeros into its other columns.
+
+    Rows of ``out`` may be strided.
     """
     if not runs_in_16_bit(x, a, out):
         out[:, : len(a)].copy_(dropped_reference(x, seed, dropout) @ a.t())
@@ -249,7 +280,10 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
         (bound, factor) = _bound(dropout)
         (constants, launch, resident) = _constants(x, rank)
         blocks = triton.cdiv(rows, constants["ROWS"])
-        chunk = triton.cdiv(triton.cdiv(width, BLOCK), max(1, resident // blocks)) * BLOCK
+        chunk = (
+            triton.cdiv(triton.cdiv(width, DROPOUT_TILE_COLUMNS), max(1, resident // blocks))
+            * DROPOUT_TILE_COLUMNS
+        )
         shares = x.new_empty((triton.cdiv(width, chunk), rows, rank), dtype=torch.float32)
         _down_kernel[(blocks, len(shares))](
             x,
@@ -266,7 +300,7 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
             **constants,
             **launch,
         )
-        _sum_kernel[(triton.cdiv(rows, SUMMED),)](
+        _sum_kernel[(triton.cdiv(rows, SUM_ROWS),)](
             shares,
             of_out,
             rows,
@@ -275,19 +309,19 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
             columns,
             out.stride(0),
             factor,
-            ROWS=SUMMED,
+            ROWS=SUM_ROWS,
             COLUMNS=next_power_of_2(columns),
         )
 
 
 def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    """``gᵀ drop(x)``, fp32 ``[r, D]``."""
+    """Return dA = ``gᵀ drop(x)``, fp32 ``[r, D]``."""
     if not runs_in_16_bit(g, x):
         kept = dropped_reference(x, seed, dropout)
         return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
-    blocks = triton.cdiv(width, BLOCK)
-    found = []
+    blocks = triton.cdiv(width, DROPOUT_TILE_COLUMNS)
+    slices = []
     for part in _slices(x, g.shape[1]):
         of_g = g[:, part]
         rank = of_g.shape[1]
@@ -310,12 +344,12 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
             **constants,
             **launch,
         )
-        found.append(shares.sum(0))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        slices.append(shares.sum(0))
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
 def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    """``dx += drop(g A)``; ``dx`` ``[T, D]``."""
+    """Add ``drop(g A)`` to ``dx`` ``[T, D]`` in place, and return ``dx``."""
     if not runs_in_16_bit(dx, g, a):
         return dx.add_(dropped_reference(g @ a, seed, dropout))
     rows, width = dx.shape
@@ -324,7 +358,9 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
         of_a = a[part]
         (bound, factor) = _bound(dropout)
         (constants, launch, _) = _constants(dx, len(of_a))
-        _of_x_kernel[(triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, BLOCK),)](
+        _of_x_kernel[
+            (triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, DROPOUT_TILE_COLUMNS),)
+        ](
             dx,
             of_g,
             of_a,
@@ -344,12 +380,12 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
 
 
 def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    """``drop(x)``, with the very mask of the kernels."""
+    """Return ``drop(x)`` in plain torch, with the same mask as the kernels'."""
     rows, width = x.shape
     pairs = (width + 1) // 2
-    bits = lowbias32_reference((torch.arange(rows * pairs, device=x.device) & WHOLE) ^ seed).view(
-        rows, pairs, 1
-    )
+    bits = lowbias32_reference(
+        (torch.arange(rows * pairs, device=x.device) & MASK_32_BITS) ^ seed
+    ).view(rows, pairs, 1)
     (bound, factor) = _bound(dropout)
     halves = torch.cat((bits & 0xFFFF, bits >> 16), 2)
     return torch.where(halves.view(rows, 2 * pairs)[:, :width] >= bound, x * factor, 0.0)

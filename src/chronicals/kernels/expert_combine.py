@@ -1,7 +1,7 @@
-"""The sum over the experts of each token, in the order of their ranks, so that it is always the
-same: no atomics.
+"""The weighted sum over the experts of each token, in the order of their ranks and without atomics,
+so that it is reproducible.
 
-    y_t = Σ_j p_tj · z[places[t · k + j]],   j = 0 … k − 1          p = 1 where there are no shares
+    y_t = Σ_j p_tj · z[places[t · k + j]],   j = 0 … k − 1          p = 1 without shares
 
 In fp32, rounded once. Bytes in 16 bit: 2 · D · (k + 1) a token.
 
@@ -19,13 +19,17 @@ from chronicals.kernels.operators import operator
 
 @triton.jit
 def _combine_kernel(
+    # read
     z_ptr,
     places_ptr,
     shares_ptr,
+    # written
     y_ptr,
+    # size and strides of rows
     width,
     z_stride,
     y_stride,
+    # experts of a token, options, columns of a program
     EACH: tl.constexpr,
     HAS_SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,12 +79,12 @@ def _(z: Tensor, places: Tensor, shares: Tensor | None, each: int) -> Tensor:
 
 
 def expert_combine(z: Tensor, places: Tensor, each: int, shares: Tensor | None = None) -> Tensor:
-    """``[T, D]`` of ``[S, D]``.
+    """Sum the rows ``z`` ``[S, D]`` of each token to ``[T, D]``.
 
     Args:
         places: int32 ``[S]``, the row of each pair.
-        each: k.
-        shares: ``[S]`` in the order of pairs.
+        each: k, experts of a token.
+        shares: p, ``[S]`` in the order of pairs; None for 1.
     """
     if len(z) and z.stride(1) == 1 and runs_triton(z, shares):
         return _combine(z, places, shares, each)
@@ -90,6 +94,7 @@ def expert_combine(z: Tensor, places: Tensor, each: int, shares: Tensor | None =
 def expert_combine_reference(
     z: Tensor, places: Tensor, each: int, shares: Tensor | None = None
 ) -> Tensor:
+    """Compute ``expert_combine`` in plain torch."""
     wide = torch.promote_types(z.dtype, torch.float32)
     rows = z[places.long()].to(wide)
     if shares is not None:

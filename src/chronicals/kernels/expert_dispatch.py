@@ -1,16 +1,16 @@
-"""Token-expert pairs sorted by expert, on the device: a counting sort that keeps the order of pairs
+"""Sort token-expert pairs by expert on the device, by a counting sort that keeps the order of pairs
 within an expert.
 
     bounds[e] = pairs of experts before e      places[s] = bounds[e_s] + pairs of e_s before s      order[places[s]] = s
 
 A pair ``s = t · k + j`` is the j-th expert of token t. Products over the sorted pairs take them in
-tiles of ``rows``, none of which holds rows of two experts; how many tiles there are is known on the
-device alone, and there are never more than ``⌈S / rows⌉ + E``, so every shape is static and nothing
-waits for the host.
+tiles of ``rows``, none of which holds rows of two experts. The number of tiles is known only on the
+device, but never exceeds ``⌈S / rows⌉ + E``; with this bound every shape is static and the host
+need not wait.
 
 Four launches: counts by block of pairs, their sums along the blocks, bounds and tiles, places.
 Pairs of a block are counted by comparing them with each other, without atomics, so the result is
-always the same. Bytes: 8 · S read twice, 8 · S written.
+reproducible. Bytes: 8 · S read twice, 8 · S written.
 
 Shapes: T tokens, k experts of a token, S = T · k pairs, E experts.
 """
@@ -27,31 +27,32 @@ from torch import Tensor
 from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-PAIRS = 128
-"""Of a block."""
+BLOCK_PAIRS = 128
+"""Pairs that a program counts."""
 
-SPAN = 128
+COMPARE_WIDTH = 128
 """Experts, or tiles, that a program compares with at once."""
 
-TALL = 128
-LOW = 64
-"""Rows of a tile."""
+TALL_TILE_ROWS = 128
+"""Rows of a tile, if experts have many."""
 
-FEW = 96
-"""Mean rows of an expert below which tiles are low."""
+LOW_TILE_ROWS = 64
+"""Rows of a tile, if experts have few; tall tiles would be mostly empty."""
+
+TALL_TILE_MIN_MEAN = 96
+"""Mean number of rows of an expert from which tiles are tall."""
 
 
 class Dispatch(NamedTuple):
-    """Where pairs are among the sorted ones.
+    """The pairs sorted by expert; a "place" is a position among the sorted pairs.
 
     Attributes:
         order_S: int32, the pair at each place.
         places_S: int32, the place of each pair.
-        bounds: int32 ``[E + 1]``; pairs of expert e are at the places from ``bounds[e]`` to
-            ``bounds[e + 1]``.
-        tiles: int32 ``[2, n]``: expert and first place of each tile; experts of unused tiles are E.
-        each: k.
-        rows: of a tile.
+        bounds: int32 ``[E + 1]``; pairs of expert e are at places ``bounds[e]:bounds[e + 1]``.
+        tiles: int32 ``[2, n]``, expert and first place of each tile; unused tiles have expert E.
+        each: k, experts of a token.
+        rows: rows of a tile.
     """
 
     order_S: Tensor
@@ -66,14 +67,12 @@ class Dispatch(NamedTuple):
         return len(self.bounds) - 1
 
     def received(self) -> Tensor:
-        """int64 ``[T, k]``: the expert among whose rows each pair is; E of pairs that are among
-        no expert's.
-        """
+        """Return the expert among whose rows each pair is, int64 ``[T, k]``; E for none."""
         pairs = len(self.order_S)
         at_place = self.order_S[self.places_S.clamp(0, pairs - 1)]
         expert = torch.searchsorted(self.bounds[1:], self.places_S, right=True)
-        own = at_place == torch.arange(pairs, device=at_place.device)
-        return torch.where(own, expert, self.experts).view(pairs // self.each, self.each)
+        placed = at_place == torch.arange(pairs, device=at_place.device)
+        return torch.where(placed, expert, self.experts).view(pairs // self.each, self.each)
 
 
 _watcher: Callable[[Dispatch], None] | None = None
@@ -81,7 +80,7 @@ _watcher: Callable[[Dispatch], None] | None = None
 
 @contextmanager
 def watching_dispatches(see: Callable[[Dispatch], None]) -> Iterator[None]:
-    """Within: ``see`` is given every dispatch that is made."""
+    """Call ``see`` with every dispatch that is made inside the ``with`` block."""
     global _watcher
     before = _watcher
     _watcher = see
@@ -112,7 +111,7 @@ def _count_kernel(
 
 @triton.jit
 def _sum_kernel(counts_ptr, totals_ptr, blocks, WIDE: tl.constexpr):
-    """Counts of an expert become sums over the blocks before; the total of all is beside them."""
+    """Replace an expert's counts by their exclusive sums along the blocks, and write its total."""
     expert = tl.program_id(0)
     before = 0
     for first in range(0, blocks, WIDE):
@@ -135,9 +134,7 @@ def _schedule_kernel(
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Every program computes the bounds, and writes some tiles; the first one writes the bounds,
-    too.
-    """
+    """Compute the bounds and write ``SPAN`` tiles; the first program also writes the bounds."""
     expert = tl.arange(0, WIDE)
     total = tl.load(totals_ptr + expert, mask=expert < EXPERTS, other=0)
     end = tl.cumsum(total, 0)
@@ -181,16 +178,16 @@ def _place_kernel(
 def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order, places, bounds, tiles = _empty(experts_S, experts, rows)
     pairs = len(experts_S)
-    blocks = triton.cdiv(pairs, PAIRS)
+    blocks = triton.cdiv(pairs, BLOCK_PAIRS)
     most = tiles.shape[1]
     wide = next_power_of_2(experts + 1)
     counts, totals = (order.new_empty(size) for size in (experts * blocks, experts))
-    _count_kernel[(blocks,)](experts_S, counts, pairs, blocks, experts, PAIRS, SPAN)
+    _count_kernel[(blocks,)](experts_S, counts, pairs, blocks, experts, BLOCK_PAIRS, COMPARE_WIDTH)
     _sum_kernel[(experts,)](counts, totals, blocks, min(1024, next_power_of_2(blocks)))
-    _schedule_kernel[(triton.cdiv(most, SPAN),)](
-        totals, bounds, tiles, most, experts, wide, rows, SPAN, num_warps=8
+    _schedule_kernel[(triton.cdiv(most, COMPARE_WIDTH),)](
+        totals, bounds, tiles, most, experts, wide, rows, COMPARE_WIDTH, num_warps=8
     )
-    _place_kernel[(blocks,)](experts_S, counts, bounds, order, places, pairs, blocks, PAIRS)
+    _place_kernel[(blocks,)](experts_S, counts, bounds, order, places, pairs, blocks, BLOCK_PAIRS)
     return order, places, bounds, tiles
 
 
@@ -214,8 +211,14 @@ def _empty(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, 
 
 
 def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
-    """Sort the pairs of ``experts_Tk``, int64 or int32 ``[T, k]`` with values below ``experts``,
-    by expert.
+    """Sort the pairs of ``experts_Tk`` by expert.
+
+    Args:
+        experts_Tk: int64 or int32 ``[T, k]`` with values below ``experts``.
+        experts: E.
+
+    Raises:
+        ValueError: ``experts_Tk`` has another shape or dtype.
     """
     if experts_Tk.ndim != 2 or experts_Tk.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -223,11 +226,11 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
             "or int64"
         )
     each = experts_Tk.shape[1]
-    rows = LOW if experts_Tk.numel() < FEW * experts else TALL
+    rows = LOW_TILE_ROWS if experts_Tk.numel() < TALL_TILE_MIN_MEAN * experts else TALL_TILE_ROWS
     experts_S = experts_Tk.reshape(-1).contiguous()
     on_card = HAS_TRITON and runs_triton(experts_S.new_empty(0, dtype=torch.float32))
-    made = _dispatch if on_card and len(experts_S) else dispatch_reference
-    order, places, bounds, tiles = made(experts_S, experts, rows)
+    sort = _dispatch if on_card and len(experts_S) else dispatch_reference
+    order, places, bounds, tiles = sort(experts_S, experts, rows)
     dispatch = Dispatch(order, places, bounds, tiles, each, rows)
     if _watcher is not None:
         _watcher(dispatch)
@@ -237,7 +240,7 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
 def dispatch_reference(
     experts_S: Tensor, experts: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order, places, bounds and tiles as in ``Dispatch``."""
+    """Compute order, places, bounds and tiles of a ``Dispatch`` in plain torch."""
     order, places, bounds, tiles = _empty(experts_S, experts, rows)
     order.copy_(experts_S.sort(stable=True).indices)
     places.scatter_(

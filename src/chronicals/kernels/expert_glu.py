@@ -1,16 +1,16 @@
-"""The gated unit between the two products of an expert, and its backward pass with the gradient of
-the router's shares.
+"""The gated unit between the two products of an expert, and its backward pass including the
+gradient of the router's shares.
 
     u = a(γ) · (υ + o),   γ = min(gate, l),   υ = min(max(up, −l), l),   a(γ) = γ · σ(α γ), or GELU (``glu.py``)
     du = p · g,           dgate = du · (υ + o) · a′(γ) where gate ≤ l,   dup = du · a(γ) where |up| ≤ l,   dp = Σ_f g · u
 
-p is the share of the row's pair, g the gradient of ``y = p · W u`` by ``W u``, through W: so
-neither ``W u`` is kept nor a product of its size made for dp. ``p · u`` comes beside it, for the
-gradient of W. α, l and o are gpt-oss's (its reference implementation); 1, none and 0 give SwiGLU.
-Gate and up are side by side ``[S, 2F]``, or in turns.
+p is the share that the router gives to the row's pair. For ``y = p · W u``, g is dy W; then dp needs
+neither the saved ``W u`` nor another product of its size. The backward pass also returns ``p · u``,
+for the gradient of W. α, l and o are those of gpt-oss (its reference implementation); 1, none and 0
+give SwiGLU. Gate and up are halves of ``[S, 2F]``, or alternate along its columns.
 
-All in fp32, rounded once; u is computed again. Bytes a row in 16 bit: 6 · F forward, 12 · F
-backward. In FP8: ``expert_glu_fp8.py``.
+Everything is computed in fp32 and rounded once; u is computed again in the backward pass. Bytes a
+row in 16 bit: 6 · F forward, 12 · F backward. In FP8: ``expert_glu_fp8.py``.
 
 Shapes: S pairs sorted by expert, F inner width.
 """
@@ -29,19 +29,22 @@ from chronicals.kernels.glu import _activate, _sigmoid
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-ELEMENTS = 1024
-"""That a program holds at once: a wide row's block, or several rows of a narrow one."""
+GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+GLU_PROGRAM_ELEMENTS = 1024
+"""Elements that a program holds at once: a block of a wide row, or several narrow rows."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How gate and up become the unit: ``activation`` of ``ACTIVATIONS``, and the numbers of the
-    formula.
+    """Options of the gated unit.
 
     Attributes:
-        limit: l; None where there is none.
-        interleaved: gate and up take turns along the columns.
+        activation: one of ``GATE_ACTIVATIONS``.
+        alpha: α.
+        limit: l, or None for no limit.
+        offset: o.
+        interleaved: gate and up alternate along the columns.
     """
 
     activation: str = "silu"
@@ -66,7 +69,7 @@ def _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED: tl.constex
 
 @triton.jit
 def _activated(g, alpha, ACTIVATION: tl.constexpr):
-    """a(g) and a′(g)."""
+    """Return a(g) and its derivative a′(g)."""
     if ACTIVATION == "silu":
         s = _sigmoid(alpha * g)
         return g * s, s * (1.0 + alpha * g * (1.0 - s))
@@ -75,15 +78,18 @@ def _activated(g, alpha, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _unit(
+    # where to read
     h_ptr,
     row,
     h_stride,
     column,
     width,
     inside,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -98,28 +104,36 @@ def _unit(
 
 @triton.jit
 def _expert_glu_forward_kernel(
+    # read
     h_ptr,
+    # written: the unit, and in FP8 its values and scales
     u_ptr,
     values_ptr,
     scale_ptr,
+    # sizes and strides of rows
     rows,
     width,
     h_stride,
     u_stride,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_UNIT: tl.constexpr,
     IN_FP8: tl.constexpr,
     MOST: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """IN_FP8: values with scales of rows are written, too; rows are then gone through twice.
-    MOST: the largest such value.
+    """Write the unit.
+
+    ``IN_FP8``: also write values with scales of rows, which takes a second pass over each row.
+    ``MOST``: the largest value of the FP8 dtype.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     if IN_FP8:
@@ -174,6 +188,7 @@ def _expert_glu_forward_kernel(
 
 @triton.jit
 def _gradients(
+    # where to read
     g_ptr,
     h_ptr,
     share,
@@ -183,14 +198,16 @@ def _gradients(
     column,
     width,
     inside,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """dgate, dup, the unit and g · unit."""
+    """Return dgate, dup, the unit and g · unit."""
     raw_gate, raw_up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
     gate = raw_gate
     up = raw_up
@@ -226,24 +243,29 @@ def _put_halves(
 
 @triton.jit
 def _expert_glu_backward_kernel(
+    # read
     g_ptr,
     h_ptr,
     shares_ptr,
     order_ptr,
+    # written: dh, in FP8 its values and scales, p · u, dp
     d_h_ptr,
     values_ptr,
     scale_ptr,
     unit_ptr,
     d_shares_ptr,
+    # sizes and strides of rows
     rows,
     width,
     g_stride,
     h_stride,
     d_h_stride,
     unit_stride,
+    # numbers of the formula
     alpha,
     limit,
     offset,
+    # options
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -251,10 +273,11 @@ def _expert_glu_backward_kernel(
     HAS_UNIT: tl.constexpr,
     IN_FP8: tl.constexpr,
     MOST: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """IN_FP8, MOST: as of the forward kernel, of dh."""
+    """Write dh, p · u and dp; ``IN_FP8`` and ``MOST`` are as in the forward kernel, for dh."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(order_ptr + number, mask=number < rows, other=0)
     share = tl.load(shares_ptr + pair, mask=number < rows, other=0.0).to(tl.float32)[:, None]
@@ -334,7 +357,7 @@ def _expert_glu_backward_kernel(
 
 
 def _block(width: int) -> int:
-    """The widest that divides the row; idle lanes cost as much as busy ones."""
+    """Return the widest block that divides the row, since idle lanes cost as much as busy ones."""
     return next((block for block in (1024, 512, 256) if width % block == 0), 256)
 
 
@@ -346,7 +369,7 @@ def _forward(
     width = h.shape[1] // 2
     u = h.new_empty(rows, width)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
         h,
         u,
@@ -395,7 +418,7 @@ def _backward(
     rows, width = g.shape
     d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
         g,
         h,
@@ -451,7 +474,7 @@ def _empty_gradients(h: Tensor, shares: Tensor, has_unit: bool) -> tuple[Tensor,
 
 
 def expert_glu(h: Tensor, gate: Gate) -> Tensor:
-    """The unit of ``[S, 2F]``, ``[S, F]``."""
+    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``."""
     if len(h) and h.stride(1) == 1 and runs_triton(h):
         return _forward(h, gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved)
     return expert_glu_reference(h, gate)
@@ -460,17 +483,18 @@ def expert_glu(h: Tensor, gate: Gate) -> Tensor:
 def expert_glu_gradient(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate, has_unit: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of ``[S, 2F]`` and of the shares, and the unit times the shares.
+    """Return the gradients of ``h`` and of the shares, and the unit times the shares.
 
     Args:
-        g: ``[S, F]``, the gradient through the weight of the second product, without the shares.
-        shares: of the pairs, ``[S]`` in the order of pairs.
+        g: ``[S, F]``, dy W of the second product, without the shares.
+        h: ``[S, 2F]``.
+        shares: p, ``[S]`` in the order of pairs.
         order: the pair of each row, int32.
-        has_unit: whether the unit is wanted.
+        has_unit: whether ``p · u`` is wanted.
 
     Returns:
-        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 of
-        fp64).
+        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 for
+        fp64 inputs).
     """
     if len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares):
         options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
@@ -480,12 +504,13 @@ def expert_glu_gradient(
 
 
 def expert_glu_reference(h: Tensor, gate: Gate) -> Tensor:
+    """Compute ``expert_glu`` in plain torch."""
     activated, up = _parts(h.to(torch.promote_types(h.dtype, torch.float32)), gate)
     return (activated * up).to(h.dtype)
 
 
 def _parts(h: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    """a(γ) and υ + o."""
+    """Return a(γ) and υ + o."""
     of_gate, up = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, 1)
     if gate.limit is not None:
         of_gate = of_gate.clamp(max=gate.limit)
@@ -500,6 +525,7 @@ def _parts(h: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
 def expert_glu_gradient_reference(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``expert_glu_gradient`` in plain torch, by autograd."""
     wide = torch.promote_types(h.dtype, torch.float32)
     g = g.to(wide)
     pairs = order.long()

@@ -1,13 +1,12 @@
-"""The gated unit of experts, and its backward pass, as the products in FP8 take them: e4m3 with a
-scale of each row.
+"""The gated unit of experts and its backward pass with results in e4m3 and a scale for each row, as
+FP8 products take them.
 
     u ≈ scale · values,   scale_s = max_f |u_sf| · (1 / 448)            likewise dh, over gate and up together
 
-By the kernels of ``expert_glu.py``, which go through a row twice: for its maximum, and to write.
-The values are rounded once, from fp32. In 16 bit u and dh are written beside only where something
-reads them: an adapter, the gradient of a weight or a bias. Bytes a row: 4 · F read and 1 · F
-written forward, 6 · F read and 2 · F written backward, and the second reading, which finds the row
-in the cache.
+The kernels are those of ``expert_glu.py``. They go through a row twice: for its maximum, and to
+write. Values are rounded once, from fp32. u and dh are also written in 16 bit if something reads
+them: an adapter, or the gradient of a weight or a bias. Bytes a row: 4 · F read and 1 · F written
+forward, 6 · F read and 2 · F written backward; the second reading finds the row in the cache.
 
 Shapes: S pairs sorted by expert, F inner width.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import absent
 from chronicals.kernels.expert_glu import (
-    ELEMENTS,
+    GLU_PROGRAM_ELEMENTS,
     Gate,
     _block,
     _expert_glu_backward_kernel,
@@ -27,19 +26,20 @@ from chronicals.kernels.expert_glu import (
     expert_glu_gradient_reference,
     expert_glu_reference,
 )
-from chronicals.kernels.fp8 import LIMITS, Scaled, fp8_quantize_reference, lacks_fp8
+from chronicals.kernels.fp8 import FP8_MAX, Scaled, fp8_quantize_reference, lacks_fp8
 from chronicals.kernels.launch import runs_triton, triton
 from chronicals.kernels.operators import operator
 
-KIND = torch.float8_e4m3fn
+UNIT_DTYPE = torch.float8_e4m3fn
+"""The FP8 dtype of the unit and of its gradient."""
 
 
 def _empty(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """In 16 bit where that is wanted, values and scales, of ``[S, width]``."""
+    """Allocate 16-bit results ``[S, width]`` (``absent`` if not ``dense``), FP8 values and scales."""
     rows = len(h)
     return (
         h.new_empty(rows, width) if dense else absent(h),
-        h.new_empty(rows, width, dtype=KIND),
+        h.new_empty(rows, width, dtype=UNIT_DTYPE),
         h.new_empty(rows, 1, dtype=torch.float32),
     )
 
@@ -58,7 +58,7 @@ def _forward(
     width = h.shape[1] // 2
     u, values, scale = _empty(h, width, dense)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
         h,
         u if dense else None,
@@ -76,7 +76,7 @@ def _forward(
         interleaved,
         dense,
         True,
-        LIMITS[KIND],
+        FP8_MAX[UNIT_DTYPE],
         held,
         block,
         num_warps=4,
@@ -114,7 +114,7 @@ def _backward(
     rows, width = g.shape
     d_h, values, scale, unit, d_shares = _empty_gradients(h, shares, dense, has_unit)
     block = _block(width)
-    held = ELEMENTS // block
+    held = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
         g,
         h,
@@ -140,7 +140,7 @@ def _backward(
         dense,
         has_unit,
         True,
-        LIMITS[KIND],
+        FP8_MAX[UNIT_DTYPE],
         held,
         block,
         num_warps=4,
@@ -173,8 +173,8 @@ def _empty_gradients(
 
 
 def expert_glu_fp8(h: Tensor, gate: Gate, dense: bool = True) -> tuple[Tensor | None, Scaled]:
-    """The unit of ``[S, 2F]``: ``[S, F]`` in the type of h, where ``dense``, and in e4m3 with
-    scales ``[S, 1]``.
+    """Return the gated unit of ``h`` ``[S, 2F]``: ``[S, F]`` in the dtype of h (None if not
+    ``dense``), and in e4m3 with scales ``[S, 1]``.
     """
     if not (len(h) and h.stride(1) == 1 and runs_triton(h)) or lacks_fp8(h.device):
         return expert_glu_fp8_reference(h, gate, dense)
@@ -193,8 +193,8 @@ def expert_glu_fp8_gradient(
     dense: bool = True,
     has_unit: bool = True,
 ) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
-    """As ``expert_glu_gradient``, with dh in the type of h, where ``dense``, and in e4m3 with
-    scales ``[S, 1]``.
+    """Return what ``expert_glu_gradient`` does, with dh twice: in the dtype of h (None if not
+    ``dense``), and in e4m3 with scales ``[S, 1]``.
     """
     there = len(h) and h.stride(1) == 1 and g.stride(1) == 1
     if not (there and runs_triton(g, h, shares)) or lacks_fp8(h.device):
@@ -207,6 +207,7 @@ def expert_glu_fp8_gradient(
 def expert_glu_fp8_reference(
     h: Tensor, gate: Gate, dense: bool = True
 ) -> tuple[Tensor | None, Scaled]:
+    """Compute ``expert_glu_fp8`` in plain torch."""
     scaled, _ = fp8_quantize_reference(expert_glu_reference(h.float(), gate), "row")
     assert scaled is not None
     return expert_glu_reference(h, gate) if dense else None, scaled
@@ -221,6 +222,7 @@ def expert_glu_fp8_gradient_reference(
     dense: bool = True,
     has_unit: bool = True,
 ) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
+    """Compute ``expert_glu_fp8_gradient`` in plain torch."""
     d_h, unit, d_shares = expert_glu_gradient_reference(g, h.float(), shares, order, gate)
     scaled, _ = fp8_quantize_reference(d_h, "row")
     assert scaled is not None

@@ -1,4 +1,4 @@
-"""``patch_model`` under the name of a module that older scripts import."""
+"""Re-export ``patch_model`` under a module name that older scripts import."""
 
 from chronicals.patching import PatchReport, patch_model, unpatch_model
 

@@ -1,16 +1,17 @@
-"""Numbers of 8 bits with scales of fp32: ``x ≈ scale · values`` (Micikevicius et al., 2022,
-sections 3 and 4).
+"""Quantisation to 8-bit floating point with fp32 scales: ``x ≈ scale · values`` (Micikevicius et
+al., 2022, sections 3 and 4).
 
     scale = max |x| · (1 / L),   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
 
-The maximum is that of the whole tensor (``tensor``), of each row (``row``), of 128 values of a row
-(``block``) or of 128 × 128 values (``square``). A tensor-core product of FP8 runs along the last
-dimension of both operands, so a backward pass needs the transpose of what the forward pass took:
-``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled along M.
+The maximum is taken over the whole tensor (``tensor``), each row (``row``), 128 values of a row
+(``block``) or 128 × 128 values (``square``). An FP8 product of tensor cores sums along the last
+dimension of both operands, so the backward pass needs the transpose of the operands of the forward
+pass. Hence two layouts: ``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled
+along M.
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each
-layout; the scale of a tensor, and those of whole columns, take 2 more, for they are known only at
-the end, unless what made the tensor found its maximum (``amax.py``).
+layout. The scale of a tensor, and those of whole columns, cost 2 more, since they are known only
+after all has been read; not if the kernel that wrote the tensor found its maximum (``amax.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from chronicals.kernels.amax import absent, new_amax, raise_amax
 from chronicals.kernels.launch import (
     INTERPRETED,
-    WIDEST,
+    MAX_ROW_WIDTH,
     in_rows,
     next_power_of_2,
     runs_triton,
@@ -34,28 +35,36 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-BLOCK = 128
-SCALINGS = ("tensor", "row", "block", "square")
-LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-STRIP = (512, 64)
-"""Rows of a strip, and of them at a time."""
+FP8_BLOCK = 128
+"""Elements that share a scale along one dimension, in ``block`` and ``square`` scaling."""
 
-SMALLEST = 2.0**-126
-"""Of scales: the inverse of a smaller one is infinite."""
+FP8_SCALINGS = ("tensor", "row", "block", "square")
 
-FIRST = (8, 9)
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest value of each dtype."""
+
+AMAX_STRIP = (512, 64)
+"""Rows that a program of the maximum kernel goes down, and rows that it loads at a time."""
+
+MIN_SCALE = 2.0**-126
+"""The smallest normal fp32; the inverse of a smaller scale can be infinite."""
+
+FIRST_FP8_CAPABILITY = (8, 9)
 """The first compute capability with FP8."""
 
 
 @functools.cache
 def lacks_fp8(device: torch.device) -> str:
-    """Why there are no conversions to FP8 and no products in it; empty where there are, or where
-    all is emulated (CPU).
+    """Return why a device has no FP8, as a phrase for error messages; empty if it has.
+
+    The CPU counts as having it, by emulation.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else FIRST
+    capability = (
+        torch.cuda.get_device_capability(device) if device.type == "cuda" else FIRST_FP8_CAPABILITY
+    )
     return (
         ""
-        if capability >= FIRST
+        if capability >= FIRST_FP8_CAPABILITY
         else f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}) has no FP8"
     )
 
@@ -65,8 +74,8 @@ class Scaled(NamedTuple):
 
     Attributes:
         values: fp8, dense ``[M, K]``.
-        scale: fp32: ``[]`` for a tensor, ``[M, 1]`` for rows, ``[M, ⌈K / 128⌉]`` for blocks, the
-            second dimension of which is the slower one, ``[⌈M / 128⌉, ⌈K / 128⌉]`` for squares.
+        scale: fp32: ``[]`` for a tensor, ``[M, 1]`` for rows, ``[M, ⌈K / 128⌉]`` for blocks, with
+            the first dimension dense, ``[⌈M / 128⌉, ⌈K / 128⌉]`` for squares.
     """
 
     values: Tensor
@@ -75,14 +84,16 @@ class Scaled(NamedTuple):
 
 @triton.jit
 def _scale_of(most, LIMIT: tl.constexpr):
+    """Return the scale of a maximum, at least ``MIN_SCALE``; 1 for a maximum of 0."""
     return tl.where(most > 0.0, tl.maximum(most * (1.0 / LIMIT), 1.1754943508222875e-38), 1.0)
 
 
 @triton.jit
 def _inverse(scale):
-    """Rounded right, by one step of Newton from within an ulp (Markstein, 1990), for a scale is
-    a normal number, or infinite, which has 0. ``tl.div_rn`` holds a call, for numbers that no
-    scale is, around which a tile would leave the registers."""
+    """Return 1 / scale, correctly rounded, of normal numbers; 0 of infinity."""
+    # tl.div_rn contains a call, for subnormal operands, around which a tile would be spilled from
+    # the registers. Scales are never subnormal, so one Newton step from an approximation within an
+    # ulp rounds correctly (Markstein, 1990).
     if INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     newton: tl.constexpr = """{
@@ -102,9 +113,7 @@ def _inverse(scale):
 
 @triton.jit
 def _values(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
-    """Of these rows and columns, as they are, and which of them there are: all, where every tile
-    is ``WHOLE``.
-    """
+    """Load a tile; return it in the dtype of x, and its mask, all true if ``WHOLE``."""
     inside = ((row < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
     return tl.load(
         x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0
@@ -113,27 +122,33 @@ def _values(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
 
 @triton.jit
 def _raise(most_ptr, most, inside):
-    """The integers of their bits, which have the same order; what is no number has none."""
+    """Raise cells to ``most`` by integer maxima of the bits, whose order is the same; skip NaN."""
     bits = tl.where(most == most, most, 0.0).to(tl.int32, bitcast=True)
     tl.atomic_max(most_ptr, bits, mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _extremes_kernel(
+    # read
     x_ptr,
+    # written
     of_rows_ptr,
     of_columns_ptr,
+    # sizes and the stride of rows
     rows,
     width,
     stride,
+    # options
     SCALING: tl.constexpr,
     WHOLE: tl.constexpr,
+    # columns and rows of a strip, and rows at a time
     BLOCK: tl.constexpr,
     HIGH: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """max |x| of all, or of each row and each column: down a strip, some rows at a time while
-    the next are on their way.
+    """Compute max |x| of the tensor, or of each row and each column.
+
+    A program goes down a strip of ``HIGH`` rows, ``PART`` at a time, and prefetches the next ones.
     """
     across = tl.cdiv(width, BLOCK)
     top = tl.program_id(0) // across * HIGH
@@ -154,19 +169,25 @@ def _extremes_kernel(
 
 @triton.jit
 def _scales(
+    # maxima of the rows or columns, in registers or in memory
     most,
     most_ptr,
+    # written
     scale_ptr,
+    # numbers of the rows or columns, and how many there are
     here,
     size,
+    # place of the tile along them, and its number
     beside,
     tile,
+    # options
     SCALING: tl.constexpr,
     KNOWN: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Those of a tile's rows or columns, written by the first tile that has them; ``beside`` is
-    the tile's place along them.
+    """Return the scales of a tile's rows or columns, and write them.
+
+    Tiles beside each other may share scales; the first of them, ``beside`` 0, writes.
     """
     at = tl.arange(0, here.shape[0])
     if SCALING == "row":
@@ -185,8 +206,9 @@ def _scales(
 
 @triton.jit
 def _largest(a, b, c, d):
-    """Of their sizes, in their own type: in fp32 they would stay for what comes after."""
-    if INTERPRETED:  # which has no order of bf16 with what is no number
+    """Return max(|a|, |b|, |c|, |d|), fp32."""
+    # In their own dtype: of fp32 copies the compiler would keep all four in registers for later.
+    if INTERPRETED:  # numpy cannot compare bf16 with NaN
         a = a.to(tl.float32)
         b = b.to(tl.float32)
         c = c.to(tl.float32)
@@ -198,8 +220,9 @@ def _largest(a, b, c, d):
 
 @triton.jit
 def _apart(x):
-    """In fp32, by instructions that nothing else has: what the compiler sees twice, it keeps,
-    and a tile in fp32 fills the registers of two."""
+    """Return ``x`` in fp32."""
+    # By impure inline code. If a conversion occurs twice the compiler keeps the first result, and a
+    # tile in fp32 takes as many registers as two in bf16.
     if INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     permuted: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
@@ -210,7 +233,7 @@ def _apart(x):
 
 @triton.jit
 def _four(a, b, c, d, inverse, KIND: tl.constexpr):
-    """The bytes of four rows' values as a number, the first row's the lowest."""
+    """Quantise four rows and pack each column's four bytes into a uint32, the first row lowest."""
     a = _apart(a) * inverse
     b = _apart(b) * inverse
     c = _apart(c) * inverse
@@ -238,12 +261,13 @@ def _four(a, b, c, d, inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.constexpr):
+    """Write packed bytes ``[rows / 4, columns]`` to the transposed layout."""
     transposed = tl.trans(fours)
     there = ((column < width) | WHOLE)[:, None]
     if columns_ptr.dtype.element_ty == tl.uint32:
         place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
         tl.store(place, transposed, mask=there & ((four < rows // 4) | WHOLE)[None, :])
-    else:  # a column begins anywhere
+    else:  # with M no multiple of 4 a column begins at any byte
         place = columns_ptr + column.to(tl.int64)[:, None] * rows + 4 * four[None, :]
         for n in tl.static_range(4):
             tl.store(
@@ -255,28 +279,38 @@ def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.conste
 
 @triton.jit
 def _tiles_kernel(
+    # read: x, maxima (or a known scale) of rows and of columns
     x_ptr,
     of_rows_ptr,
     of_columns_ptr,
+    # written: values and scales of both layouts
     rows_ptr,
     rows_scale_ptr,
     columns_ptr,
     columns_scale_ptr,
+    # sizes and the stride of rows
     rows,
     width,
     stride,
+    # options
     SCALING: tl.constexpr,
     KNOWN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    # largest value of the dtype
     LIMIT: tl.constexpr,
+    # tile; WHOLE: no tile crosses an edge
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column
-    are a number of 32 bits before they are transposed. Maxima of tensors and rows are there, or
-    a tensor's scale is; others are found here. The last tile goes first: what was written or
-    read last is still near."""
+    """Quantise one tile to one or both layouts, reading it once.
+
+    Maxima of tensors and of rows are given, or the scale of a tensor (``KNOWN``); maxima of blocks
+    and squares are computed here.
+    """
+    # The tile is loaded as four tensors of every fourth row, so that four neighbours of a column
+    # are packed into 32 bits in registers before they are transposed. The last tile goes first,
+    # since what was read or written last is still in the cache.
     across = tl.cdiv(width, BLOCK)
     down = tl.cdiv(rows, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -323,7 +357,7 @@ def _tiles_kernel(
 def _rows_kernel(
     x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A whole row a program: its scale and its values in one pass."""
+    """Quantise one row a program, scale and values in one pass over it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
@@ -334,9 +368,7 @@ def _rows_kernel(
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Values and scale of the rows, values and scale of the columns; ``absent`` those of the layout
-that is not asked for.
-"""
+"""Values and scale of the rows, then of the columns; ``absent`` for a layout not asked for."""
 
 
 def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Outputs:
@@ -352,14 +384,14 @@ def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Output
 
 
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
-    """As it lies in memory, where the runs of a block come first."""
+    """Return the shape of the scales in memory; those of ``block`` are stored transposed."""
     outer, inner = shape
-    blocks = triton.cdiv(inner, BLOCK)
+    blocks = triton.cdiv(inner, FP8_BLOCK)
     return {
         "tensor": (),
         "row": (outer, 1),
         "block": (blocks, outer),
-        "square": (triton.cdiv(outer, BLOCK), blocks),
+        "square": (triton.cdiv(outer, FP8_BLOCK), blocks),
     }[scaling]
 
 
@@ -381,17 +413,17 @@ def _quantize(
     by_columns = made[2:]
     (rows, width) = x.shape
     stride = x.stride(0)
-    limit = LIMITS[dtype]
-    if scaling == "row" and layout == "rows" and width <= WIDEST:
+    limit = FP8_MAX[dtype]
+    if scaling == "row" and layout == "rows" and width <= MAX_ROW_WIDTH:
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
         _rows_kernel[(rows,)](x, *by_rows, width, stride, limit, block, num_warps=warps)
         return made
     known = amax if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
-    whole = rows % BLOCK == width % BLOCK == 0
+    whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
     warps = 4 if x.dtype == torch.bfloat16 else 8
-    if layout == "columns":  # nothing is written there, but the kernel reads its type
+    if layout == "columns":  # the kernel writes no rows, but takes its dtype from this pointer
         by_rows = by_columns
     values, of_columns = by_rows if layout == "rows" else by_columns
     _tiles_kernel[(_tiles(x),)](
@@ -409,24 +441,25 @@ def _quantize(
         layout != "rows",
         limit,
         whole,
-        BLOCK,
+        FP8_BLOCK,
         num_warps=warps,
     )
     return made
 
 
 def _in_fours(columns: Tensor) -> Tensor:
-    """As numbers of 32 bits; as bytes where their rows are no whole number of such."""
+    """View columns as uint32, or as bytes if their length is no multiple of 4."""
     return columns.view(torch.uint8 if columns.shape[-1] % 4 else torch.uint32)
 
 
 def _tiles(x: Tensor) -> int:
-    return triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK)
+    return triton.cdiv(x.shape[0], FP8_BLOCK) * triton.cdiv(x.shape[1], FP8_BLOCK)
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
-    """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which
-    find their own.
+    """Compute max |x| of rows and of columns, or twice that of the tensor.
+
+    For blocks and squares, whose maxima the tile kernel computes, return placeholders.
     """
     (rows, width) = x.shape
     of_all = scaling == "tensor"
@@ -434,18 +467,29 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
         return x, x
     bits = new_amax(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
-    (high, part) = STRIP
+    (high, part) = AMAX_STRIP
     stride = x.stride(0)
-    whole = rows % high == width % BLOCK == 0
-    programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
+    whole = rows % high == width % FP8_BLOCK == 0
+    programs = triton.cdiv(rows, high) * triton.cdiv(width, FP8_BLOCK)
     _extremes_kernel[(programs,)](
-        x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4
+        x,
+        of_rows,
+        of_columns,
+        rows,
+        width,
+        stride,
+        scaling,
+        whole,
+        FP8_BLOCK,
+        high,
+        part,
+        num_warps=4,
     )
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
 def _scale(most: Tensor, limit: float) -> Tensor:
-    return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=SMALLEST), 1.0)
+    return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
 
 
 @torch.library.register_fake(_quantize)
@@ -468,27 +512,26 @@ def fp8_quantize(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Scaled | None, Scaled | None]:
-    """``x`` in FP8: its rows, and its columns as the rows of the transpose.
+    """Quantise ``x`` to FP8, by rows and by columns.
 
     Args:
-        x: ``[M, K]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no part
-            in a scale.
+        x: ``[M, K]`` in fp32, bf16 or fp16. NaN stays NaN and does not affect scales.
         scaling: ``tensor``, ``row``, ``block`` or ``square``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
-        scale: of a tensor, where it is known, fp32 ``[]``, 2⁻¹²⁶ to 2¹²⁵.
-        amax: max |x|, where that is known, fp32 ``[1]``.
+        scale: the scale of the tensor if it is known, fp32 ``[]``, 2⁻¹²⁶ to 2¹²⁵.
+        amax: max |x| if that is known, fp32 ``[1]``.
 
     Returns:
-        ``Scaled`` of ``[M, K]`` and of ``[K, M]``; None for the one not asked for.
+        ``Scaled`` of ``[M, K]`` and of its transpose ``[K, M]``; None for the one not asked for.
 
     Raises:
-        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``amax`` is given for
+        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``amax`` is given with
             another scaling than ``tensor``.
     """
     for name, value, known in (
-        ("scaling", scaling, SCALINGS),
-        ("dtype", dtype, tuple(LIMITS)),
+        ("scaling", scaling, FP8_SCALINGS),
+        ("dtype", dtype, tuple(FP8_MAX)),
         ("layout", layout, ("rows", "columns", "both")),
     ):
         if value not in known:
@@ -501,7 +544,7 @@ def fp8_quantize(
         )
     if not runs_triton(x) or lacks_fp8(x.device):
         scale = (
-            _scale(amax.view(()), LIMITS[dtype]) if scale is None and amax is not None else scale
+            _scale(amax.view(()), FP8_MAX[dtype]) if scale is None and amax is not None else scale
         )
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
     rows, of_rows, columns, of_columns = _quantize(
@@ -519,7 +562,7 @@ def fp8_quantize(
 def _transpose_kernel(
     values_ptr, transposed_ptr, rows, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A tile a program, four rows at a time as above; bytes, whatever they stand for."""
+    """Transpose bytes, a tile a program, packed by fours as in ``_tiles_kernel``."""
     across = tl.cdiv(width, BLOCK)
     four = (tl.program_id(0) // across) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -531,24 +574,23 @@ def _transpose_kernel(
 
 
 def fp8_transposed(scaled: Scaled) -> Scaled:
-    """The transpose, ``[K, M]``, of a matrix that has the scale of a tensor: 2 bytes an element.
+    """Return the transpose ``[K, M]`` of a matrix with one scale; 2 bytes an element move.
 
     Raises:
-        ValueError: it has others, which its columns would not share.
+        ValueError: it has several scales, which do not belong to columns.
     """
     values, scale = scaled
     if scale.ndim:
         raise ValueError(
-            f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be "
-            "transposed"
+            f"scale has shape {tuple(scale.shape)}: only a matrix with one scale can be transposed"
         )
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
     (rows, width) = values.shape
     out = values.new_empty(values.shape[::-1])
-    whole = rows % BLOCK == width % BLOCK == 0
+    whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
     _transpose_kernel[(_tiles(values),)](
-        values.view(torch.uint8), _in_fours(out), rows, width, whole, BLOCK, num_warps=4
+        values.view(torch.uint8), _in_fours(out), rows, width, whole, FP8_BLOCK, num_warps=4
     )
     return Scaled(out, scale)
 
@@ -560,23 +602,24 @@ def fp8_quantize_reference(
     layout: str = "rows",
     scale: Tensor | None = None,
 ) -> tuple[Scaled | None, Scaled | None]:
+    """Compute ``fp8_quantize`` in plain torch."""
     wide = x.float()
     rows = _scaled_reference(wide, scaling, dtype, scale) if layout != "columns" else None
     return rows, _scaled_reference(wide.t(), scaling, dtype, scale) if layout != "rows" else None
 
 
 def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor | None) -> Scaled:
-    if (
-        known is not None
-    ):  # torch 2.11 makes NaN of what lies beyond the limit, a card and later ones the limit
-        limit = LIMITS[dtype]
+    if known is not None:
+        # Values beyond the limit are clamped here, as a card and torch ≥ 2.12 do; torch 2.11 makes
+        # them NaN.
+        limit = FP8_MAX[dtype]
         return Scaled((x * (1.0 / known)).clamp(-limit, limit).to(dtype).contiguous(), known)
     rows, width = x.shape
     high, wide = {
         "tensor": (rows, width),
         "row": (1, width),
-        "block": (1, BLOCK),
-        "square": (BLOCK, BLOCK),
+        "block": (1, FP8_BLOCK),
+        "square": (FP8_BLOCK, FP8_BLOCK),
     }[scaling]
     if not x.numel():
         shape = scale_shape((rows, width), scaling)
@@ -584,7 +627,7 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
     most = x.abs().nan_to_num(0.0, posinf=float("inf"))
     padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))
     scale = _scale(
-        padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), LIMITS[dtype]
+        padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), FP8_MAX[dtype]
     )
     each = _spread(scale, high, wide, rows, width)
     return Scaled(
@@ -593,15 +636,16 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
 
 
 def dequantize(scaled: Scaled) -> Tensor:
-    """What it stands for, fp32 ``[M, K]``."""
+    """Return ``scale · values``, fp32 ``[M, K]``."""
     values, scale = scaled
     if scale.ndim == 0:
         return values.float() * scale
     rows, width = values.shape
-    high = 1 if len(scale) == rows else BLOCK
-    wide = width if scale.shape[1] == 1 else BLOCK
+    high = 1 if len(scale) == rows else FP8_BLOCK
+    wide = width if scale.shape[1] == 1 else FP8_BLOCK
     return values.float() * _spread(scale, high, wide, rows, width)
 
 
 def _spread(scale: Tensor, high: int, wide: int, rows: int, width: int) -> Tensor:
+    """Repeat each scale over its ``high`` × ``wide`` elements, to ``[rows, width]``."""
     return scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :width]

@@ -1,11 +1,11 @@
-"""The stacked weights of experts in FP8, each expert with one scale: ``W[e] ≈ scale_e · values``
-(``fp8.py``).
+"""Quantisation of the stacked weights of experts to FP8, with one scale for each expert: ``W[e] ≈
+scale_e · values`` (formats as in ``fp8.py``).
 
     scale_e = max |W[e]| · (1 / 448),   values = fp8(W · (1 / scale_e))
 
-A product along the last dimension of both operands needs W as it is stored or its transpose, by the
-pass and by the class: both have the same scale, and so the same values. A scale of an expert's own
-is what the scale of a tensor is to a linear layer: it leaves the sum.
+FP8 products sum along the last dimension of both operands, so one pass needs W as it is stored and
+the other its transpose. With one scale an expert, both have the same scale and values, and the
+scale can be taken out of the sum.
 
 W is ``[E, A, B]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read for the maximum, unless
 the scale is known; 2 read and 1 written for each layout.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from chronicals.kernels.amax import absent, magnitude, raise_amax
 from chronicals.kernels.fp8 import (
-    BLOCK,
-    LIMITS,
-    SMALLEST,
+    FP8_BLOCK,
+    FP8_MAX,
+    MIN_SCALE,
     Scaled,
     _four,
     _in_fours,
@@ -33,9 +33,11 @@ from chronicals.kernels.fp8 import (
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-KIND = torch.float8_e4m3fn
-STRIP = (16, 4096)
-"""Steps of a program that finds a maximum, and elements of a step."""
+EXPERT_DTYPE = torch.float8_e4m3fn
+"""The FP8 dtype of experts' weights."""
+
+EXPERT_AMAX_STRIP = (16, 4096)
+"""Steps of a program of the maximum kernel, and elements of a step."""
 
 
 @triton.jit
@@ -56,22 +58,28 @@ def _amax_kernel(w_ptr, most_ptr, size, programs, STEPS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _expert_tiles_kernel(
+    # read: weights, maxima (or known scales)
     w_ptr,
     most_ptr,
+    # written
     rows_ptr,
     columns_ptr,
     scale_ptr,
+    # sizes of one expert
     height,
     width,
+    # options
     KNOWN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    # largest value of the dtype
     LIMIT: tl.constexpr,
+    # tile; WHOLE: no tile crosses an edge
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of one expert, read once, as four tensors, of every fourth row each (``fp8.py``).
-    The last tile goes first: what was read last is still near."""
+    """Quantise one tile of one expert, read once as four tensors of every fourth row (``fp8.py``)."""
+    # The last tile goes first, since what the maximum kernel read last is still in the cache.
     across = tl.cdiv(width, BLOCK)
     down = tl.cdiv(height, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -107,7 +115,7 @@ def _expert_tiles_kernel(
 def _expert_transpose_kernel(
     values_ptr, out_ptr, height, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Bytes, whatever they stand for."""
+    """Transpose the bytes of one tile of one expert."""
     across = tl.cdiv(width, BLOCK)
     down = tl.cdiv(height, BLOCK)
     expert = (tl.program_id(0) // (across * down)).to(tl.int64)
@@ -124,10 +132,12 @@ def _expert_transpose_kernel(
 
 
 def _empty(w: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of both layouts, ``absent`` the one that is not asked for, and the scales."""
+    """Allocate values of both layouts (``absent`` for one not asked for) and the scales."""
     count, height, width = w.shape
-    rows = w.new_empty(w.shape, dtype=KIND) if layout != "columns" else absent(w)
-    columns = w.new_empty((count, width, height), dtype=KIND) if layout != "rows" else absent(w)
+    rows = w.new_empty(w.shape, dtype=EXPERT_DTYPE) if layout != "columns" else absent(w)
+    columns = (
+        w.new_empty((count, width, height), dtype=EXPERT_DTYPE) if layout != "rows" else absent(w)
+    )
     return rows, columns, w.new_empty(count, dtype=torch.float32)
 
 
@@ -136,29 +146,28 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
     rows, columns, found = _empty(w, layout)
     known = scale
     if known is None:
-        (steps, block) = STRIP
+        (steps, block) = EXPERT_AMAX_STRIP
         size = w[0].numel()
         cells = w.new_zeros(len(w), dtype=torch.int32)
         programs = triton.cdiv(size, steps * block)
         _amax_kernel[(len(w) * programs,)](w, cells, size, programs, steps, block, num_warps=8)
         known = cells.view(torch.float32)
-    there = (
-        rows if layout != "columns" else columns
-    )  # where nothing is written, the kernel reads the type
+    # If the kernel writes no rows, it still takes its dtype from this pointer.
+    of_rows = rows if layout != "columns" else columns
     fours = _in_fours(columns if layout != "rows" else rows)
     _expert_tiles_kernel[(_tiles(w),)](
         w,
         known,
-        there,
+        of_rows,
         fours,
         found,
         *w.shape[1:],
         scale is not None,
         layout != "columns",
         layout != "rows",
-        LIMITS[KIND],
+        FP8_MAX[EXPERT_DTYPE],
         _is_whole(w),
-        BLOCK,
+        FP8_BLOCK,
         num_warps=4 if w.dtype == torch.bfloat16 else 8,
     )
     return rows, columns, found
@@ -170,23 +179,22 @@ def _(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _tiles(w: Tensor) -> int:
-    return len(w) * triton.cdiv(w.shape[1], BLOCK) * triton.cdiv(w.shape[2], BLOCK)
+    return len(w) * triton.cdiv(w.shape[1], FP8_BLOCK) * triton.cdiv(w.shape[2], FP8_BLOCK)
 
 
 def _is_whole(w: Tensor) -> bool:
-    return w.shape[1] % BLOCK == w.shape[2] % BLOCK == 0
+    return w.shape[1] % FP8_BLOCK == w.shape[2] % FP8_BLOCK == 0
 
 
 def fp8_quantize_experts(
     w: Tensor, layout: str = "rows", scale: Tensor | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    """``w`` in e4m3: as it is, and each expert's transpose.
+    """Quantise ``w`` to e4m3, as it is stored and transposed for each expert.
 
     Args:
-        w: ``[E, A, B]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no
-            part in a scale.
+        w: ``[E, A, B]`` in fp32, bf16 or fp16. NaN stays NaN and does not affect scales.
         layout: ``rows``, ``columns`` or ``both``.
-        scale: of the experts, where it is known, fp32 ``[E]``.
+        scale: the experts' scales if they are known, fp32 ``[E]``.
 
     Returns:
         ``Scaled`` with values ``[E, A, B]`` and with values ``[E, B, A]``, scales ``[E]``; None for
@@ -208,7 +216,7 @@ def fp8_quantize_experts(
 
 
 def fp8_experts_transposed(scaled: Scaled) -> Scaled:
-    """Each expert's transpose, ``[E, B, A]``, with the same scales: 2 bytes an element."""
+    """Return each expert's transpose ``[E, B, A]`` with the same scales; 2 bytes an element move."""
     values, scale = scaled
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.mT.contiguous(), scale)
@@ -218,7 +226,7 @@ def fp8_experts_transposed(scaled: Scaled) -> Scaled:
         _in_fours(out),
         *values.shape[1:],
         _is_whole(values),
-        BLOCK,
+        FP8_BLOCK,
         num_warps=4,
     )
     return Scaled(out, scale)
@@ -227,12 +235,13 @@ def fp8_experts_transposed(scaled: Scaled) -> Scaled:
 def fp8_quantize_experts_reference(
     w: Tensor, layout: str = "rows", scale: Tensor | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
+    """Compute ``fp8_quantize_experts`` in plain torch."""
     wide = w.float()
-    limit = LIMITS[KIND]
+    limit = FP8_MAX[EXPERT_DTYPE]
     if scale is None:
         sizes = wide.abs().nan_to_num(0.0, posinf=float("inf")).flatten(1)
         most = sizes.amax(1) if sizes.shape[1] else sizes.new_zeros(len(w))
-        scale = torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=SMALLEST), 1.0)
-    values = (wide * (1.0 / scale)[:, None, None]).clamp(-limit, limit).to(KIND)
+        scale = torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
+    values = (wide * (1.0 / scale)[:, None, None]).clamp(-limit, limit).to(EXPERT_DTYPE)
     rows = Scaled(values.contiguous(), scale) if layout != "columns" else None
     return rows, Scaled(values.mT.contiguous(), scale) if layout != "rows" else None

@@ -1,16 +1,16 @@
-"""Products of rows sorted by expert with the weight of their expert, both in FP8.
+"""Grouped products in FP8: rows sorted by expert times the weight of their expert.
 
     y_s = (σ_s · τ_e) Σ_k x_sk W_nk[e_s] + u_s B[e_s]ᵀ + b[e_s]        x = σ · values, W[e] = τ_e · values
 
-A row of x has a scale of its own, an expert one for its whole weight, so both leave the sum: the
-loop over K holds none. Each is that of the present maximum, as in ``fp8_linear.py``. There x has
-one scale, too; here the gradients of rows differ by the shares of their experts, and kernels that
-hold whole rows find their maxima in passing. An adapter's u and B stay in 16 bit. Sums are fp32, in
-the forward pass as far as the tensor cores' own registers are (``fast``).
+A row of x has a scale σ, an expert one scale τ for its whole weight, so both can be taken out of
+the sum over K. They come from the present maxima, as in ``fp8_linear.py``, where x may have one
+scale for all; here each row has one, since gradients of rows differ by the shares of their experts.
+Kernels that hold whole rows find the maxima in passing. An adapter's u and B stay in 16 bit. Sums
+are fp32; in the forward pass (``fast``) they have the precision of the tensor cores' accumulators.
 
-dx = dy W is the same product with the transpose of W, which the tensor cores want beside it: of one
-scale, it has the same values. The gradient of W is a product in 16 bit (``grouped_product.py``):
-its sum runs over rows, whose scales do not leave it.
+dx = dy W is the same product with the transpose of W, whose values are the same. The gradient of W
+is a product in 16 bit (``grouped_product.py``): it sums over rows, so scales of rows cannot be
+taken out.
 
 Floor at S rows: ``2 · S · N · K`` FLOP; bytes: ``S · K + E · N · K + 2 · S · N``. Values are e4m3
 and dense along K.
@@ -37,22 +37,24 @@ from chronicals.kernels.grouped_product import (
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.operators import operator
 
-DEPTH = 128
-"""Of a step, in elements: rows of 128 bytes, as in 16 bit."""
+FP8_STEP_DEPTH = 128
+"""Depth of a step of the sum over K: 128 elements are rows of 128 bytes, as in 16 bit."""
 
-HOPPER = (9, 0)
+HOPPER_CAPABILITY = (9, 0)
 
 
 def fp8_product_launch(
     rows: int, width: int, on: torch.device, rank: int = 0, fast: bool = True
 ) -> ProductLaunch:
-    """That of 16 bit, whose steps have as many bytes. Sums that leave the tensor cores on Hopper
-    are in the registers twice: there a tile has half the columns, and each warp half of it; four
-    stages are 8 to 11 % faster than three (H100)."""
+    """Return the launch of the product: that of 16 bit, whose steps have as many bytes."""
     launch = product_launch(rows, width, on, rank)
-    if fast or on.type != "cuda" or torch.cuda.get_device_capability(on) != HOPPER:
-        return replace(launch, depth=DEPTH)
-    return replace(product_launch(rows, min(width, 128), on, rank), depth=DEPTH, warps=8, stages=4)
+    # Exact fp32 sums on Hopper leave the tensor cores and are in registers twice. So a tile then
+    # has half the columns and twice the warps. Four stages are 8 to 11 % faster than three (H100).
+    if fast or on.type != "cuda" or torch.cuda.get_device_capability(on) != HOPPER_CAPABILITY:
+        return replace(launch, depth=FP8_STEP_DEPTH)
+    return replace(
+        product_launch(rows, min(width, 128), on, rank), depth=FP8_STEP_DEPTH, warps=8, stages=4
+    )
 
 
 @operator("chronicals::fp8_grouped_product")
@@ -111,18 +113,25 @@ def fp8_grouped_product(
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = False,
 ) -> Tensor:
-    """``[S, N]`` of type ``dtype``: rows times the weight of their expert.
+    """Multiply each row with the weight of its expert.
 
     Args:
-        x: e4m3 ``[S, K]`` sorted by expert, with scales ``[S, 1]``; ``[T, K]`` and ``[T, 1]`` where
+        x: e4m3 ``[S, K]`` sorted by expert, with scales ``[S, 1]``; ``[T, K]`` and ``[T, 1]`` if
             ``of_tokens``.
-        weight: e4m3 ``[E, N, K]`` with scales ``[E]``, as of ``fp8_quantize_experts``.
+        weight: e4m3 ``[E, N, K]`` with scales ``[E]``, as from ``fp8_quantize_experts``.
+        to: the dispatch of the rows.
+        of_tokens: gather the rows of x from tokens.
         bias: ``[E, N]``.
-        adapted: added to it.
-        fast: sums stay in the tensor cores' own registers, of fewer bits, all along K.
+        adapted: the adapter's part, added to the result.
+        dtype: dtype of the result.
+        fast: keep sums in the tensor cores' accumulators, which have fewer bits than fp32, along
+            all of K.
+
+    Returns:
+        ``[S, N]``.
 
     Raises:
-        ValueError: shapes, types or scales do not fit, or the card has no FP8.
+        ValueError: shapes, dtypes or scales do not fit, or the card has no FP8.
     """
     _check(x, weight, to, of_tokens)
     if reason := lacks_fp8(x.values.device):
@@ -185,7 +194,7 @@ def fp8_grouped_product_reference(
     adapted: Adapted | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The product of what both stand for, in fp32, fp64 where that is asked for."""
+    """Compute the product of the dequantised operands in plain torch, in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = x.values.to(wide) * x.scale
     dense = weight.values.to(wide) * weight.scale[:, None, None]

@@ -1,16 +1,16 @@
-"""A linear layer whose three products run in FP8, each operand scaled by its maximum (Micikevicius
-et al., 2022, section 3).
+"""A linear layer whose three products run in FP8, each operand scaled by its present maximum
+(Micikevicius et al., 2022, section 3).
 
     y = x Wᵀ       rows of x    [T, K]  by  rows of W     [N, K]
     dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
     dW = dyᵀ x     columns of dy [N, T] by  columns of x  [K, T]
 
-Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Those of ``block`` are
-applied to sums of 128 (DeepSeek-AI, 2024, section 3.3.2), x and dy scaled by runs, W by squares.
-Sums are fp32, in the forward pass as far as the tensor cores' own registers are. What comes out is
-of the type of x; the gradient is that of the product as if nothing were rounded. Kept for the
-backward pass: both columns, a byte a value. T is filled up to a multiple of 16, with blocks of 128,
-with rows of zeros; K and N must be such multiples.
+Scales of rows, as that of a tensor, can be taken out of the sum: y_tn = s_t s_n Σ_k. Scales of
+``block`` are applied to partial sums of 128 (DeepSeek-AI, 2024, section 3.3.2); x and dy are scaled
+by runs of 128, W by squares. Sums are fp32; in the forward pass they have the precision of the
+tensor cores' accumulators. The output has the dtype of x; the gradient ignores the rounding
+(straight-through). Saved for backward: both column layouts, a byte a value. T is padded with rows
+of zeros to a multiple of 16, or of 128 with ``block``; K and N must be such multiples.
 """
 
 from __future__ import annotations
@@ -21,24 +21,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, lacks_fp8, scale_shape
+from chronicals.kernels.fp8 import (
+    FP8_BLOCK,
+    Scaled,
+    dequantize,
+    fp8_quantize,
+    lacks_fp8,
+    scale_shape,
+)
 from chronicals.kernels.launch import differentiable_once
 
-MULTIPLE = 16
-"""Of every dimension of an FP8 product on a card."""
+FP8_MULTIPLE = 16
+"""Every dimension of an FP8 product on a card must be a multiple of it."""
 
-SCALINGS = {"tensor": "tensor", "row": "row", "block": "square"}
-"""Of x and dy, and of W with it."""
+LINEAR_SCALINGS = {"tensor": "tensor", "row": "row", "block": "square"}
+"""The scaling of W for each scaling of x and dy."""
 
-HAS_BLOCKS = (9, 0)
-"""The one compute capability for which cuBLAS multiplies with scales of blocks."""
+BLOCK_SCALING_CAPABILITY = (9, 0)
+"""The only compute capability for which cuBLAS multiplies with scales of blocks."""
 
-CUDA_OF_BLOCKS = (12, 9)
-"""The first version that does."""
+BLOCK_SCALING_CUDA = (12, 9)
+"""The first CUDA version whose cuBLAS does."""
 
 
 class Layouts(NamedTuple):
-    """A matrix by rows and by columns."""
+    """A matrix quantised by rows and by columns, each None if not needed."""
 
     rows: Scaled | None
     columns: Scaled | None
@@ -47,11 +54,13 @@ class Layouts(NamedTuple):
 def scaled_product(
     left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """``left @ rightᵀ + bias``, ``[M, N]``, of ``[M, K]`` and ``[N, K]``.
+    """Return ``left @ rightᵀ + bias``, ``[M, N]`` of dtype ``dtype``.
 
     Args:
-        fast: sums stay in the tensor cores' own registers, of fewer bits, all along K.
-        bias: ``[N]`` of type ``dtype``.
+        left, right: ``[M, K]`` and ``[N, K]``.
+        fast: keep sums in the tensor cores' accumulators, which have fewer bits than fp32, along
+            all of K.
+        bias: ``[N]`` of dtype ``dtype``.
     """
     if not left.values.is_cuda:
         y = dequantize(left) @ dequantize(right).t()
@@ -59,7 +68,9 @@ def scaled_product(
     if left.scale.ndim and (left.scale.shape[1], right.scale.shape) != (1, (len(right.values), 1)):
         y = _of_type(_product_of_blocks(left, right), dtype)
         return y if bias is None else y + bias
-    made = torch.bfloat16 if left.scale.ndim else dtype  # with scales of rows nothing else is there
+    # With scales of rows torch's product writes bf16 only.
+    made = torch.bfloat16 if left.scale.ndim else dtype
+    # The product itself adds a bias of its own output dtype, but not in fp32.
     inside = bias if made == dtype != torch.float32 else None
     options: dict[str, Any] = {
         "scale_a": left.scale,
@@ -72,15 +83,18 @@ def scaled_product(
 
 
 def _of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``to``, which Dynamo of torch 2.11 must not meet where it does nothing: what a
-    Function's forward pass returns would have gradients of zero (pytorch issue 180642)."""
+    """Return ``y`` in ``dtype``."""
+    # Dynamo of torch 2.11 must not trace a ``to`` that does nothing: what a Function's forward
+    # returns would get gradients of zero (pytorch issue 180642).
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
-    """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares. cuBLAS wants the
-    scales of runs in columns, those of squares in rows of a multiple of 4 (its manual, "Scaling
-    factors layouts")."""
+    """Return ``left @ rightᵀ`` in bf16; ``left`` is scaled by runs of 128, ``right`` by runs or
+    squares.
+    """
+    # cuBLAS expects scales of runs stored by columns, and those of squares by rows, padded to a
+    # multiple of 4 (its manual, "Scaling factors layouts").
     runs = F.ScalingType.BlockWise1x128
     squares = F.ScalingType.BlockWise128x128
     by_runs = len(right.scale) == len(right.values)
@@ -99,7 +113,7 @@ def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
 
 
 def _columns(scale: Tensor) -> Tensor:
-    """As they are made; whoever kept them may have laid them otherwise."""
+    """Return ``scale`` stored by columns; the saved tensor may have been made contiguous."""
     return scale.t().contiguous().t()
 
 
@@ -116,7 +130,7 @@ class _FP8Linear(torch.autograd.Function):
         of_x, of_weight, *_ = ctx.needs_input_grad
         x_rows, x_columns = fp8_quantize(x, scaling, layout="both" if of_weight else "rows")
         rows, columns = known or fp8_quantize(
-            weight, SCALINGS[scaling], layout="both" if of_x else "rows"
+            weight, LINEAR_SCALINGS[scaling], layout="both" if of_x else "rows"
         )
         kept = x_columns if of_weight else None, columns if of_x else None
         ctx.save_for_backward(*(part for scaled in kept for part in scaled or (None, None)))
@@ -149,35 +163,35 @@ def fp8_linear(
     gradient_type: torch.dtype = torch.float8_e4m3fn,
     known: Layouts | None = None,
 ) -> Tensor:
-    """``x Wᵀ + b`` with FP8 products, ``[..., N]``; differentiable in x, weight and bias.
+    """Return ``x Wᵀ + b``, ``[..., N]``, by FP8 products; differentiable in x, weight and bias.
 
     Args:
         x: ``[..., K]`` in bf16, fp16 or fp32.
-        weight: ``[N, K]`` of the type of x.
+        weight: ``[N, K]`` in the dtype of x.
         scaling: ``tensor``, ``row`` or ``block``.
-        gradient_type: of dy: e4m3 has the precision, e5m2 the range, which scales of what is there
-            now do not need; with blocks cuBLAS has the former alone.
-        known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was
+        gradient_type: FP8 dtype of dy. e4m3 has more precision; e5m2 has more range, which scales
+            from present maxima do not need. With ``block`` cuBLAS takes e4m3 only.
+        known: the weight in FP8, from ``fp8_quantize`` with both layouts, if it is frozen or
             quantised already; scaled by ``square`` for ``block``.
 
     Raises:
-        ValueError: shapes or types do not fit, or the card has no FP8 or none with such scales.
+        ValueError: shapes or dtypes do not fit, or the card has no FP8 or no products with such
+            scales.
     """
     if lacks_fp8(x.device):
         raise ValueError(
             f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16"
         )
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
+    if scaling not in LINEAR_SCALINGS:
+        raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(LINEAR_SCALINGS)}")
     if scaling == "block":
         _check_blocks(x.device, gradient_type)
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: "
-            "expected [..., K] and "
-            "[N, K] of one type"
+            "expected [..., K] and [N, K] of one dtype"
         )
-    multiple = BLOCK if scaling == "block" else MULTIPLE
+    multiple = FP8_BLOCK if scaling == "block" else FP8_MULTIPLE
     if any(size % multiple for size in weight.shape):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {multiple}; "
@@ -199,13 +213,16 @@ def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
             f"gradient_type={gradient_type}: products with scales of blocks are of "
             "torch.float8_e4m3fn alone"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != HAS_BLOCKS:
+    if (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) != BLOCK_SCALING_CAPABILITY
+    ):
         raise ValueError(
             f"scaling='block': {torch.cuda.get_device_name(device)} has no such products; use "
             "'row' or 'tensor'"
         )
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    if device.type == "cuda" and version < CUDA_OF_BLOCKS:
+    if device.type == "cuda" and version < BLOCK_SCALING_CUDA:
         raise ValueError(
             f"scaling='block': torch is built for CUDA {torch.version.cuda}, 12.9 has it; use "
             "'row' or 'tensor'"
@@ -215,13 +232,13 @@ def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
 def _check_known(known: Layouts, weight: Tensor, scaling: str, needs_columns: bool) -> None:
     if known.rows is None or (needs_columns and known.columns is None):
         raise ValueError("known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')")
-    if known.rows.scale.shape != scale_shape(weight.shape, SCALINGS[scaling]):
+    if known.rows.scale.shape != scale_shape(weight.shape, LINEAR_SCALINGS[scaling]):
         raise ValueError(
-            f"known: was not scaled by scaling={SCALINGS[scaling]!r}, as scaling={scaling!r} "
+            f"known: was not scaled by scaling={LINEAR_SCALINGS[scaling]!r}, as scaling={scaling!r} "
             "needs it"
         )
 
 
 def fp8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What is approximated."""
+    """Compute the exact linear layer that ``fp8_linear`` approximates."""
     return F.linear(x, weight, bias)

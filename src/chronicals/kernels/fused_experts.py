@@ -1,16 +1,16 @@
-"""The experts of a layer as one function: dispatch, gate and up, gated unit, down, sum over the
-experts of a token.
+"""The experts of a layer as one differentiable function: dispatch, gate and up, gated unit, down,
+and the sum over the experts of a token.
 
     y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
 
-Kept for the backward pass: x, where the first weight or its adapter learns, what goes into the unit
-``[S, 2F]`` and the thin sides of adapters; the rows of x are not copied to their experts, and
-down's outputs are not kept (see ``expert_glu.py``). A frozen weight has no product for its
-gradient. Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
+Saved for backward: the input of the unit ``[S, 2F]``, the thin sides of adapters, and x if the
+first weight or its adapter learns. Rows of x are not copied to their experts, and down's outputs
+are not saved (see ``expert_glu.py``). No product is made for the gradient of a frozen weight. Every
+shape is static and the host never waits, so CUDA graphs can capture the function.
 
-In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3: x and dy
-are quantised once a token, before they go to k experts, the unit and dh by the kernels that make
-them. Adapters, biases and gradients of weights read 16 bit.
+In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3. x and dy
+are quantised once a token, before they go to k experts; the unit and dh are quantised by the
+kernels that compute them. Adapters, biases and gradients of weights read 16 bit.
 
 FLOP: ``6 · S · D · F`` forward and twice that backward where both weights are trained.
 
@@ -37,9 +37,9 @@ from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gra
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.grouped_product import (
-    FIRST,
-    NEITHER,
-    SECOND,
+    GATHER_FIRST,
+    GATHER_NONE,
+    GATHER_SECOND,
     Adapted,
     grouped_product,
     grouped_weight_gradient,
@@ -47,31 +47,31 @@ from chronicals.kernels.grouped_product import (
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 
-COLUMNS_OF_ONES = 16
-"""The fewest that a product takes."""
+MIN_PRODUCT_COLUMNS = 16
+"""Columns of ones by which a bias's gradient is a grouped product, the fewest that one takes."""
 
 
 class InFP8(Protocol):
-    """A weight of all experts in e4m3, each expert with one scale."""
+    """The weights of all experts in e4m3, with one scale for each expert."""
 
     def rows(self) -> Scaled:
-        """``[E, N, K]``, for ``y = x Wᵀ``."""
+        """Return ``[E, N, K]``, for ``y = x Wᵀ``."""
 
     def columns(self, scale: Tensor) -> Scaled:
-        """``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of the rows in the forward pass."""
+        """Return ``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of ``rows`` in the forward."""
 
 
 class ExpertWeights(NamedTuple):
-    """Of one of the two products of all experts.
+    """The weights of one of the two products, of all experts.
 
     Attributes:
-        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``; or, frozen, what gives it when
-            it is called, in the forward and in the backward pass, and has its shape and dtype: it
-            may be gone in between.
+        weight: ``[E, N, K]``, or ``[E, K, N]`` if ``transposed``. A frozen weight may instead be a
+            callable that returns it and has its shape and dtype; forward and backward call it, and
+            the memory can be freed in between.
         bias: ``[E, N]``.
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
-        scale: of the adapter.
-        in_fp8: multiplies in place of the weight, which is read where it is trained alone.
+        scale: scale s of the adapter.
+        in_fp8: used for the products instead of ``weight``, which is then read only to train it.
     """
 
     weight: Any
@@ -84,37 +84,42 @@ class ExpertWeights(NamedTuple):
 
     @property
     def weight_ENK(self) -> Tensor:
+        """The weight as ``[E, N, K]``."""
         weight: Tensor = self.weight if isinstance(self.weight, Tensor) else self.weight()
         return weight.mT if self.transposed else weight
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """E, N and K."""
+        """Sizes E, N and K."""
         count, narrow, wide = self.weight.shape
         return (count, wide, narrow) if self.transposed else (count, narrow, wide)
 
     @property
     def held(self) -> Tensor | None:
-        """The weight, where the function's backward pass reads it."""
+        """The weight if the backward pass reads it as a saved tensor, else None."""
         frozen = self.in_fp8 is not None and not getattr(self.weight, "requires_grad", False)
         return self.weight if isinstance(self.weight, Tensor) and not frozen else None
 
 
-class Rows(NamedTuple):
-    """What goes into a product: in the type of x, where something reads that, and in FP8, where
-    the product takes it.
+class ProductInput(NamedTuple):
+    """The input of a product.
+
+    Attributes:
+        dense: in the dtype of x, if something reads it.
+        in_fp8: with scales of rows, if the product runs in FP8.
     """
 
     dense: Tensor | None
     in_fp8: Scaled | None = None
 
 
-def _rows(x: Tensor, of: ExpertWeights) -> Rows:
-    return Rows(x) if of.in_fp8 is None else Rows(x, fp8_quantize(x, "row")[0])
+def _rows(x: Tensor, of: ExpertWeights) -> ProductInput:
+    """Return ``x`` as input of a product, quantised if that runs in FP8."""
+    return ProductInput(x) if of.in_fp8 is None else ProductInput(x, fp8_quantize(x, "row")[0])
 
 
 def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
-    """``s · x Aᵀ``, ``[S, R]``."""
+    """Return an adapter's thin product ``s · x Aᵀ``, ``[S, R]``; None without an adapter."""
     return (
         None
         if of.down is None or x is None
@@ -123,14 +128,14 @@ def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) ->
 
 
 def _through(
-    x: Rows,
+    x: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
     of_tokens: bool,
     thin: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product, and the scales of the weight that it took in FP8."""
+    """Return ``y = x Wᵀ`` with adapter and bias, and the weight's scales if it ran in FP8."""
     adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
     if of.in_fp8 is None:
         assert x.dense is not None
@@ -143,17 +148,17 @@ def _through(
 
 
 def _back(
-    dy: Rows,
+    dy: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
     of_tokens: bool,
     scale: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the rows that went in, and ``s · dy B``.
+    """Return the gradient of a product's input, and the adapter's thin product ``s · dy B``.
 
     Args:
-        scale: of the weight, in FP8.
+        scale: the weight's scales from ``_through``, in FP8.
     """
     thin = adapted = None
     if of.down is not None and of.up is not None:
@@ -170,20 +175,24 @@ def _back(
 
 
 def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
-    """``dyᵀ x`` as the weight is stored; ``of_tokens`` says which of dy and x has the rows of
-    tokens.
+    """Return the weight's gradient ``dyᵀ x`` in its stored layout.
+
+    ``of_tokens`` says which of dy and x is gathered from tokens (``GATHER_FIRST``: dy).
     """
     if not of.transposed:
         return grouped_weight_gradient(dy, x, to, of_tokens, dtype=of.weight.dtype)
-    other = {FIRST: SECOND, SECOND: FIRST, NEITHER: NEITHER}[of_tokens]
+    other = {GATHER_FIRST: GATHER_SECOND, GATHER_SECOND: GATHER_FIRST, GATHER_NONE: GATHER_NONE}[
+        of_tokens
+    ]
     return grouped_weight_gradient(x, dy, to, other, dtype=of.weight.dtype)
 
 
 class _Kept(NamedTuple):
-    """Of the two products: what is no tensor, or is not differentiated.
+    """Arguments of the function that are no tensors or are not differentiated; pairs are those of
+    the two products.
 
     Attributes:
-        weights: those that are not ``held``.
+        weights: weights that are not ``held``, else None.
     """
 
     gate: Gate
@@ -200,9 +209,16 @@ class _Kept(NamedTuple):
         down: Tensor | None,
         up: Tensor | None,
     ) -> ExpertWeights:
-        given = self.weights[number] if weight is None else weight
+        """Return the weights of product ``number`` (0 or 1), made of its saved tensors."""
+        chosen = self.weights[number] if weight is None else weight
         return ExpertWeights(
-            given, self.transposed[number], bias, down, up, self.scales[number], self.in_fp8[number]
+            chosen,
+            self.transposed[number],
+            bias,
+            down,
+            up,
+            self.scales[number],
+            self.in_fp8[number],
         )
 
 
@@ -229,9 +245,9 @@ class _FusedExperts(torch.autograd.Function):
         thin = _thin(x, first, to, True)
         h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
         if second.in_fp8 is None:
-            unit = Rows(expert_glu(h, kept.gate))
+            unit = ProductInput(expert_glu(h, kept.gate))
         else:
-            unit = Rows(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
+            unit = ProductInput(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
         z, of_second = _through(
             unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
         )
@@ -298,20 +314,20 @@ class _FusedExperts(torch.autograd.Function):
             gradient, unit, d_shares = expert_glu_gradient(
                 g, h, flat, to.order_S, kept.gate, has_unit
             )
-            d_h = Rows(gradient)
+            d_h = ProductInput(gradient)
         else:
             dense = wanted["w1"] or wanted["b1"] or a1 is not None
             gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(
                 g, h, flat, to.order_S, kept.gate, dense, has_unit
             )
-            d_h = Rows(gradient, scaled)
+            d_h = ProductInput(gradient, scaled)
         found: dict[str, Tensor] = {}
         if unit is not None and wanted["w2"]:
-            found["w2"] = _of_weight(dy, unit, second, to, FIRST)
+            found["w2"] = _of_weight(dy, unit, second, to, GATHER_FIRST)
         if unit is not None and thin_dy is not None and a2 is not None:
             found["a2"] = grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)
             thin_unit = grouped_product(unit, a2, to, factor=second.scale)
-            found["u2"] = grouped_weight_gradient(dy, thin_unit, to, FIRST, dtype=a2.dtype)
+            found["u2"] = grouped_weight_gradient(dy, thin_unit, to, GATHER_FIRST, dtype=a2.dtype)
         del unit, g
         if b2 is not None:
             d_shares = d_shares.view_as(shares) + product(dy, b2.t(), d_shares.dtype).gather(
@@ -325,13 +341,13 @@ class _FusedExperts(torch.autograd.Function):
         d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
             if wanted["w1"]:
-                found["w1"] = _of_weight(gradient, x, first, to, SECOND)
+                found["w1"] = _of_weight(gradient, x, first, to, GATHER_SECOND)
             if thin_dh is not None and wanted["a1"]:
-                found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=dy.dtype)
+                found["a1"] = grouped_weight_gradient(thin_dh, x, to, GATHER_SECOND, dtype=dy.dtype)
             if thin is not None and wanted["u1"]:
                 found["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=dy.dtype)
             if b1 is not None and wanted["b1"]:
-                ones = gradient.new_ones(len(gradient), COLUMNS_OF_ONES)
+                ones = gradient.new_ones(len(gradient), MIN_PRODUCT_COLUMNS)
                 found["b1"] = grouped_weight_gradient(ones, gradient, to, dtype=b1.dtype)[:, 0]
         if wanted["x"]:
             found["x"] = expert_combine(d_x, to.places_S, to.each)
@@ -339,7 +355,7 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """``[T, E]``, zero where an expert was not chosen."""
+    """Return the shares as ``[T, E]``, zero for experts that a token did not choose."""
     return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(
         1, experts, shares.to(dtype)
     )
@@ -353,18 +369,23 @@ def fused_experts(
     second: ExpertWeights,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``[T, D]``, in the dtype of x.
+    """Run each token through its experts and sum their outputs, weighted by their shares.
+
+    Differentiable in x, the shares and all tensors of both products that require a gradient.
 
     Args:
         x: ``[T, D]``, in the dtype of the weights.
         experts: int64 ``[T, k]``, below E.
-        shares: ``[T, k]``, by which the outputs of the experts are multiplied; any dtype.
-        first: gate and up, ``[E, 2F, D]``; a gradient for each tensor of it that requires one.
+        shares: ``[T, k]``, factors of the experts' outputs; any dtype.
+        first: gate and up, ``[E, 2F, D]``.
         second: down, ``[E, D, F]``.
-        gate: SwiGLU by default.
+        gate: the gated unit; SwiGLU by default.
+
+    Returns:
+        ``[T, D]`` in the dtype of x.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together.
+        ValueError: shapes or dtypes do not fit each other.
     """
     gate = gate or Gate()
     _check(x, experts, shares, first, second)
@@ -405,7 +426,7 @@ def _check(
     if not x.dtype == first.weight.dtype == second.weight.dtype:
         raise ValueError(
             f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they "
-            "must be alike"
+            "must have one dtype"
         )
     if (first.in_fp8 is None) != (second.in_fp8 is None):
         raise ValueError("in_fp8: one of the two products has it; give it to both or to none")
@@ -419,7 +440,7 @@ def fused_experts_reference(
     second: ExpertWeights,
     gate: Gate | None = None,
 ) -> Tensor:
-    """Expert by expert, in plain torch; differentiated by torch."""
+    """Compute ``fused_experts`` in plain torch, expert by expert; differentiable by autograd."""
 
     def through(rows: Tensor, of: ExpertWeights, expert: int) -> Tensor:
         y = rows @ of.weight_ENK[expert].t()

@@ -1,4 +1,4 @@
-"""Weights in the blocks of GGUF files, dequantised (formats: ggml's ``ggml-common.h`` and
+"""Dequantisation of weights in the blocks of GGUF files (formats: ggml's ``ggml-common.h`` and
 ``ggml-quants.c``).
 
     w[i] = scale · (code[i] − offset) − least        fp32, each operation rounded by itself, then once to the output's dtype
@@ -16,8 +16,8 @@ and 4 to 7, the others in the halves of bytes 8 to 11 and the upper 2 bits of by
 2n and 2n + 1 are the halves of the bytes 32n to 32n + 31. Q6_K has groups of 16, and signed bytes
 for s.
 
-To read a weight as 16 bits moves 3.06 (Q8_0), 2.56 (Q4_0, Q4_K) or 2.82 (Q6_K) bytes an element.
-Rows that are written may lie apart, so that the weight can stand in a buffer with padding columns.
+Reading a weight as 16 bits moves 3.06 (Q8_0), 2.56 (Q4_0, Q4_K) or 2.82 (Q6_K) bytes an element.
+Output rows may be strided, so the weight can be part of a buffer with padding columns.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
-"""Elements and bytes of a block, by ggml's name of the type."""
+GGUF_KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+"""Elements and bytes of a block, by ggml's name of the format."""
 
-GROUPS = {"Q8_0": 32, "Q4_0": 16, "Q4_K": 32, "Q6_K": 16}
-"""Elements whose codes are consecutive bytes in the same bits, and which share a scale."""
+GGUF_GROUP_SIZE = {"Q8_0": 32, "Q4_0": 16, "Q4_K": 32, "Q6_K": 16}
+"""Elements that share a scale and whose codes are in the same bits of consecutive bytes."""
 
-ELEMENTS = 2048
-"""That one program dequantises."""
+GGUF_PROGRAM_ELEMENTS = 2048
+"""Elements that a program dequantises."""
 
 
 def dequantize_gguf(packed: Tensor, out: Tensor, kind: str) -> Tensor:
-    """Write a weight's values, by one launch.
+    """Dequantise a weight into ``out``, in one launch.
 
     Args:
         packed: uint8, the blocks of all rows, of any shape.
-        out: ``[rows, columns]`` in fp32, bf16 or fp16, each row dense; rows may lie apart.
-        kind: one of ``KINDS``.
+        out: ``[rows, columns]`` in fp32, bf16 or fp16, each row dense; rows may be strided.
+        kind: one of ``GGUF_KINDS``.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: there is no such kind, or sizes do not fit.
+        ValueError: ``kind`` is unknown, or sizes do not fit.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: give one of {', '.join(KINDS)}")
+    if kind not in GGUF_KINDS:
+        raise ValueError(f"kind={kind!r}: give one of {', '.join(GGUF_KINDS)}")
     (rows, columns) = out.shape
-    (block, size) = KINDS[kind]
+    (block, size) = GGUF_KINDS[kind]
     if (
         columns % block
         or packed.dtype != torch.uint8
@@ -78,25 +78,26 @@ def _dequantize(packed: Tensor, out: Tensor, kind: str) -> None:
     if not runs_triton(out):
         out.copy_(dequantize_gguf_reference(packed, (rows, columns), out.dtype, kind))
     elif rows * columns:
-        size = GROUPS[kind]
+        size = GGUF_GROUP_SIZE[kind]
         groups = rows * columns // size
-        a_program = ELEMENTS // size
+        a_program = GGUF_PROGRAM_ELEMENTS // size
         _dequantize_gguf_kernel[(triton.cdiv(groups, a_program),)](
             packed,
             out,
             groups,
             columns // size,
             out.stride(0),
-            list(KINDS).index(kind),
+            list(GGUF_KINDS).index(kind),
             a_program,
             size,
-            enable_fp_fusion=False,  # a product and a sum are rounded one after the other
+            # ggml rounds the product and the sum one after the other.
+            enable_fp_fusion=False,
         )
 
 
 @triton.jit
 def _half(ptr, there):
-    """fp32 of an fp16 that may begin at any byte."""
+    """Load an fp16 that may begin at any byte; return it in fp32."""
     low = tl.load(ptr, mask=there, other=0).to(tl.uint16)
     high = tl.load(ptr + 1, mask=there, other=0).to(tl.uint16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
@@ -104,7 +105,7 @@ def _half(ptr, there):
 
 @triton.jit
 def _signed(code):
-    """The number whose two's complement a byte is, int32."""
+    """Return the signed value of a byte, int32."""
     return code.to(tl.int32) - ((code.to(tl.int32) >> 7) << 8)
 
 
@@ -119,7 +120,7 @@ def _dequantize_gguf_kernel(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """``KIND``: place in ``KINDS``. All that a group shares is computed once for it."""
+    """Dequantise ``GROUPS`` groups of ``SIZE`` elements; ``KIND`` is the position in ``GGUF_KINDS``."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     element = tl.arange(0, SIZE)[None, :]
     there = group < groups
@@ -180,13 +181,13 @@ def _dequantize_gguf_kernel(
 def dequantize_gguf_reference(
     packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: str
 ) -> Tensor:
-    """``dequantize_gguf`` in plain torch, into a new tensor of ``shape`` and ``dtype``."""
-    blocks = packed.reshape(-1, KINDS[kind][1])
+    """Compute ``dequantize_gguf`` in plain torch into a new tensor of ``shape`` and ``dtype``."""
+    blocks = packed.reshape(-1, GGUF_KINDS[kind][1])
     return _REFERENCES[kind](blocks).to(dtype).view(shape)
 
 
 def _halves(blocks: Tensor, place: int) -> Tensor:
-    """fp32 ``[blocks, 1]`` of the fp16 at a byte of each block."""
+    """Return the fp16 at byte ``place`` of each block, as fp32 ``[blocks, 1]``."""
     return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
 
 

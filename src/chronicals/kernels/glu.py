@@ -1,5 +1,5 @@
-"""Gated units (Shazeer, 2020, equation 6) without their products: ``y = a(gate) · up``, elementwise
-on ``[..., F]``.
+"""Gated linear units (Shazeer, 2020, equation 6) after their two products: ``y = a(gate) · up``,
+elementwise on ``[..., F]``.
 
     SwiGLU:  a(g) = g · σ(g)                     a′ = σ · (1 + g · (1 − σ))
     GEGLU:   a(g) = g · Φ(g)                     a′ = Φ + g · φ
@@ -7,9 +7,8 @@ on ``[..., F]``.
                                                  a′ = s + g · s · (1 − s) · 2u′,  s = σ(2u)
     dgate = dy · up · a′(gate),   dup = dy · a(gate)
 
-All in fp32, rounded once, each operation by itself: which of them a compiler takes into a
-multiply-add depends on what stands around them, and what is made twice has the same bits. Saved:
-the inputs; a(gate) is computed again. Bytes an element in 16 bit: 6 forward, 10 backward.
+Everything is computed in fp32 and rounded once. Saved for backward: the inputs; a(gate) is computed
+again. Bytes an element in 16 bit: 6 forward, 10 backward.
 """
 
 from __future__ import annotations
@@ -36,16 +35,19 @@ from chronicals.kernels.launch import (
 from chronicals.kernels.operators import operator
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+"""The activation for each ``approximate`` of ``torch.nn.functional.gelu``."""
 
 
 def _tile(width: int) -> Tile:
-    """16 elements a thread: two 16-byte loads of each 16-bit operand."""
+    """Return the tile for rows of ``width`` elements."""
+    # 16 elements a thread: two 16-byte loads of each 16-bit operand.
     return Tile(1, min(2048, next_power_of_2(width)), warps=4)
 
 
 @triton.jit
 def _sigmoid(x):
-    """In four instructions, where a division takes eight."""
+    """Return σ(x), fp32."""
+    # Four instructions, where a division takes eight: t = 2^(−x · log₂ e), then 1 / (1 + t).
     if INTERPRETED:
         return tl.sigmoid(x)
     code: tl.constexpr = """{
@@ -60,7 +62,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _activate(g, ACTIVATION: tl.constexpr):
-    """a(g) and a′(g)."""
+    """Return a(g) and its derivative a′(g)."""
     if ACTIVATION == "silu":
         s = _sigmoid(g)
         slope = s * (1.0 + g * (1.0 - s))
@@ -70,22 +72,25 @@ def _activate(g, ACTIVATION: tl.constexpr):
     else:
         u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
         s = _sigmoid(u)
-        slope = s + g * s * _sigmoid(-u) * (
-            1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        )  # 1 − s would cancel
+        # σ(−u) in place of 1 − s, which would cancel.
+        slope = s + g * s * _sigmoid(-u) * (1.5957691216057308 * (1.0 + 0.134145 * g * g))
     return g * s, slope
 
 
 @triton.jit
 def _glu_forward_kernel(
+    # read
     gate_ptr,
     up_ptr,
+    # written
     y_ptr,
     amax_ptr,
+    # size and strides of rows
     width,
     gate_stride,
     up_stride,
     y_stride,
+    # options and columns of a program
     ACTIVATION: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,18 +110,22 @@ def _glu_forward_kernel(
 
 @triton.jit
 def _glu_backward_kernel(
+    # read
     dy_ptr,
     gate_ptr,
     up_ptr,
+    # written
     d_gate_ptr,
     d_up_ptr,
     amax_ptr,
+    # size and strides of rows
     width,
     dy_stride,
     gate_stride,
     up_stride,
     d_gate_stride,
     d_up_stride,
+    # options and columns of a program
     ACTIVATION: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,7 +150,10 @@ def _glu_backward_kernel(
 
 
 def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
-    """Grid, width and row strides of ``[rows, F]`` tensors; dense ones are one long row."""
+    """Return grid, width, row strides and tile for ``[rows, F]`` tensors.
+
+    If all are dense they are taken as one long row.
+    """
     rows, width = tensors[0].shape
     strides = [x.stride(0) for x in tensors]
     if all(x.is_contiguous() for x in tensors):
@@ -154,7 +166,7 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 def _forward(
     gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and its amax, ``absent`` if not wanted."""
+    """Launch the forward kernel; return y and its amax cell, ``absent`` if not wanted."""
     y = with_padding(gate, gate.shape, padding)
     amax = new_amax(gate, finds_amax)
     if gate.numel():
@@ -170,6 +182,8 @@ def _forward(
             finds_amax,
             tile.block,
             num_warps=tile.warps,
+            # Which products become multiply-adds depends on the surrounding code. Without fusion
+            # a unit that is computed twice has the same bits.
             enable_fp_fusion=False,
         )
     return y, amax
@@ -199,7 +213,11 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 def _backward_of_both(
     dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of both, and its amax, ``absent`` if not wanted."""
+    """Launch the backward kernel for a merged product ``both`` ``[T, 2F]``.
+
+    Returns:
+        The gradient of ``both``, and its amax cell, ``absent`` if not wanted.
+    """
     d_both = with_padding(both, both.shape, padding)
     amax = new_amax(both, finds_amax)
     (gate, up) = both.chunk(2, -1)
@@ -285,23 +303,23 @@ class _GLUOfBoth(torch.autograd.Function):
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) · up`` for two tensors of one shape and type; differentiable in both.
+    """Return ``silu(gate) · up`` for two tensors of one shape and dtype; differentiable in both.
 
     Raises:
-        ValueError: shapes or types differ.
+        ValueError: shapes or dtypes differ.
     """
     return _glu(gate, up, "silu")
 
 
 def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """``gelu(gate) · up`` for two tensors of one shape and type; differentiable in both.
+    """Return ``gelu(gate) · up`` for two tensors of one shape and dtype; differentiable in both.
 
     Args:
-        approximate: ``none`` for Φ itself, ``tanh`` for its approximation, as
-            ``torch.nn.functional.gelu`` names them.
+        approximate: ``none`` for the exact Φ, ``tanh`` for its approximation, as in
+            ``torch.nn.functional.gelu``.
 
     Raises:
-        ValueError: shapes or types differ, or the approximation is unknown.
+        ValueError: shapes or dtypes differ, or the approximation is unknown.
     """
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate={approximate!r}: expected 'none' or 'tanh'")
@@ -316,14 +334,16 @@ def glu_of_both(
     amax: Amax | None = None,
     gradient_amax: Amax | None = None,
 ) -> Tensor:
-    """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one
-    tensor too.
+    """Return the gated unit of a merged product ``[T, 2F]``, gate columns before up columns.
+
+    Differentiable; the gradient is one ``[T, 2F]`` tensor too.
 
     Args:
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
         padding, gradient_padding: columns left free behind each row of the result and of the
             gradient.
-        amax, gradient_amax: told the largest absolute value of the result and of the gradient.
+        amax, gradient_amax: slots that get the largest absolute value of the result and of the
+            gradient.
 
     Returns:
         ``[T, F]``.
@@ -337,7 +357,7 @@ def _glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: they "
-            "must be alike"
+            "must have one shape and dtype"
         )
     if runs_triton(gate, up):
         return _GLU.apply(gate, up, activation)
@@ -345,11 +365,13 @@ def _glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute ``fused_swiglu`` in plain torch, differentiable by autograd."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
 
 def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """Compute ``fused_geglu`` in plain torch, differentiable by autograd."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 

@@ -1,9 +1,9 @@
-"""The Euclidean norm of many tensors together, in one pass and a launch for each of their types.
+"""The joint Euclidean norm of many tensors, in one pass and one launch for each of their dtypes.
 
     norm = sqrt(Σ x²)        squares and sums in fp32
 
-A program sums every n-th chunk; the programs' shares are summed afterwards, in one order. Bytes:
-those of the tensors.
+A program sums every n-th chunk, n being the number of programs; their shares are added afterwards
+in one order. Bytes: those of the tensors.
 """
 
 from __future__ import annotations
@@ -14,22 +14,35 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import multiprocessors, runs_triton, tl, triton
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
+from chronicals.kernels.tensor_lists import (
+    LIST_BLOCK,
+    LIST_CHUNK,
+    Table,
+    of_triton,
+    pointers,
+    table_of,
+)
 
-PROGRAMS = 16
-"""A multiprocessor: as many as it holds of four warps."""
+NORM_PROGRAMS = 16
+"""Programs on a multiprocessor: it holds 64 warps, and a program has four."""
 
 
 @triton.jit
 def _square_sums_kernel(
+    # addresses, sizes and chunks of the tensors (tensor_lists.py)
     table_ptr,
     sizes_ptr,
     tensors_ptr,
     firsts_ptr,
+    # written
     shares_ptr,
+    # chunks in all
     chunks,
+    # dtype of the tensors
     KIND: tl.constexpr,
+    # addresses and sizes suit loads of 16 bytes
     ALIGNED: tl.constexpr,
+    # elements at a time, and of a chunk
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -50,9 +63,7 @@ def _square_sums_kernel(
 
 
 def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are
-    none.
-    """
+    """Return the norm of all elements of ``tensors``, an fp32 scalar on their device; 0 for none."""
     if not tensors:
         return torch.zeros(())
     if not _runs_here(tensors):
@@ -62,7 +73,7 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a launch for ``tensors`` looks up, made now."""
+    """Build and return the device tensors that launches for ``tensors`` read as tables."""
     return (
         [x for _, table in _by_type(tensors) for x in table.on_device]
         if tensors and _runs_here(tensors)
@@ -87,7 +98,9 @@ def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
     device = table.sizes.device
     chunks = len(table.tensors)
     shares = torch.zeros(
-        max(1, min(chunks, PROGRAMS * multiprocessors(device))), dtype=torch.float32, device=device
+        max(1, min(chunks, NORM_PROGRAMS * multiprocessors(device))),
+        dtype=torch.float32,
+        device=device,
     )
     if chunks:
         _square_sums_kernel[(len(shares),)](
@@ -96,13 +109,14 @@ def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
             chunks,
             of_triton(kind),
             table.aligned,
-            BLOCK,
-            CHUNK,
+            LIST_BLOCK,
+            LIST_CHUNK,
             num_warps=4,
         )
     return shares
 
 
 def gradient_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute ``gradient_norm`` in plain torch."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))

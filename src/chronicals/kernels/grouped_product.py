@@ -1,16 +1,17 @@
-"""Products of rows sorted by expert with the weight of their expert, and the gradient of those
-weights.
+"""Grouped products: rows sorted by expert times the weight of their expert, and the gradients of
+these weights.
 
-    y_s = c · x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]      (rows; u and B are an adapter's, b a bias, c a factor)
-    dW[e] = c · Σ_{s of e} a_sᵀ b_s                   (weight gradient; zeros where an expert has no rows)
+    y_s = c · x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]      (rows; u and B of an adapter, b a bias, c a factor)
+    dW[e] = c · Σ_{s of e} a_sᵀ b_s                   (weight gradient; zeros for an expert without rows)
 
-Rows of x may be those of tokens: row s is then ``order[s] // k``, so the k copies of a token never
-exist. dx = dy W is the first product with ``W.transpose(1, 2)``. Sums are fp32, each in one order;
-no atomics, no host synchronisation, no capacity. In FP8, with scales of rows and of experts:
-``fp8_grouped_product.py``.
+The kernels can gather rows of x from tokens: row s is then token ``order[s] // k``, so the k copies
+of a token never exist in memory. dx = dy W is the first product with ``W.transpose(1, 2)``. Sums
+are fp32, each in one order, without atomics. The host never waits, and no expert has a limit on its
+rows. The FP8 form, with scales of rows and of experts, is in ``fp8_grouped_product.py``.
 
-Floor of the first at S rows: ``2 · S · N · K`` FLOP; bytes in 16 bit: ``2 · (S · K + E · N · K + S
-· N)``. Tiles of an expert follow each other, so that its rows and its weight stay in the L2 cache.
+Floor of the first product at S rows: ``2 · S · N · K`` FLOP; bytes in 16 bit: ``2 · (S · K + E · N
+· K + S · N)``. Tiles of an expert follow each other, so its rows and its weight stay in the L2
+cache.
 
 Shapes: S pairs of token and expert, E experts, K inputs, N outputs, R rank of an adapter.
 """
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.expert_dispatch import TALL, Dispatch
+from chronicals.kernels.expert_dispatch import TALL_TILE_ROWS, Dispatch
 from chronicals.kernels.launch import (
     multiplied_in,
     multiprocessors,
@@ -36,29 +37,33 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-CLEARED = 4096
+CLEAR_BLOCK = 4096
 """Elements that a program of ``_clear_kernel`` writes at once."""
 
-DEPTH = 64
-"""Of a step, in elements: rows of 128 bytes."""
+STEP_DEPTH = 64
+"""Depth of a step of the sum over K: 64 elements of 16 bits are rows of 128 bytes."""
 
-MOST_HELD = 256
-HELD_ON_SMALL_CARDS = 64
-"""Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's
-narrowest result. A T4 multiplies in fp32 and has 64 KiB."""
+MAX_ADAPTER_COLUMNS = 256
+"""Columns of an adapter that a tile holds at once, at most: as many as fit in shared memory beside
+the tile's narrowest result.
+"""
+
+MAX_ADAPTER_COLUMNS_SMALL = 64
+"""The same for cards with at most 64 KiB of shared memory, as a T4, which multiplies in fp32."""
 
 
 @dataclass(frozen=True)
 class ProductLaunch:
-    """How one of the two kernels runs.
+    """Launch settings of one of the two kernels.
 
     Attributes:
-        columns: of a tile of the result; its rows are the dispatch's, or of a weight gradient
-            ``rows``.
-        depth: of a step of the sum.
-        group: tiles along the rows whose columns are taken together.
-        persistent: as many programs as run at once, each of which takes tile after tile.
-        boxes: tiles whose rows lie together come from Hopper's copy engine.
+        columns: columns of a tile of the result.
+        depth: depth of a step of the sum.
+        warps, stages: Triton's ``num_warps`` and ``num_stages``.
+        group: tiles along the rows that are taken together, column after column.
+        persistent: launch only as many programs as run at once; each takes tile after tile.
+        boxes: load tiles whose rows are contiguous by Hopper's copy engine (TMA).
+        rows: rows of a tile of a weight gradient; a product takes the dispatch's.
     """
 
     columns: int
@@ -72,7 +77,7 @@ class ProductLaunch:
 
 
 class Adapted(NamedTuple):
-    """What an adapter adds to a product: ``u_SR B[e]ᵀ``, B ``[E, N, R]``."""
+    """The adapter's part of a product: ``u_SR B[e]ᵀ``, with B ``[E, N, R]``."""
 
     u_SR: Tensor
     up_ENR: Tensor
@@ -80,7 +85,10 @@ class Adapted(NamedTuple):
 
 @triton.jit
 def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles at once, column after column."""
+    """Return row and column of a tile.
+
+    Numbers go down ``GROUP`` rows of tiles, column after column, which reuses operands in L2.
+    """
     group = number // (GROUP * columns)
     first = group * GROUP
     height = tl.minimum(tiles - first, GROUP)
@@ -90,23 +98,29 @@ def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
+    # read, by pointers or by descriptors of the copy engine
     x_ptr,
     x_box,
     w_ptr,
     w_box,
+    # written
     y_ptr,
+    # read: bias, adapter, scales of FP8, each may be None
     bias_ptr,
     u_ptr,
     up_ptr,
     x_scale_ptr,
     w_scale_ptr,
+    # read: the dispatch (expert_dispatch.py)
     order_ptr,
     bounds_ptr,
     tiles_ptr,
+    # sizes: tiles, N, K, experts of a token
     tiles,
     width,
     depth,
     each,
+    # strides, in elements
     x_stride,
     w_stride_e,
     w_stride_n,
@@ -117,27 +131,36 @@ def _product_kernel(
     up_stride_e,
     up_stride_n,
     up_stride_r,
+    # of the product, and the number of experts
     factor,
     experts,
+    # options; RANK is 0 without an adapter
     GATHERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr,
     HELD: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    # no step, or tile, crosses an edge
     WHOLE_DEPTH: tl.constexpr,
     WHOLE_COLUMNS: tl.constexpr,
+    # what the copy engine fetches, dtypes of the products, sums of FP8
     BOXES: tl.constexpr,
     KIND: tl.constexpr,
     THIN: tl.constexpr,
     SCALED: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """BOXES: of ``_boxes``; those of x and of w come from the copy engine, the others through
-    pointers. THIN: of an adapter's operands. SCALED: x has scales of rows, w of experts. FAST:
-    sums in FP8 stay in the tensor cores' own registers."""
+    """Compute tiles of the first product.
+
+    ``BOXES``, from ``_boxes``, says which of x and w the copy engine loads; the other is loaded
+    through pointers. ``KIND`` and ``THIN`` are the dtypes of the main product and of the adapter's.
+    ``SCALED``: x has scales of rows and w of experts. ``FAST``: sums in FP8 stay in the tensor
+    cores' accumulators, which have fewer bits than fp32, along all of K.
+    """
     steps: tl.constexpr = None if FAST else DEPTH
     columns = tl.cdiv(width, COLUMNS)
     for number in range(tl.program_id(0), tiles * columns, tl.num_programs(0)):
@@ -147,9 +170,8 @@ def _product_kernel(
             first = tl.load(tiles_ptr + tiles + tile)
             end = tl.load(bounds_ptr + expert + 1)
             row = first + tl.arange(0, ROWS)
-            taken = tl.minimum(
-                row, end - 1
-            )  # rows beyond the end repeat the last one and are not stored
+            # Rows beyond the expert's end repeat its last one and are not stored.
+            taken = tl.minimum(row, end - 1)
             source = tl.load(order_ptr + taken) // each if GATHERS else taken
             column = block * COLUMNS + tl.arange(0, COLUMNS)
             k = tl.arange(0, DEPTH)
@@ -221,33 +243,44 @@ def _product_kernel(
 
 @triton.jit
 def _weight_gradient_kernel(
+    # read, by pointers or by descriptors of the copy engine
     a_ptr,
     a_box,
     b_ptr,
     b_box,
+    # written
     out_ptr,
+    # read: the dispatch (expert_dispatch.py)
     order_ptr,
     bounds_ptr,
+    # widths of a and b
     high,
     wide,
+    # strides, in elements
     a_stride,
     b_stride,
     out_stride_e,
     out_stride_a,
     out_stride_b,
     factor,
+    # experts of a token, and options
     EACH: tl.constexpr,
     GATHERS: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    # no tile crosses an edge; what the copy engine fetches; dtype of the products
     WHOLE: tl.constexpr,
     BOXES: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """GATHERS: rows of a are those of tokens. BOXES: 1 for a, and 2 for b, where these come from
-    the copy engine. Steps within an expert's rows know no bounds; the last one does."""
+    """Compute one tile of an expert's weight gradient.
+
+    ``GATHERS``: rows of a are gathered from tokens. ``BOXES``: 1 if the copy engine loads a, plus 2
+    if it loads b. Whole steps within an expert's rows need no mask; only the last one has one.
+    """
     tiles = tl.cdiv(high, ROWS)
     columns = tl.cdiv(wide, COLUMNS)
     expert = tl.program_id(0) // (tiles * columns)
@@ -292,7 +325,7 @@ def _weight_gradient_kernel(
 
 @triton.jit
 def _clear_kernel(out_ptr, bounds_ptr, size, BLOCK: tl.constexpr):
-    """Zeros where an expert has no rows."""
+    """Write zeros to the weight gradient of each expert without rows."""
     expert = tl.program_id(0)
     if tl.load(bounds_ptr + expert) == tl.load(bounds_ptr + expert + 1):
         for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
@@ -301,63 +334,70 @@ def _clear_kernel(out_ptr, bounds_ptr, size, BLOCK: tl.constexpr):
             tl.store(out_ptr + expert.to(tl.int64) * size + at, zeros, mask=at < size)
 
 
-WIDE = 1280
-NARROW = 256
-"""torch's grouped product (CUTLASS) takes a weight gradient on Hopper where both sides are at
-least NARROW wide, and where no rows are gathered, or the other side is at least WIDE: it wants
-them copied to their experts, which takes as long as a product of that width gains. An H100,
-262144 rows, 128 experts: 627 TFLOP/s at 1536 x 2048, ours 401; 569 at 2048 x 768, ours 480 with
-rows gathered by itself, the copy 0.4 ms."""
+# torch's grouped product (CUTLASS) is faster than ours on Hopper for wide weight gradients. It
+# needs gathered rows copied to their experts first, which costs what it gains up to a width of
+# 1280. Measured on an H100 with 262144 rows and 128 experts: 627 TFLOP/s at 1536 x 2048, ours 401;
+# 569 at 2048 x 768, ours 480 with rows gathered in the kernel; the copy takes 0.4 ms.
+LIBRARY_MIN_SIDE = 256
+"""Least width of both sides of a weight gradient for torch's grouped product."""
+
+LIBRARY_MIN_WIDE_SIDE = 1280
+"""Least width of the side that is not gathered, if the other one is."""
 
 
 def uses_library(a: Tensor, b: Tensor, gathers: int, factor: float, dtype: torch.dtype) -> bool:
-    """Whether a weight gradient is torch's product."""
+    """Return whether torch's grouped product computes a weight gradient.
+
+    True on Hopper in bf16, without a factor, if both sides are wide and 16-byte aligned.
+    """
     if (
         not a.is_cuda
         or torch.cuda.get_device_capability(a.device) != (9, 0)
         or not hasattr(F, "grouped_mm")
+        or factor != 1.0
+        or not a.dtype == dtype == torch.bfloat16
     ):
         return False
-    plain = factor == 1.0 and a.dtype == dtype == torch.bfloat16
-    return (
-        plain
-        and _library_is_faster(a.shape[1], b.shape[1], gathers)
-        and all(_is_aligned(x) for x in (a, b))
+    if not _library_is_faster(a.shape[1], b.shape[1], gathers):
+        return False
+    return all(
+        x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
+        for x in (a, b)
     )
 
 
 def _library_is_faster(high: int, wide: int, gathers: int) -> bool:
-    other = {NEITHER: WIDE, FIRST: wide, SECOND: high}[gathers]
-    return min(high, wide) >= NARROW and other >= WIDE
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Rows of 16 bytes and multiples of them."""
-    return (
-        x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
-    )
+    other = {GATHER_NONE: LIBRARY_MIN_WIDE_SIDE, GATHER_FIRST: wide, GATHER_SECOND: high}[gathers]
+    return min(high, wide) >= LIBRARY_MIN_SIDE and other >= LIBRARY_MIN_WIDE_SIDE
 
 
 def _by_library(a: Tensor, b: Tensor, to: Dispatch, gathers: int) -> Tensor:
-    if gathers != NEITHER:
+    """Compute a weight gradient by torch's grouped product."""
+    if gathers != GATHER_NONE:
         tokens = to.order_S // to.each
-        a, b = (a[tokens], b) if gathers == FIRST else (a, b[tokens])
+        a, b = (a[tokens], b) if gathers == GATHER_FIRST else (a, b[tokens])
     out: Tensor = F.grouped_mm(a.t(), b, offs=to.bounds[1:].contiguous())
+    # It leaves the gradients of experts without rows uninitialised.
     size = out[0].numel()
-    _clear_kernel[(to.experts, max(1, min(64, size // CLEARED)))](out, to.bounds, size, CLEARED)
+    _clear_kernel[(to.experts, max(1, min(64, size // CLEAR_BLOCK)))](
+        out, to.bounds, size, CLEAR_BLOCK
+    )
     return out
 
 
 def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> ProductLaunch:
-    """Of ``_product_kernel``: tiles of ``rows`` rows, a result of ``width`` columns, and an adapter
-    of that rank.
+    """Return the launch of ``_product_kernel``.
 
-    On an H100, 32768 tokens, 128 experts, 8 of them, 2048 x 1536: boxes 659 TFLOP/s, without them
-        608; a fourth stage takes 3%
-    of it, half the columns 28%.
+    Args:
+        rows: rows of a tile.
+        width: columns N of the result.
+        on: the device.
+        rank: rank of the adapter, 0 for none.
     """
-    columns = min(256 if rows == TALL else 128, max(16, next_power_of_2(width)))
-    held = held_columns(rank, on) / DEPTH if rank else 0
+    # Measured on an H100 with 32768 tokens, 8 of 128 experts each, 2048 x 1536: 659 TFLOP/s with
+    # the copy engine, 608 without; a fourth stage costs 3 %, half the columns 28 %.
+    columns = min(256 if rows == TALL_TILE_ROWS else 128, max(16, next_power_of_2(width)))
+    held = held_columns(rank, on) / STEP_DEPTH if rank else 0
     while columns > 16 and not (_fits(rows, columns, 3, on) and _fits(rows, columns, held, on)):
         columns //= 2
         if columns <= 128 and _fits(rows, columns, 2, on) and _fits(rows, columns, held, on):
@@ -367,48 +407,55 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
 
 
 def held_columns(rank: int, on: torch.device) -> int:
-    """Of an adapter's operands, in a tile: a power of 2, and zeros beyond the rank."""
-    most = HELD_ON_SMALL_CARDS if 0 < shared_memory(on) <= 64 << 10 else MOST_HELD
+    """Return the columns of an adapter that a tile holds at once, a power of 2."""
+    most = MAX_ADAPTER_COLUMNS_SMALL if 0 < shared_memory(on) <= 64 << 10 else MAX_ADAPTER_COLUMNS
     return min(most, max(16, next_power_of_2(rank)))
 
 
 def weight_gradient_launch(
     high: int, wide: int, on: torch.device, gathers: bool = True
 ) -> ProductLaunch:
-    """Of ``_weight_gradient_kernel``. The places of gathered rows are read ahead of the rows,
-    which takes two stages and no memory."""
+    """Return the launch of ``_weight_gradient_kernel`` for an expert's gradient ``[high, wide]``."""
     rows, columns = (
         min(most, max(16, next_power_of_2(size))) for size, most in ((high, 128), (wide, 256))
     )
     boxes = has_boxes(on)
     columns = columns if _fits(rows, columns, 3, on) else min(columns, 128)
     launch = _launch(rows, columns, on, boxes, most=3 if boxes else 4)
+    # The places of gathered rows are loaded ahead of the rows themselves, which takes two more
+    # stages but no shared memory.
     return replace(launch, stages=launch.stages + 2) if gathers and boxes else launch
 
 
 def has_boxes(on: torch.device) -> bool:
-    """Whether the card has Hopper's copy engine."""
+    """Return whether the card has the copy engine (TMA) of Hopper and later."""
     return on.type == "cuda" and torch.cuda.get_device_capability(on) >= (9, 0)
 
 
 def _launch(rows: int, columns: int, on: torch.device, boxes: bool, most: int) -> ProductLaunch:
+    """Return the launch with as many stages as shared memory allows, up to ``most``."""
     stages = next((stages for stages in range(most, 1, -1) if _fits(rows, columns, stages, on)), 1)
     return ProductLaunch(
-        columns, DEPTH, 8 if rows * columns >= 128 * 256 else 4, stages, boxes=boxes, rows=rows
+        columns, STEP_DEPTH, 8 if rows * columns >= 128 * 256 else 4, stages, boxes=boxes, rows=rows
     )
 
 
 def _fits(rows: int, columns: int, stages: float, on: torch.device) -> bool:
-    """Whether a card has room for so many steps, in 16 bit and with a little for barriers."""
+    """Return whether shared memory holds the operands of ``stages`` steps in 16 bit."""
     room = shared_memory(on)
-    return not room or stages * (rows + columns) * DEPTH * 2 + 4096 <= room
+    # 4096 bytes are left for barriers.
+    return not room or stages * (rows + columns) * STEP_DEPTH * 2 + 4096 <= room
 
 
 def _boxes(
     x: Tensor, w: Tensor, gathers: bool, launch: ProductLaunch, rows: int
 ) -> tuple[Any, Any, int]:
-    """Descriptors of x and of W where the copy engine can fetch their tiles, and which: 1 for x,
-    and 2 for a W whose K is dense, 4 for one whose N is."""
+    """Make descriptors of x and W for the copy engine.
+
+    Returns:
+        The descriptors, None for an operand that it cannot load, and the kernel's ``BOXES``: 1 if
+        it loads x, plus 2 for a W with dense K, or 4 for a W with dense N.
+    """
     if not launch.boxes:
         return None, None, 0
     of_x = _box(x, (rows, launch.depth)) if not gathers else None
@@ -422,7 +469,7 @@ def _boxes(
 
 
 def _box(x: Tensor, shape: tuple[int, ...]) -> Any:
-    """None where its rows do not begin at multiples of 16 bytes."""
+    """Make a descriptor; None if rows do not begin at multiples of 16 bytes, as TMA requires."""
     size = x.element_size()
     if (
         x.stride(-1) != 1
@@ -496,9 +543,11 @@ def launch_product(
     dtype: torch.dtype | None = None,
     fast: bool = True,
 ) -> Tensor:
-    """The first product by a launch of one's own; arguments as of ``grouped_product``, and of
-    operands in FP8 their ``scales``, the result's ``dtype`` and ``fast`` as of
-    ``fp8_grouped_product``."""
+    """Compute the first product with a given launch.
+
+    Other arguments are those of ``grouped_product``. For operands in FP8, ``scales`` are those of
+    rows and of experts, and ``dtype`` and ``fast`` are as in ``fp8_grouped_product``.
+    """
     width, depth = w.shape[1:]
     y = x.new_empty(len(to.order_S), width, dtype=dtype)
     of_x, of_w = scales or (None, None)
@@ -554,8 +603,8 @@ def launch_product(
     return y
 
 
-NEITHER, FIRST, SECOND = range(3)
-"""Which operand of a weight gradient has the rows of tokens."""
+GATHER_NONE, GATHER_FIRST, GATHER_SECOND = range(3)
+"""The operand of a weight gradient whose rows are gathered from tokens."""
 
 
 @operator("chronicals::grouped_weight_gradient")
@@ -571,8 +620,8 @@ def _weight_gradient(
 ) -> Tensor:
     if uses_library(a, b, gathers, factor, dtype):
         return _by_library(a, b, Dispatch(order, order, bounds, bounds, each, 0), gathers)
-    high, wide = (b, a) if gathers == SECOND else (a, b)
-    launch = weight_gradient_launch(high.shape[1], wide.shape[1], a.device, gathers != NEITHER)
+    high, wide = (b, a) if gathers == GATHER_SECOND else (a, b)
+    launch = weight_gradient_launch(high.shape[1], wide.shape[1], a.device, gathers != GATHER_NONE)
     return launch_weight_gradient(
         launch, a, b, Dispatch(order, order, bounds, bounds, each, 0), gathers, factor, dtype
     )
@@ -601,14 +650,17 @@ def launch_weight_gradient(
     factor: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The second product by a launch of one's own; arguments as of ``grouped_weight_gradient``."""
+    """Compute the weight gradient with a given launch; see ``grouped_weight_gradient``."""
     out = a.new_empty(to.experts, a.shape[1], b.shape[1], dtype=dtype)
     into = out
-    if gathers == SECOND:  # what is gathered is the narrower side of a tile
+    # The kernel gathers its first operand, the narrower side of a tile; dWᵀ is written instead.
+    if gathers == GATHER_SECOND:
         a, b, into = b, a, out.mT
     high = a.shape[1]
     wide = b.shape[1]
-    a_box = _box(a, (launch.depth, launch.rows)) if launch.boxes and gathers == NEITHER else None
+    a_box = (
+        _box(a, (launch.depth, launch.rows)) if launch.boxes and gathers == GATHER_NONE else None
+    )
     b_box = _box(b, (launch.depth, launch.columns)) if launch.boxes else None
     grid = to.experts * triton.cdiv(high, launch.rows) * triton.cdiv(wide, launch.columns)
     _weight_gradient_kernel[(grid,)](
@@ -626,7 +678,7 @@ def launch_weight_gradient(
         *into.stride(),
         factor,
         to.each,
-        gathers != NEITHER,
+        gathers != GATHER_NONE,
         launch.rows,
         launch.columns,
         launch.depth,
@@ -649,14 +701,22 @@ def grouped_product(
     adapted: Adapted | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """``[S, N]``: rows times the weight of their expert.
+    """Multiply each row with the weight of its expert.
 
     Args:
-        x: ``[S, K]`` sorted by expert; ``[T, K]`` where ``of_tokens``.
-        weight: ``[E, N, K]``, of any strides of which one of N and K is 1.
+        x: ``[S, K]`` sorted by expert, or ``[T, K]`` if ``of_tokens``.
+        weight: ``[E, N, K]`` with stride 1 along N or K.
+        to: the dispatch of the rows.
+        of_tokens: gather the rows of x from tokens.
         bias: ``[E, N]``.
-        adapted: added to it.
-        factor: of the product alone.
+        adapted: the adapter's part, added to the result.
+        factor: factor c of the product ``x Wᵀ`` alone.
+
+    Returns:
+        ``[S, N]`` in the dtype of x.
+
+    Raises:
+        ValueError: shapes do not fit.
     """
     _check(x, weight, to, of_tokens)
     u, up = (None, None) if adapted is None else adapted
@@ -686,16 +746,18 @@ def grouped_weight_gradient(
     a: Tensor,
     b: Tensor,
     to: Dispatch,
-    of_tokens: int = NEITHER,
+    of_tokens: int = GATHER_NONE,
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``factor · Σ_s a_sᵀ b_s`` over the rows of each expert, ``[E, A, B]``.
+    """Return ``factor · Σ_s a_sᵀ b_s`` over the rows of each expert, ``[E, A, B]``.
 
     Args:
-        a, b: ``[S, A]`` and ``[S, B]`` sorted by expert; of one of them, by ``of_tokens``, ``[T,
-            ·]``.
-        dtype: of the result; theirs by default.
+        a, b: ``[S, A]`` and ``[S, B]`` sorted by expert; the one that ``of_tokens`` names is
+            ``[T, ·]`` and is gathered from tokens.
+        to: the dispatch of the rows.
+        of_tokens: ``GATHER_NONE``, ``GATHER_FIRST`` or ``GATHER_SECOND``.
+        dtype: dtype of the result; that of ``a`` by default.
     """
     dtype = dtype or a.dtype
     if len(to.order_S) and runs_in_16_bit(a, b):
@@ -730,7 +792,7 @@ def grouped_product_reference(
     adapted: Adapted | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """One product an expert, whose numbers of rows the host reads."""
+    """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""
     bounds = to.bounds.tolist()
     rows = _rows(x, to, of_tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -749,12 +811,13 @@ def grouped_weight_gradient_reference(
     a: Tensor,
     b: Tensor,
     to: Dispatch,
-    of_tokens: int = NEITHER,
+    of_tokens: int = GATHER_NONE,
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    a = _rows(a, to, of_tokens == FIRST)
-    b = _rows(b, to, of_tokens == SECOND)
+    """Compute ``grouped_weight_gradient`` in plain torch, expert by expert."""
+    a = _rows(a, to, of_tokens == GATHER_FIRST)
+    b = _rows(b, to, of_tokens == GATHER_SECOND)
     bounds = to.bounds.tolist()
     wide = torch.promote_types(a.dtype, torch.float32)
     out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)

@@ -1,4 +1,4 @@
-"""Host memory that a card copies into beside its kernels, and how much there is."""
+"""Pinned host memory, with which a card copies while its kernels run, and the memory available."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-REGISTERED = 1 << 28
-"""Bytes that are pinned by one call of the driver, during which no kernel can be launched."""
+PIN_CALL_BYTES = 1 << 28
+"""Bytes pinned by one call of the driver; no kernel can be launched during such a call."""
 
-SHARED = 1 << 26
-"""Bytes of a memory that small tensors share; a larger one has a memory of its own."""
+SMALL_TENSOR_POOL_BYTES = 1 << 26
+"""Bytes of a memory that small tensors share; a larger tensor gets one of its own."""
 
-ALIGNED = 64
-"""Tensors begin at multiples of so many bytes."""
+HOST_ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes."""
 
 
 class PinnedMemory:
     """Pinned bytes, allocated once and kept until ``release``.
 
     Args:
-        registered: bytes that are pinned by one call, ``REGISTERED`` by default; no copy to or from
-            a card may cross a multiple of it.
+        registered: bytes pinned by one call, ``PIN_CALL_BYTES`` by default. No copy to or from a
+            card may cross a multiple of it.
     """
 
     def __init__(self, registered: int | None = None) -> None:
@@ -39,9 +39,7 @@ class PinnedMemory:
         self._chunks: list[Tensor] = []
 
     def allocate(self, size: int) -> None:
-        """Hold at least ``size`` bytes; tensors of a smaller memory that was held before must
-        not be used any more.
-        """
+        """Grow to at least ``size`` bytes. If this grows, tensors in the memory become invalid."""
         if size <= self.size:
             return
         self.release()
@@ -50,9 +48,9 @@ class PinnedMemory:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         runtime = torch.cuda.cudart()
         for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(
-            self._registered or REGISTERED
+            self._registered or PIN_CALL_BYTES
         ):
-            chunk.zero_()  # the system gives the pages here, outside of the driver
+            chunk.zero_()  # the system allocates the pages here and not in the driver's call
             if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)):
                 logger.warning(
                     "%.1f GiB of host memory cannot be pinned: copies hold training for longer",
@@ -63,17 +61,17 @@ class PinnedMemory:
         self.size = size
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """A dense tensor of the shape and dtype of ``like`` at ``offset``, a multiple of 64,
+        """Return a dense tensor shaped and typed like ``like`` at byte ``offset``, a multiple of 64,
         with a storage of its own.
         """
         assert self._map is not None
         if not like.nbytes:
             return torch.empty(like.shape, dtype=like.dtype)
-        own = torch.frombuffer(self._map, dtype=torch.uint8, count=like.nbytes, offset=offset)
-        return own.view(like.dtype).view(like.shape)
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=like.nbytes, offset=offset)
+        return data.view(like.dtype).view(like.shape)
 
     def release(self) -> None:
-        """Unpin; the memory itself is given back when no tensor uses it any more."""
+        """Unpin the memory; it is freed when no tensor uses it any more."""
         for chunk in self._chunks:
             torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())
         self._chunks = []
@@ -82,10 +80,9 @@ class PinnedMemory:
 
 
 class PinnedTensors:
-    """Tensors in pinned memory of just their size, for torch rounds the size of each up to a power
-    of two.
+    """Tensors in pinned memory without waste; torch would round each size up to a power of two.
 
-    They stay pinned as long as this object lives, and valid as long as they do.
+    They stay pinned as long as this object lives, and are valid even longer.
     """
 
     def __init__(self) -> None:
@@ -98,21 +95,20 @@ class PinnedTensors:
             _unpin(memories, devices)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Dense, with a storage of its own, within memory that one call has pinned; its values are
-        undefined.
+        """Return a dense uninitialised tensor with a storage of its own, pinned by one call.
 
         Args:
             device: the card that it is copied to and from.
         """
         self._devices.add(device)
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        if like.nbytes > SHARED:
+        if like.nbytes > SMALL_TENSOR_POOL_BYTES:
             return self._allocated(like.nbytes).tensor(0, like)
-        if self._shared is None or self._used + like.nbytes > SHARED:
-            self._shared = self._allocated(SHARED)
+        if self._shared is None or self._used + like.nbytes > SMALL_TENSOR_POOL_BYTES:
+            self._shared = self._allocated(SMALL_TENSOR_POOL_BYTES)
             self._used = 0
         offset = self._used
-        self._used = -(-(self._used + like.nbytes) // ALIGNED) * ALIGNED
+        self._used = -(-(self._used + like.nbytes) // HOST_ALIGNMENT) * HOST_ALIGNMENT
         return self._shared.tensor(offset, like)
 
     def _allocated(self, size: int) -> PinnedMemory:
@@ -123,12 +119,14 @@ class PinnedTensors:
 
 
 _left: list[tuple[list[PinnedMemory], set[torch.device]]] = []
-"""What could not be unpinned when it was let go of."""
+"""Memories that could not be unpinned when their owner was deleted, and their devices."""
 
 
 def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
-    """Once these devices copy nothing any more; later, where that would break a graph that is
-    being captured.
+    """Unpin after all copies of these devices have ended.
+
+    During a CUDA graph's capture, which waiting would break, they are left for the next
+    ``PinnedTensors``.
     """
     if devices and torch.cuda.is_current_stream_capturing():
         _left.append((memories, devices))
@@ -140,11 +138,11 @@ def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
 
 
 def available_memory(system: Path = Path("/")) -> int | None:
-    """Bytes of host memory that can still be used, on the machine and in its container (cgroup
-    v2); None where unknown.
+    """Return the bytes of host memory that can still be used, by the machine and by its container
+    (cgroup v2); None if unknown.
     """
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(system / "proc/meminfo"))
-    left = [int(found[1]) * 1024] if found else []
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read(system / "proc/meminfo"))
+    left = [int(match[1]) * 1024] if match else []
     group = system / "sys/fs/cgroup"
     limit = _read(group / "memory.max").strip()
     used = _read(group / "memory.current").strip()

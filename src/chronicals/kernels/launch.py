@@ -1,8 +1,8 @@
-"""Where a Triton kernel runs, and what all launches share.
+"""Decide whether a Triton kernel or its reference runs, and hold what all launches share.
 
-Kernels run on the current CUDA device; elsewhere the plain reference does. Within
-``interpreting()`` they run on the CPU too, for tests, which needs TRITON_INTERPRET=1 before the
-first import. Without Triton (not Linux) only the references exist.
+Kernels run on the current CUDA device; for tensors anywhere else the plain-torch reference runs.
+Tests run the kernels on the CPU through Triton's interpreter: inside ``interpreting()``, with
+TRITON_INTERPRET=1 set before the first import. Without Triton (not Linux) only the references run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ tl: Any = (
     importlib.import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=None)
 )
 INTERPRETED: Any = tl.constexpr(triton.knobs.runtime.interpret) if HAS_TRITON else None
-"""For kernels: whether they are, so that they leave out what is written for a card."""
+"""True inside kernels that the interpreter runs: they skip inline PTX, which only a card has."""
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 32768
-"""Elements of a row that one program holds in registers; wider rows take the reference."""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_ROW_WIDTH = 32768
+"""Elements of the longest row that one program holds in registers; wider rows take the reference."""
 
 _interpreted = False
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program holds: ``rows`` × ``block`` elements over ``warps`` warps."""
+    """The tile of one program: ``rows`` × ``block`` elements over ``warps`` warps."""
 
     rows: int
     block: int
@@ -51,24 +51,28 @@ class Tile:
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
-    """Whether all of ``tensors`` are where, and of a type that, a kernel takes."""
-    there = [x for x in tensors if x is not None]
-    on_card = HAS_TRITON and all(x.is_cuda for x in there) and _is_current(there[0])
-    return (on_card or _interpreted) and all(x.dtype in TYPES for x in there)
+    """Return whether a kernel takes these tensors; None stands for an argument that is left out.
+
+    True if all have a dtype of ``KERNEL_DTYPES`` and are on the current CUDA device, or if the
+    interpreter is on. Tensors on another CUDA device take the reference, with one warning.
+    """
+    present = [x for x in tensors if x is not None]
+    on_card = HAS_TRITON and all(x.is_cuda for x in present) and _is_current(present[0])
+    return (on_card or _interpreted) and all(x.dtype in KERNEL_DTYPES for x in present)
 
 
 def _is_current(x: Tensor) -> bool:
-    """Whether ``x`` is on the card that Triton launches on. What is compiled makes it so by
-    itself.
-    """
+    """Return whether ``x`` is on the device that Triton launches on."""
+    # torch.compile's generated code sets the device itself.
     if torch.compiler.is_compiling() or x.get_device() == torch.cuda.current_device():
         return True
-    _say_elsewhere(x.get_device(), torch.cuda.current_device())
+    _warn_other_device(x.get_device(), torch.cuda.current_device())
     return False
 
 
 @functools.cache
-def _say_elsewhere(index: int, current: int) -> None:
+def _warn_other_device(index: int, current: int) -> None:
+    """Warn once for each pair of devices, by the cache."""
     logger.warning(
         "tensors are on cuda:%d, kernels run on the current device, cuda:%d: plain torch takes "
         "their place, which is slower; "
@@ -80,28 +84,34 @@ def _say_elsewhere(index: int, current: int) -> None:
 
 
 def runs_in_16_bit(*tensors: Tensor) -> bool:
-    """Whether a kernel takes them for products: on a card in 16 bit only. fp32 is there for
-    proof, and sums of one thread are not as exact as others; the interpreter takes it."""
+    """Return whether a kernel takes these tensors as operands of products.
+
+    True if a kernel takes them at all, rows are dense, and they share one dtype: a 16-bit one on a
+    card, any one in the interpreter.
+    """
     first = tensors[0]
+    # On a card fp32 serves for proofs, and tl.dot in fp32 sums in one thread, less exactly than
+    # torch's product does.
     allowed = not first.is_cuda or first.dtype != torch.float32
     dense = all(x.stride(-1) == 1 for x in tensors)
     return allowed and dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
 
 
 def multiplied_in(dtype: torch.dtype) -> Any:
-    """What operands of ``tl.dot`` are made into; the interpreter multiplies in fp32 only."""
+    """Return the Triton dtype to which operands of ``tl.dot`` are cast."""
     kinds = {
         torch.float32: tl.float32,
         torch.bfloat16: tl.bfloat16,
         torch.float16: tl.float16,
         torch.float8_e4m3fn: tl.float8e4nv,
     }
+    # The interpreter multiplies by numpy, in fp32 only.
     return tl.float32 if triton.knobs.runtime.interpret else kinds[dtype]
 
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Within: kernels run on the CPU through Triton's interpreter, slowly.
+    """Let kernels run on the CPU through Triton's interpreter, slowly, inside the ``with`` block.
 
     Raises:
         RuntimeError: Triton was imported without TRITON_INTERPRET=1.
@@ -118,12 +128,17 @@ def interpreting() -> Iterator[None]:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward pass of a Function: refuses to be differentiated itself. torch's
-    ``once_differentiable`` leaves that part of a second derivative out, without a word, where the
-    upstream gradient is a constant.
+    """Decorate the ``backward`` of an autograd Function so that differentiating it raises.
 
-    ``backward`` returns a tuple with the gradients of the first inputs; those that follow have
-    none.
+    Unlike torch's ``once_differentiable``, it also raises if the upstream gradient is a constant;
+    there torch silently leaves this part out of a second derivative.
+
+    Args:
+        backward: returns a tuple with the gradients of the first inputs. The remaining inputs of
+            ``forward`` get None.
+
+    Raises:
+        RuntimeError: by the decorated function, if gradients are enabled (``create_graph=True``).
     """
 
     @functools.wraps(backward)
@@ -134,25 +149,24 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "the model as it was before "
                 "patch_model, or of the operation's reference"
             )
-        found = backward(ctx, *gradients)
-        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
+        results = backward(ctx, *gradients)
+        return *results, *(None for _ in ctx.needs_input_grad[len(results) :])
 
     return once
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """``x`` as ``[rows, D]`` whose rows are dense; a view where there is one."""
+    """Return ``x`` ``[..., D]`` as ``[rows, D]`` with dense rows; a view if possible, else a copy."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
 def own_tensor(y: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return ``y``, in ``shape`` if one is given, over the same memory and with the same version,
-    but as no view.
+    """Return ``y``, in ``shape`` if one is given, as a tensor that autograd does not take for a view.
 
-    For what an autograd Function returns and saves: torch refuses to let what follows write into a
-        view that was made within a
-    Function, as some models do with what a norm returns, and into its base.
+    Memory and version counter are those of ``y``. Autograd Functions return and save such tensors:
+    torch forbids in-place writes to a view made inside a Function and to its base, and some models
+    write into the output of a norm.
     """
     return (y if shape is None or y.shape == shape else y.view(shape)).detach()
 
@@ -160,8 +174,9 @@ def own_tensor(y: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 def with_padding(
     like: Tensor, shape: Sequence[int], padding: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Empty ``[rows, width]`` whose rows have ``padding`` columns behind them, for what adapters
-    add to a product.
+    """Return an empty ``[rows, width]`` view with ``padding`` unused columns behind each row.
+
+    The caller of a merged product writes the thin outputs of adapters into these columns.
     """
     rows, width = shape
     return like.new_empty((rows, width + padding), dtype=dtype)[:, :width]
@@ -169,6 +184,7 @@ def with_padding(
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a card; 2 for the interpreter."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -178,7 +194,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+    """Return the bytes of shared memory that one program may use; 0 for the interpreter."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

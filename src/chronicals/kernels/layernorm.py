@@ -5,9 +5,9 @@
     dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)),   g = dy · w
     dw = Σ_rows dy · x̂,   db = Σ_rows dy
 
-``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` and ``b`` are ``[D]`` or None. All is computed in
-fp32 and rounded once. Saved: x, w and two fp32 a row, μ and rstd. Bytes a row in 16 bit: 4·D
-forward, 6·D backward.
+``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` and ``b`` are ``[D]`` or None. Everything is
+computed in fp32 and rounded once. Saved for backward: x, w and two fp32 a row, μ and rstd. Bytes a
+row in 16 bit: 4·D forward, 6·D backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     in_rows,
@@ -31,14 +31,17 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-WARPS_A_PROCESSOR = 16
-"""Of the backward kernel: few programs, each with the next rows under way."""
+LAYERNORM_BACKWARD_WARPS = 16
+"""Warps on a multiprocessor in the backward pass; they set the number of programs.
+
+Few programs suffice, since each loads its next rows while it reduces the present ones.
+"""
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """32 elements a thread forward; 16 backward, which holds five values for each and the next
-    under way.
-    """
+    """Return the tile for rows of ``width`` elements."""
+    # 32 elements a thread forward. 16 backward, which holds five values of each element in
+    # registers besides the next one.
     block = next_power_of_2(width)
     rows = max(1, (1024 if backward else 4096) // block)
     return Tile(
@@ -50,18 +53,23 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _layernorm_forward_kernel(
+    # read
     x_ptr,
     w_ptr,
     b_ptr,
+    # written
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    # sizes and the stride of rows
     rows,
     width,
     x_stride,
     eps,
+    # options
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,25 +96,32 @@ def _layernorm_forward_kernel(
 
 @triton.jit
 def _layernorm_backward_kernel(
+    # read
     dy_ptr,
     x_ptr,
     w_ptr,
     mean_ptr,
     rstd_ptr,
+    # written
     dx_ptr,
     shares_ptr,
+    # sizes and strides of rows
     rows,
     width,
     dy_stride,
     x_stride,
+    # options
     HAS_WEIGHT: tl.constexpr,
     WANTS_WEIGHT: tl.constexpr,
     WANTS_BIAS: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes every n-th block of rows, so that its shares of dw and db stay in
-    registers: no atomics, one order.
+    """Write dx, and one share of dw and db for each program.
+
+    A program takes every n-th block of rows, n being the number of programs, and sums its shares
+    in registers. They are added afterwards in one order, so results are reproducible.
     """
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -123,7 +138,7 @@ def _layernorm_backward_kernel(
         at = row
         x = next_x.to(tl.float32)
         g = next_g.to(tl.float32)
-        row += step  # the next rows are under way while these are reduced
+        row += step  # the next rows are loaded while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
         next_x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         next_g = tl.load(
@@ -131,16 +146,15 @@ def _layernorm_backward_kernel(
         )
         mean = tl.load(mean_ptr + at, mask=at < rows, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + at, mask=at < rows, other=0.0)[:, None]
-        x = (x - mean) * rstd  # beyond the row this is no zero, but g is
+        x = (x - mean) * rstd  # nonzero beyond the row, but there g is zero
         if WANTS_WEIGHT:
             dw += g * x
         if WANTS_BIAS:
             db += g
         if HAS_WEIGHT:
             g *= w[None, :]
-        mean_g, mean_gx = tl.split(
-            tl.sum(tl.join(g, g * x), axis=1) / width
-        )  # threads wait once for both
+        # Both sums in one reduction, so that threads wait for each other once.
+        mean_g, mean_gx = tl.split(tl.sum(tl.join(g, g * x), axis=1) / width)
         dx = rstd * (g - mean_g[:, None] - x * mean_gx[:, None])
         tl.store(
             dx_ptr + at[:, None] * width + column[None, :],
@@ -158,7 +172,7 @@ def _layernorm_backward_kernel(
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and rstd of ``x`` ``[rows, D]``."""
+    """Launch the forward kernel on ``x`` ``[rows, D]``; return y, mean and rstd."""
     y, mean, rstd = _outputs(x, weight, bias)
     rows, width = x.shape
     if rows:
@@ -207,12 +221,16 @@ def _backward(
     wants_weight: bool,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dx, and in fp32 those of dw and db that are wanted: ``[0 to 2, D]``."""
+    """Launch the backward kernel.
+
+    Returns:
+        dx, and fp32 ``[n, D]`` with the wanted ones of dw and db in this order; n is 0 to 2.
+    """
     rows, width = x.shape
     tile = _tile(width, backward=True)
     programs = min(
         triton.cdiv(rows, tile.rows),
-        multiprocessors(x.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
+        multiprocessors(x.device) * max(1, LAYERNORM_BACKWARD_WARPS // tile.warps),
     )
     dx = x.new_empty(x.shape)
     shares = x.new_empty((programs, wants_weight + wants_bias, width), dtype=torch.float32)
@@ -280,14 +298,15 @@ class _LayerNorm(torch.autograd.Function):
 def fused_layernorm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> Tensor:
-    """LayerNorm of ``x`` ``[..., D]`` with ``weight`` and ``bias`` ``[D]``; differentiable in the
-    three.
+    """Normalise ``x`` ``[..., D]``, multiply by ``weight`` and add ``bias``, both ``[D]`` or None.
+
+    Differentiable in all three.
 
     Returns:
-        ``[..., D]`` in the widest of their types.
+        ``[..., D]`` in the promoted dtype of all.
 
     Raises:
-        ValueError: ``weight`` or ``bias`` is not of the width of ``x``.
+        ValueError: ``weight`` or ``bias`` is not ``[D]``.
     """
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != x.shape[-1:]:
@@ -295,7 +314,7 @@ def fused_layernorm(
                 f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)}: {name} must be "
                 f"[{x.shape[-1]}]"
             )
-    if runs_triton(x, weight, bias) and x.shape[-1] <= WIDEST:
+    if runs_triton(x, weight, bias) and x.shape[-1] <= MAX_ROW_WIDTH:
         return _LayerNorm.apply(x, weight, bias, eps)
     return layernorm_reference(x, weight, bias, eps)
 
@@ -303,6 +322,7 @@ def fused_layernorm(
 def layernorm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> Tensor:
+    """Compute ``fused_layernorm`` in plain torch, differentiable by autograd."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -312,7 +332,7 @@ def layernorm_reference(
 
 
 def _widest(*tensors: Tensor | None) -> torch.dtype:
-    """The type that holds the values of all."""
+    """Return the promoted dtype of all tensors that are given."""
     kinds = [x.dtype for x in tensors if x is not None]
     result = kinds[0]
     for kind in kinds[1:]:

@@ -1,13 +1,14 @@
-"""Cross-entropy of a linear head, without ever holding more than ``chunk_size`` rows of logits.
+"""Cross-entropy of a linear head that never holds more than ``chunk_size`` rows of logits.
 
     x = h Wᵀ + b + α (h Aᵀ) Bᵀ      raw logits; (A, B, α) an adapter on the head, or none
-    x[:, i] = h Rᵀ + b[i]            where some rows i of W are replaced by R, which alone are trained
+    x[:, i] = h Rᵀ + b[i]            if rows i of W are replaced by R, the only trained part
     Σ_t loss_t(x_t)                  over targets y_t ≠ −100; the loss of a row is in ``logit_rows``
 
-``h`` is ``[T, D]``, ``W`` ``[V, D]``, ``b`` ``[V]``. The sum is what is returned: who knows the
-count divides. Since the upstream gradient of a sum is one number, the gradients are made chunk by
-chunk in the forward pass, when the logits are at hand, and scaled later: three products, none
-repeated. Floor: 6·T·D·V operations and 4·V bytes a token.
+``h`` is ``[T, D]``, ``W`` ``[V, D]``, ``b`` ``[V]``. The function returns the sum, and the caller
+divides by the count, which it knows for the whole step. The upstream gradient of a sum is one
+number, so the forward pass computes all gradients chunk by chunk while it has the logits, and the
+backward pass only scales them: three products, none repeated. Floor: 6·T·D·V operations and 4·V
+bytes a token.
 """
 
 from __future__ import annotations
@@ -29,16 +30,21 @@ from chronicals.kernels.linear_head import (
     trained_rows,
     with_adapter,
 )
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, loss_and_gradient_, shaped_reference
+from chronicals.kernels.logit_rows import (
+    IGNORE_INDEX,
+    LossOptions,
+    loss_and_gradient_,
+    shaped_reference,
+)
 from chronicals.kernels.operators import operator
 from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import token_log_probability
 from chronicals.kernels.two_streams import at_once
 
-ROWS = 4352
-"""Rows of logits that exist at a time. On an H200, 16384 rows, 896 wide, with a vocabulary of
-151936 take 23.7 ms in chunks of 4352, as they do all at once, and 24.4 in chunks of 4096; 1.25
-GiB exist beside the gradients."""
+# Measured on an H200 with 16384 rows, 896 wide, and a vocabulary of 151936: 23.7 ms in chunks of
+# 4352, as in one chunk, and 24.4 ms in chunks of 4096. The logits of a chunk take 1.25 GiB.
+DEFAULT_CHUNK_ROWS = 4352
+"""Rows of logits that exist at a time."""
 
 
 @triton.jit
@@ -52,9 +58,8 @@ def _scale_rows_kernel(
 
 
 def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
-    """``out = factors · x`` for one factor, or one a row ``[rows]``; torch's own is slow where
-    types are mixed.
-    """
+    """Write ``factors · x`` into ``out``, for one factor or one a row ``[rows]``; return ``out``."""
+    # A kernel, since torch's own multiplication is slow for mixed dtypes.
     if not runs_triton(x, factors) or not x.is_contiguous() or not out.is_contiguous():
         return out.copy_(x * (factors.view(-1, *(1,) * (x.ndim - 1)) if factors.ndim else factors))
     if x.numel():
@@ -90,11 +95,20 @@ def _forward(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The sum, and the gradients of hidden, weight, more_weight, bias and values that are
-    ``wanted``, else nothing there.
+    """Compute the sum of the losses and all gradients that are wanted.
 
-    ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D
-    + r]``. Without it, ``values`` ``[n, D]`` may stand for the rows of ``weight`` at ``index``.
+    Args:
+        hidden: ``[T, D]``, or ``[T, D + r]`` with ``more_weight``.
+        weight: ``[V, D]``.
+        more_weight: ``[V, r]``, further columns of the head.
+        values, index: ``[n, D]`` that replace the rows ``index`` of ``weight``; only without
+            ``more_weight``.
+        count: upper bound on the number of targets that are not ignored, or None.
+        gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
+        wanted: for hidden, weight, more_weight, bias and values, whether its gradient is wanted.
+
+    Returns:
+        The sum and five gradients; an empty tensor for each that is not wanted.
     """
     options = LossOptions(scale, softcap, label_smoothing, z_loss)
     total, d_hidden, *of_head = sum_and_gradients(
@@ -169,8 +183,8 @@ def sum_and_gradients(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """What a sum's operator writes: the sum and the gradients of states are 0, those of the head
-    not yet filled, or empty.
+    """Allocate the results of ``_forward``: sum and gradient of ``hidden`` as zeros, gradients of
+    the head uninitialised, and an empty tensor for each that is not wanted.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     kind = torch.promote_types(hidden.dtype, gradient_type)
@@ -187,14 +201,15 @@ def sum_and_gradients(
 
 
 def _logits_of(rows: Rows, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """``[T, n]``, of the rows that are replaced."""
+    """Return the raw logits ``[T, n]`` of the replaced rows of the head."""
     x = hidden @ rows.values.t()
     return x if bias is None else x + bias[rows.ids].to(x.dtype)
 
 
 def _taken_out(x: Tensor, index: Tensor) -> Tensor:
-    """Those columns of x, in which zeros stand afterwards: the frozen rows beneath have no part
-    in the gradient.
+    """Return a copy of the columns ``index`` of x, and set them to zero in x.
+
+    The frozen rows of the head that were replaced then get no part of the gradient.
     """
     theirs = x.index_select(1, index)
     x.index_fill_(1, index, 0)
@@ -209,11 +224,19 @@ def put_of_states(
     theirs: Tensor | None = None,
     rows: Rows | None = None,
 ) -> None:
-    """The gradient of a chunk's hidden states, of rows of logits whose gradient is ``factors``
-    ``[rows]`` times ``x``, and times ``theirs`` for the logits of ``rows``."""
+    """Write the gradient of a chunk's hidden states into ``out`` ``[rows, D]``.
+
+    Args:
+        out: empty if this gradient is not wanted.
+        x: gradient of the chunk's logits ``[rows, V]`` up to a factor a row.
+        weight: the head ``[V, D]``.
+        factors: fp32 ``[rows]``.
+        theirs, rows: gradient, up to the same factors, of the logits of the replaced rows, and
+            these rows.
+    """
     if theirs is not None and rows is not None and out.numel():
-        found = product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)
-        scale_rows(found, factors, out)
+        total = product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)
+        scale_rows(total, factors, out)
     elif out.numel():
         scale_rows(product(x, weight, factors.dtype), factors, out)
 
@@ -228,7 +251,16 @@ def accumulate_of_head(
     theirs: Tensor | None = None,
     index: Tensor | None = None,
 ) -> None:
-    """Add the shares of such a chunk."""
+    """Add a chunk's share to the gradients of the head.
+
+    Args:
+        of_head: gradients of weight, more_weight, bias and values; empty ones are not wanted.
+        x, factors, theirs: as for ``put_of_states``.
+        hidden: the chunk's hidden states.
+        width: columns of weight; those of ``hidden`` beyond belong to more_weight.
+        first: whether this is the first chunk, which overwrites the gradients.
+        index: rows of the weight that are replaced.
+    """
     d_weight, d_more, d_bias, d_rows = of_head
     if not any(gradient.numel() for gradient in of_head):
         return
@@ -245,8 +277,9 @@ def accumulate_of_head(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """``total += left @ right``, rounded to the type of ``total`` only; ``first`` takes what is
-    in it for nothing.
+    """Add ``left @ right`` to ``total``, rounded only to the dtype of ``total``.
+
+    If ``first``, the present values of ``total`` are ignored.
     """
     beta = 0 if first else 1
     if total.dtype == left.dtype:
@@ -306,32 +339,34 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     weights: Tensor | None = None,
-    chunk_size: int = ROWS,
+    chunk_size: int = DEFAULT_CHUNK_ROWS,
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The weighted sum of the losses, a float32 scalar; see the module's docstring.
+    """Return the weighted sum of the losses, a float32 scalar; formulas are above.
 
     Args:
         hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]``, ``bias`` ``[V]`` and the
             adapter's matrices where they require it. A frozen head costs no gradient of its size.
-        targets: int64 ``[T]``, −100 is ignored. One outside the vocabulary is an IndexError on the
-            CPU; on a card, which is not asked, it makes the loss and the gradients NaN.
+        targets: int64 ``[T]``, −100 is ignored. A target outside the vocabulary raises IndexError
+            on the CPU; on a card, where a check would make the host wait, it makes the loss and
+            the gradients NaN.
         adapter: a low-rank addition to the head.
-        rows: of the weight that others stand for, differentiable; no copy of the weight is made.
+        rows: replacements of some rows of the weight, differentiable; no copy of the weight is
+            made.
         scale, softcap: applied to the logits, in this order.
         label_smoothing: share ε of the target's probability spread over the vocabulary.
         z_loss: factor ζ on the squared log of the partition sum.
         weights: optional ``[T]``, not differentiated.
-        count: a bound on how many targets are not −100, where the host knows one: on a card only so
-            many rows go through the products, without a synchronisation. On the CPU exactly those
-            that count do.
-        chunk_size: no more rows of logits than these exist at a time.
-        gradient_type: the type in which the head's gradient is summed over chunks, at least that of
+        count: upper bound on the number of targets that are not −100, if the host knows one. On a
+            card only so many rows then go through the products, without a synchronisation. On the
+            CPU exactly the rows that are not ignored do, in any case.
+        chunk_size: rows of logits that exist at a time, at most.
+        gradient_type: dtype in which the head's gradient is summed over chunks, at least that of
             ``hidden``.
 
     Raises:
-        ValueError: shapes or types do not fit, ``chunk_size`` < 1, ``softcap`` is not positive, or
+        ValueError: shapes or dtypes do not fit, ``chunk_size`` < 1, ``softcap`` is not positive, or
             ``label_smoothing`` is not in [0, 1).
     """
     check_head(hidden, weight, targets, bias, chunk_size, softcap)
@@ -376,24 +411,22 @@ def fused_cross_entropy(
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of ``hidden @ lm_head_weight.T`` without whole logits.
+    """Return the cross-entropy of ``hidden @ lm_head_weight.T`` without materialising all logits.
 
-    Older scripts pass logits ``[..., V]``, targets and ``vocab_size=V`` instead:
-    ``fused_cross_entropy(logits, targets, vocab_size=V)`` is the same loss of logits that are there
-    already.
+    Older scripts pass logits instead: ``fused_cross_entropy(logits, targets, vocab_size=V)``
+    returns the same loss for logits ``[..., V]``.
 
     Args:
         hidden: ``[..., D]``.
         lm_head_weight: ``[V, D]``.
         targets: int64 ``[...]``, aligned with ``hidden`` (not shifted here); −100 is ignored.
-        chunk_size: no more rows of logits than these exist at a time.
-        reduction: ``mean`` over the targets that count, ``sum``, or ``none`` (float32 of the shape
-            of ``targets``, 0 where ignored).
-        vocab_size: V, where the first two arguments are logits and targets.
+        chunk_size: rows of logits that exist at a time, at most.
+        reduction: ``mean`` over the targets that are not ignored, ``sum``, or ``none`` (float32
+            ``[...]``, 0 for ignored targets).
+        vocab_size: V, if the first two arguments are logits and targets.
 
     Returns:
-        float32, ready for ``backward``. The mean over no target at all is an error in training and
-        NaN here, with no gradient.
+        float32, differentiable. A mean over no targets is NaN, as in torch, with no gradient.
 
     Raises:
         ValueError: shapes do not fit, ``chunk_size`` < 1, or the reduction is unknown.
@@ -442,7 +475,7 @@ def _cross_entropy_of_logits(
         )
     rows = logits.reshape(-1, vocab_size).float()
     losses = torch.nn.functional.cross_entropy(
-        rows, targets.reshape(-1), reduction="none", ignore_index=IGNORED
+        rows, targets.reshape(-1), reduction="none", ignore_index=IGNORE_INDEX
     )
     if reduction == "none":
         return losses.view(targets.shape)
@@ -450,10 +483,11 @@ def _cross_entropy_of_logits(
 
 
 def mean_of(total: Tensor, targets: Tensor) -> Tensor:
-    """A sum over the targets that count, divided by their number; where none does NaN without a
-    gradient, as torch has it.
+    """Return ``total`` divided by the number of targets that are not ignored.
+
+    NaN without a gradient if there are none, as in torch.
     """
-    count = (targets != IGNORED).sum()
+    count = (targets != IGNORE_INDEX).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
@@ -471,14 +505,14 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The definition, with all logits at once."""
+    """Compute ``linear_cross_entropy`` in plain torch with all logits at once."""
     x = torch.nn.functional.linear(hidden, weight if rows is None else rows.within(weight), bias)
     if adapter is not None:
         down = torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t()
         x = x + adapter.scale * down @ adapter.b.t()
     z = shaped_reference(x, LossOptions(scale, softcap))
     losses = torch.nn.functional.cross_entropy(
-        z, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing
+        z, targets, reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
     )
-    losses = losses + z_loss * (targets != IGNORED) * torch.logsumexp(z, 1).square()
+    losses = losses + z_loss * (targets != IGNORE_INDEX) * torch.logsumexp(z, 1).square()
     return (losses if weights is None else losses * weights).sum()

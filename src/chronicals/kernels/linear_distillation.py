@@ -1,25 +1,24 @@
-"""Knowledge distillation of a linear head: the divergence from a teacher, from the hidden states
-and heads of both sides.
+"""Knowledge distillation of a linear head: the divergence between student and teacher, computed
+from the hidden states and heads of both.
 
     x = h Wᵀ + b + α (h Aᵀ) Bᵀ,  x' = h' W'ᵀ + b' + α' (h' A'ᵀ) B'ᵀ      raw logits of student and teacher, V columns each
     Σ_t w_t (u · D_t(x_t, x'_t) + v · (−log q_t(y_t)))                     over targets y_t ≠ −100
 
-D_t, a divergence of the two next-token distributions at a temperature, is in
-``divergence_rows.py``. ``h`` is ``[T, D]``, ``W`` ``[V, D]``; the teacher's ``h'`` ``[T, D']`` may
-be of another width, ``W'`` ``[V', D']`` of another number of rows: where vocabularies are padded to
-different sizes, both sides are distributions over the first min(V, V') ids, and what is beyond gets
-no gradient.
+D_t, a divergence of the two next-token distributions at a temperature, is defined in
+``divergence_rows.py``. ``h`` is ``[T, D]``, ``W`` ``[V, D]``; the teacher's ``h'`` is ``[T, D']``
+and ``W'`` ``[V', D']``. If vocabularies are padded to different sizes, both distributions are over
+the first min(V, V') ids, and the remaining rows of W get no gradient.
 
-In the place of the teacher's states and head may stand what was stored of it: the log-probabilities
-of k ids a position, over which p is normalised anew (Peng et al., 2024, truncate so). The mean of
-what is kept of a teacher by its k likeliest tokens is not the teacher's (Anshumann et al., 2025,
-section 3); ids that were drawn by its probabilities, with the logarithms of their shares, are the
-same input and have that mean.
+Instead of the teacher's states and head the function takes its stored predictions: the
+log-probabilities of k ids a position, over which p is normalised (truncation as in Peng et al.,
+2024). The teacher's k likeliest tokens give a biased p (Anshumann et al., 2025, section 3). Ids
+drawn by the teacher's probabilities, with the logarithms of their frequencies, are the same kind of
+input and give an unbiased one.
 
-Never more than ``chunk_size`` rows of logits of either side exist. As in
-``linear_cross_entropy.py`` the sum is what is returned, and gradients are made chunk by chunk in
-the forward pass: two products and what is trained of two more. Floor: (6·D + 2·D')·T·V operations,
-less 2·D·T·V where the head is frozen, and 6·V bytes a token in 16 bit.
+At most ``chunk_size`` rows of logits of either side exist at a time. As in
+``linear_cross_entropy.py`` the function returns sums, and gradients are computed chunk by chunk in
+the forward pass: two products for the logits and up to two for gradients. Floor: (6·D + 2·D')·T·V
+operations, less 2·D·T·V if the head is frozen, and 6·V bytes a token in 16 bit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.divergence_rows import (
-    FOUND,
+    ROW_RESULTS,
     DistillationOptions,
     Divergence,
     divergence_and_gradient_,
@@ -41,7 +40,7 @@ from chronicals.kernels.divergence_rows import (
 )
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.linear_cross_entropy import (
-    ROWS,
+    DEFAULT_CHUNK_ROWS,
     accumulate_of_head,
     put_of_states,
     scale_rows,
@@ -56,13 +55,13 @@ from chronicals.kernels.linear_head import (
     trained_rows,
     with_adapter,
 )
-from chronicals.kernels.logit_rows import IGNORED, LossOptions, shaped_reference
+from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, shaped_reference
 from chronicals.kernels.operators import operator
 from chronicals.kernels.two_streams import at_once
 
 
 class LinearHead(NamedTuple):
-    """Hidden states and what makes logits of them.
+    """Hidden states and the linear head that turns them into logits.
 
     Attributes:
         hidden: ``[T, D]``.
@@ -80,7 +79,7 @@ class LinearHead(NamedTuple):
     softcap: float | None = None
 
     def of_rows(self, vocabulary: int) -> LinearHead:
-        """The first so many ids alone."""
+        """Return the same with the first ``vocabulary`` rows of the head only."""
         if vocabulary == len(self.weight):
             return self
         bias = None if self.bias is None else self.bias[:vocabulary]
@@ -90,7 +89,7 @@ class LinearHead(NamedTuple):
         return self._replace(weight=self.weight[:vocabulary], bias=bias, adapter=adapter)
 
     def logits(self) -> Tensor:
-        """``[T, V]`` at once, in plain torch, fp32 or wider."""
+        """Return all logits ``[T, V]`` in plain torch, fp32 or wider."""
         x = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
         if self.adapter is not None:
             down = (
@@ -101,23 +100,24 @@ class LinearHead(NamedTuple):
 
     @property
     def shape(self) -> LossOptions:
+        """Scale and softcap of the logits."""
         return LossOptions(self.scale, self.softcap)
 
 
 class StoredTokens(NamedTuple):
-    """A teacher's predictions as they were stored: k tokens a position, and no other.
+    """Stored predictions of a teacher: k tokens a position; all others have probability 0.
 
     Attributes:
-        ids: int64 ``[T, k]``; in a place that is not used any id of the vocabulary.
-        log_p: ``[T, k]``, up to a constant of the row; minus infinity in a place that is not used.
-            A position with a target has at least one that is used.
+        ids: int64 ``[T, k]``; an unused entry holds any id of the vocabulary.
+        log_p: ``[T, k]``, up to a constant of the row; −∞ in an unused entry. A position with a
+            target has at least one used entry.
     """
 
     ids: Tensor
     log_p: Tensor
 
     def logits(self, vocabulary: int) -> Tensor:
-        """``[T, V]`` at once: minus infinity for what was not stored."""
+        """Return all logits ``[T, V]``; −∞ for tokens that were not stored."""
         kind = torch.promote_types(self.log_p.dtype, torch.float32)
         return _spread(
             self.ids, self.log_p, self.log_p.new_empty((len(self.ids), vocabulary), dtype=kind)
@@ -125,23 +125,24 @@ class StoredTokens(NamedTuple):
 
 
 def _spread(ids: Tensor, log_p: Tensor, buffer: Tensor) -> Tensor:
-    """Stored log-probabilities at their ids, in the first rows of ``buffer``; an id that occurs
-    twice has the larger one.
+    """Write stored log-probabilities to the columns of their ids in the first rows of ``buffer``.
+
+    Other columns become −∞. If an id occurs twice in a row, the larger value counts.
     """
     out = buffer[: len(ids)].fill_(-torch.inf)
     return out.scatter_reduce_(1, ids, log_p.to(out.dtype), "amax")
 
 
 class Distillation(NamedTuple):
-    """Sums over the targets that are not −100, each times its weight; fp32 scalars.
+    """Weighted sums over the targets that are not −100; fp32 scalars.
 
     Attributes:
-        loss: ``u · divergence + v · cross_entropy``, the only one that is differentiable.
+        loss: ``u · divergence + v · cross_entropy``; the others are not differentiable.
         divergence: D.
-        cross_entropy, teacher_cross_entropy: −log of the targets' probabilities, the student's and
-            the teacher's, at temperature 1.
-        agreement: tokens at which both sides have the same likeliest one.
-        accuracy: targets that are the student's likeliest token.
+        cross_entropy, teacher_cross_entropy: −log of the targets' probabilities under the student
+            and under the teacher, at temperature 1.
+        agreement: positions at which both sides have the same likeliest token.
+        accuracy: positions at which the student's likeliest token is the target.
     """
 
     loss: Tensor
@@ -173,12 +174,20 @@ def _forward(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The sums of ``FOUND``, ``[5]``, and the gradients of hidden, weight, more and bias that are
-    ``wanted``, else nothing in their place.
+    """Compute the sums of ``ROW_RESULTS`` and all gradients that are wanted.
 
-    ``more`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D +
-    r]``. So it is of the teacher; or ``teacher_hidden`` are log-probabilities of ``teacher_ids``,
-    without a weight.
+    Args:
+        hidden: ``[T, D + r]``.
+        weight, more: ``[V, D]`` and ``[V, r]``, the columns of the student's head.
+        teacher_hidden, teacher_weight, teacher_more, teacher_bias: the same of the teacher. Without
+            a weight ``teacher_hidden`` are log-probabilities ``[T, k]`` of ``teacher_ids``.
+        numbers: from ``_numbers``.
+        count: upper bound on the number of targets that are not ignored, or None.
+        gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
+        wanted: for hidden, weight, more and bias, whether its gradient is wanted.
+
+    Returns:
+        The sums ``[5]``, the gradients of the four and an empty one; those not wanted are empty.
     """
     options = _options(numbers, softcap, teacher_softcap)
     sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
@@ -266,11 +275,11 @@ def _outputs(
     total, *gradients = sum_and_gradients(
         hidden, weight, more, bias, None, gradient_type, [*wanted, False]
     )
-    return [total.new_zeros(len(FOUND)), *gradients]
+    return [total.new_zeros(len(ROW_RESULTS)), *gradients]
 
 
 def _numbers(of: DistillationOptions) -> list[float]:
-    """All of ``of`` but the softcaps, as an operator takes it."""
+    """Return the numbers of ``of`` except the softcaps as a list, since operators take no objects."""
     divergence = of.divergence
     return [
         divergence.of_teacher,
@@ -287,6 +296,7 @@ def _numbers(of: DistillationOptions) -> list[float]:
 def _options(
     numbers: list[float], softcap: float | None, teacher_softcap: float | None
 ) -> DistillationOptions:
+    """Invert ``_numbers``."""
     *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
     student = LossOptions(scale, softcap)
     teacher = LossOptions(teacher_scale, teacher_softcap)
@@ -342,7 +352,8 @@ class _LinearDistillation(torch.autograd.Function):
 
 
 def _loss(sums: Tensor, of_divergence: float, of_cross_entropy: float) -> Tensor:
-    """``u · D + v · cross-entropy``; what has no part in it may be infinite."""
+    """Return ``u · D + v · cross-entropy``."""
+    # A part with factor 0 is left out, since it may be infinite and 0 · ∞ is NaN.
     parts = [
         factor * part for factor, part in zip((of_divergence, of_cross_entropy), sums) if factor
     ]
@@ -359,37 +370,35 @@ def linear_distillation(
     divergence_weight: float = 1.0,
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
-    chunk_size: int = ROWS,
+    chunk_size: int = DEFAULT_CHUNK_ROWS,
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
 ) -> Distillation:
-    """Sums of the divergence of ``student`` from ``teacher``, of both sides' cross-entropies, and
-    the loss made of them.
+    """Return sums of the divergence, of both cross-entropies, and of the loss made of them.
 
     Args:
-        student: its tensors are differentiable where they require it. A frozen head costs no
-            gradient of its size.
-        teacher: gets no gradient. Its states may be of another width and type, its vocabulary of
-            another size: then the first ids, which both have, are compared. Of one whose
-            predictions were stored every divergence can be had but the reverse KL, which is
-            infinite; its cross-entropy is infinite where a target was not stored.
-        targets: int64 ``[T]``; −100 is left out of every sum. One outside the common ids is an
-            IndexError on the CPU; on a card, which is not asked, it makes the loss and the
-            gradients NaN.
-        divergence: which; ``Divergence.forward_kl()``, ``Divergence.jsd(0.5)``, ….
+        student: its tensors are differentiable if they require it. A frozen head costs no gradient
+            of its size.
+        teacher: gets no gradient. Its states may have another width and dtype, its vocabulary
+            another size; then the ids that both have are compared. With stored predictions every
+            divergence is possible except the reverse KL, which is infinite; the teacher's
+            cross-entropy is infinite for a target that was not stored.
+        targets: int64 ``[T]``; −100 is left out of every sum. A target outside the common ids
+            raises IndexError on the CPU; on a card, where a check would make the host wait, it
+            makes the loss and the gradients NaN.
+        divergence: ``Divergence.forward_kl()``, ``Divergence.jsd(0.5)``, ….
         temperature: τ, by which the logits of both sides are divided in the divergence, not in the
-            cross-entropy. As in TRL and Liger, the divergence is not multiplied by τ²: give
-            ``divergence_weight`` τ² for Hinton's.
+            cross-entropy. As in TRL and Liger, the divergence is not multiplied by τ². Pass τ² as
+            ``divergence_weight`` for Hinton's loss.
         divergence_weight, cross_entropy_weight: u and v of the loss.
         weights: optional ``[T]``, not differentiated.
-        chunk_size: no more rows of logits of either side than these exist at a time.
-        count: a bound on how many targets are not −100, where the host knows one.
-        gradient_type: the type in which the head's gradient is summed over chunks, at least that of
+        chunk_size: rows of logits of either side that exist at a time, at most.
+        count: upper bound on the number of targets that are not −100, if the host knows one.
+        gradient_type: dtype in which the head's gradient is summed over chunks, at least that of
             the hidden states.
 
     Raises:
-        ValueError: shapes or types do not fit, or a number is out of its range; the message names
-            it.
+        ValueError: shapes or dtypes do not fit, or a number is out of range; the message names it.
     """
     _check(student, teacher, targets, divergence, temperature, weights, chunk_size)
     theirs: tuple[Tensor | None, ...]
@@ -435,7 +444,7 @@ def _check(
     weights: Tensor | None,
     chunk_size: int,
 ) -> None:
-    """Raises ValueError unless everything fits."""
+    """Raise ValueError unless shapes, dtypes and numbers fit."""
     for side, head in (("student", student), ("teacher", teacher)):
         if isinstance(head, StoredTokens):
             _check_stored(head, targets, divergence)
@@ -466,9 +475,8 @@ def _check_stored(teacher: StoredTokens, targets: Tensor, divergence: Divergence
         )
     if divergence.share == 1.0:
         raise ValueError(
-            "divergence: the reverse KL from a teacher of whom k tokens were stored is infinite, "
-            "since it gives all others no "
-            "chance; take the forward KL, the JSD or a skewed one"
+            "divergence: the reverse KL from a teacher with k stored tokens is infinite, since all "
+            "others have probability 0; take the forward KL, the JSD or a skewed one"
         )
 
 
@@ -483,7 +491,7 @@ def linear_distillation_reference(
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
 ) -> Distillation:
-    """The definition, with all logits of both sides at once; differentiable by autograd."""
+    """Compute ``linear_distillation`` in plain torch with all logits; differentiable by autograd."""
     z = student.logits()
     teachers_z = (
         teacher.logits(z.shape[1]) if isinstance(teacher, StoredTokens) else teacher.logits()
@@ -511,14 +519,16 @@ def distillation_of_logits(
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
 ) -> Distillation:
-    """The same of logits ``[T, V]`` and ``[T, V']`` with scale and softcap, which are there
-    already; for autograd.
+    """Compute ``linear_distillation`` from logits in plain torch; differentiable by autograd.
+
+    Args:
+        z, teacher_z: ``[T, V]`` and ``[T, V']``, after scale and softcap.
     """
     common = min(z.shape[1], teacher_z.shape[1])
     wide = torch.promote_types(torch.promote_types(z.dtype, teacher_z.dtype), torch.float32)
     z = z[:, :common].to(wide)
     teacher_z = teacher_z[:, :common].detach().to(wide)
-    ignored = targets == IGNORED
+    ignored = targets == IGNORE_INDEX
     with torch.no_grad():
         options = DistillationOptions(divergence, LossOptions(), LossOptions(), temperature)
         found = divergence_and_gradient_reference_(
@@ -533,6 +543,6 @@ def distillation_of_logits(
         losses = losses + divergence_weight * of_row
     if cross_entropy_weight:
         losses = losses + cross_entropy_weight * torch.nn.functional.cross_entropy(
-            z, targets, reduction="none", ignore_index=IGNORED
+            z, targets, reduction="none", ignore_index=IGNORE_INDEX
         )
     return Distillation((losses if weights is None else losses * weights).sum(), *sums.unbind())

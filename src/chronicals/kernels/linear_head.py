@@ -1,7 +1,7 @@
-"""A linear head a chunk of rows at a time: what the losses over its logits share.
+"""Shared parts of the losses that take a linear head one chunk of rows at a time.
 
-An adapter (A, B, α) continues the columns of the head and of the states: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h,
-α h Aᵀ] [W, B]ᵀ``.
+An adapter (A, B, α) on the head is appended as columns to the hidden states and to the head, so
+that logits are one product: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h, α h Aᵀ] [W, B]ᵀ``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.logit_rows import IGNORED
+from chronicals.kernels.logit_rows import IGNORE_INDEX
 
 
 def chunks(rows: int, size: int) -> list[slice]:
+    """Return consecutive slices of at most ``size`` that cover ``rows``."""
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Raw logits of some rows, written to the first rows of ``buffer``."""
+    """Write the raw logits of a chunk to the first rows of ``buffer`` and return these rows."""
     out = buffer[: len(hidden)]
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
@@ -28,7 +29,7 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Te
 
 
 def product_type(hidden: Tensor) -> torch.dtype:
-    """The type of the products: autocast's where it is on, else that of ``hidden``."""
+    """Return the dtype of the products: autocast's if it is on, else that of ``hidden``."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -41,14 +42,13 @@ def check_head(
     chunk_size: int,
     softcap: float | None,
 ) -> None:
-    """Raises ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32
-    ``[T]``, bias ``[V]``, and the numbers are in their ranges."""
+    """Raise ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32
+    ``[T]``, bias ``[V]`` or None, ``chunk_size`` at least 1 and ``softcap`` positive or None.
+    """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(
-            f"softcap={softcap}: must be a positive number, or None where there is no bound"
-        )
+        raise ValueError(f"softcap={softcap}: must be a positive number, or None for no bound")
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets are {targets.dtype}: expected torch.int64; give targets.long()")
     if (
@@ -67,14 +67,18 @@ def check_head(
 
 
 def side_by_side(weight: Tensor, more: Tensor | None, kind: torch.dtype) -> Tensor:
-    """A head ``[V, D]`` with the columns ``[V, r]`` that continue it."""
+    """Return a head ``[V, D]`` in dtype ``kind`` with the columns ``more`` ``[V, r]`` appended."""
     return weight.to(kind) if more is None else torch.cat((weight.to(kind), more.to(kind)), 1)
 
 
 def with_adapter(
     hidden: Tensor, weight: Tensor, adapter: Adapter | None
 ) -> tuple[Tensor, Tensor | None]:
-    """``hidden`` continued by ``α (h Aᵀ)``, and B, which continues the columns of ``weight``.
+    """Append an adapter's thin product to the hidden states.
+
+    Returns:
+        ``[h, α h Aᵀ]`` ``[T, D + r]``, and B ``[V, r]``, to be appended to ``weight``; without an
+        adapter ``hidden`` and None.
 
     Raises:
         ValueError: the adapter's shapes do not fit.
@@ -93,21 +97,29 @@ def with_adapter(
 
 
 def trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
-    """Places of the targets that count, where they can be had without asking a device for a
-    number; else None.
+    """Return the row numbers of targets that are not ignored, without a host synchronisation.
+
+    Args:
+        targets: ``[T]``.
+        count: upper bound on the number of such targets; None if unknown.
+
+    Returns:
+        int64 row numbers: on the CPU exactly those rows, on a card ``count`` rows, filled up with
+        ignored ones. None if all rows have to be taken.
     """
-    kept = targets != IGNORED
+    counted = targets != IGNORE_INDEX
     if targets.device.type == "cpu":
-        return kept.nonzero().squeeze(1)
-    return None if count is None or count >= len(targets) else _places(kept, count)
+        return counted.nonzero().squeeze(1)
+    return None if count is None or count >= len(targets) else true_places_first(counted, count)
 
 
-def _places(kept: Tensor, count: int) -> Tensor:
-    """``count`` places of a mask without a synchronisation: those of its true entries, then
-    others to make up the number.
+def true_places_first(mask: Tensor, count: int) -> Tensor:
+    """Return ``count`` places of a bool mask ``[T]``: those of its true entries, then others.
+
+    Unlike ``nonzero()`` it does not make the host wait for the device.
     """
-    before = kept.cumsum(0)
-    slot = torch.where(kept, before - 1, before[-1] - 1 + (~kept).cumsum(0))
-    return torch.empty_like(slot).scatter_(0, slot, torch.arange(len(kept), device=kept.device))[
-        :count
-    ]
+    before = mask.cumsum(0)
+    # The slot of each place: true entries first, then the others, both in their order.
+    slot = torch.where(mask, before - 1, before[-1] - 1 + (~mask).cumsum(0))
+    places = torch.arange(len(mask), device=mask.device)
+    return torch.empty_like(slot).scatter_(0, slot, places)[:count]

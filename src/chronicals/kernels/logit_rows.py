@@ -1,5 +1,5 @@
-"""What is made of a row of logits: its loss and gradient, or its statistics. The chunked heads
-build on these.
+"""Loss and gradient, or log-probability and entropy, of each row of logits. The chunked heads build
+on these.
 
     z_j = c · tanh(s · x_j / c)   of raw logits x;  without a softcap c, z = s · x
     lse = log Σ_j e^{z_j},   p_j = e^{z_j − lse},   H = lse − Σ_j p_j z_j   (entropy)
@@ -7,21 +7,22 @@ build on these.
     dloss/dz_j = w · [(1 + 2ζ · lse) p_j − (1 − ε) 1(j = y) − ε / V],   dz_j/dx_j = s · (1 − (z_j / c)²)
 
 ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022,
-section 5). A program takes a row and overwrites its logits by their gradient. Bytes a row in 16
-bit: 2·V for statistics, 4·V with the gradient.
+section 5), w the weight of the row. A program takes a row and overwrites its logits with their
+gradient. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
 
-Without smoothing one pass is enough, since the normaliser of a row is a factor of the whole row,
-which the products that follow take more cheaply than a second pass over the logits does:
+Without smoothing one pass over the logits suffices. The normaliser of a row is a factor f of the
+whole row; the products that follow can apply it more cheaply than a second pass would:
 
-    S = Σ_j e^{z_j − r}      for a reference r that is known before the largest logit is
+    S = Σ_j e^{z_j − r}      for a reference r chosen before the largest logit is known
     dloss/dx_j = f · n_j,    n_j = (e^{z_j − r} − S / (1 + 2ζ · lse) · 1(j = y)) · (1 − (z_j / c)²),
     f = w · s · (1 + 2ζ · lse) / S
 
-The target's numerator, the one large number of a row, is rounded like the others; f takes its error
-up, so that f · n_y is exact: errors of rows would not cancel where the rows' gradients do.
+The target's numerator n_y, the one large number of a row, is rounded like the others. f absorbs its
+rounding error, so that f · n_y is exact; otherwise the errors of many rows would add up where their
+gradients cancel.
 
-r is the largest logit of the first block or the target's; should a later one be more than e^40
-times as likely, r is raised, and what was written is scaled down when the row is done.
+r is the largest logit of the first block, or the target's if that is larger. If a later logit
+exceeds r by more than 40, r is raised, and what was already written is scaled down at the end.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ from torch import Tensor
 
 from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton
 
-IGNORED = -100  # the default of torch.nn.functional.cross_entropy
+IGNORE_INDEX = -100  # the default of torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How raw logits become logits, and logits a loss; the letters of the module's docstring in
-    order s, c, ε, ζ.
+    """Numbers of the formula.
+
+    Attributes:
+        scale: s, by which raw logits are multiplied.
+        softcap: c, the bound of the logits; None for no bound.
+        label_smoothing: ε.
+        z_loss: ζ.
     """
 
     scale: float = 1.0
@@ -49,14 +55,16 @@ class LossOptions:
 
 
 def tile_of(vocabulary: int) -> Tile:
-    """16 elements a thread; enough warps that a row's reductions are few."""
+    """Return the tile for a row of logits."""
+    # 16 elements a thread, and many warps, so that a row has few blocks and few reductions.
     block = min(4096, max(8, next_power_of_2(vocabulary)))
     return Tile(1, block, warps=min(16, max(1, block // 512)))
 
 
 @triton.jit
 def _tanh(x):
-    """To fp32's own precision: by its series where 1 − 2 / (e^2x + 1) would cancel."""
+    """Return tanh(x) to the precision of fp32."""
+    # Near 0 by the series, since 1 − 2 / (e^2x + 1) would cancel.
     y = x * x
     series = 1.0 + y * (
         -0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * (0.021869489 - y * 0.0088632358)))
@@ -67,6 +75,8 @@ def _tanh(x):
 
 @triton.jit
 def shaped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return logits z of raw logits x, fp32: scaled, then bounded by the softcap."""
+    """Return logits z of raw logits x, fp32: scaled, then bounded by the softcap."""
     z = x.to(tl.float32) * scale
     if HAS_SOFTCAP:
         z = softcap * _tanh(z / softcap)
@@ -84,12 +94,11 @@ def _statistics(
     WANTS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Largest m, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m} of a row, in one pass.
-
-    Every eight neighbours, which one thread holds, have a maximum and sums of their own until the
-        end of the row: threads
-    wait for each other once, not once a block.
+    """Return the largest logit m of a row, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m},
+    in one pass.
     """
+    # Every eight neighbours are in one thread and have a maximum and sums of their own until the
+    # end of the row, so threads wait for each other once a row and not once a block.
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK // 8,), tl.float32)
     plain_sum = tl.zeros((BLOCK // 8,), tl.float32)
@@ -129,22 +138,32 @@ def _statistics(
 
 @triton.jit
 def _loss_and_numerators_kernel(
+    # logits, overwritten by numerators
     x_ptr,
+    # read
     target_ptr,
     weight_ptr,
+    # written
     loss_ptr,
     factor_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
     z_loss,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    # columns of a block, and blocks of a row
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """``BLOCKS`` is at least the number of blocks of a row, ``BLOCK`` columns each."""
+    """Write loss and factor f of a row, and overwrite its logits with the numerators n.
+
+    ``BLOCKS`` is at least the number of blocks of a row, ``BLOCK`` columns each.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     target = tl.load(target_ptr + row)
@@ -192,10 +211,10 @@ def _loss_and_numerators_kernel(
             )
             x = ahead
         whole = tl.sum(total, axis=0)
-        tl.debug_barrier()  # what follows overwrites what other threads wrote
-        if (
-            reference > first_reference
-        ):  # within the loop this branch would cost every row a tenth of its time
+        tl.debug_barrier()  # the code below overwrites what other threads wrote
+        # Scaling down happens here and not in the loop above, where the branch would cost every
+        # row a tenth of its time.
+        if reference > first_reference:
             for start in range(0, vocabulary, BLOCK):
                 of_block = tl.sum(
                     tl.where(tl.arange(0, BLOCKS) * BLOCK == start, references, 0.0), axis=0
@@ -209,9 +228,8 @@ def _loss_and_numerators_kernel(
         rest = tl.log(whole)
         lse = reference + rest
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
-        weight = tl.where(
-            known, weight, float("nan")
-        )  # a target outside the vocabulary must not pass unseen
+        # NaN, so that a target outside the vocabulary is noticed.
+        weight = tl.where(known, weight, float("nan"))
         steepness = 1.0 + 2.0 * z_loss * lse
         tl.store(loss_ptr + row, weight * (rest - (at_target - reference) + z_loss * lse * lse))
         numerator = tl.exp(at_target - reference) - whole / steepness
@@ -225,20 +243,27 @@ def _loss_and_numerators_kernel(
 
 @triton.jit
 def _loss_and_gradient_kernel(
+    # logits, overwritten by their gradient
     x_ptr,
+    # read
     target_ptr,
     weight_ptr,
+    # written
     loss_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
     smoothing,
     z_loss,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     WANTS_GRADIENT: tl.constexpr,
+    # columns of a block
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -261,9 +286,8 @@ def _loss_and_gradient_kernel(
             x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
         )
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
-        weight = tl.where(
-            known, weight, float("nan")
-        )  # a target outside the vocabulary must not pass unseen
+        # NaN, so that a target outside the vocabulary is noticed.
+        weight = tl.where(known, weight, float("nan"))
         loss = (1.0 - smoothing) * (rest - (at_target - largest))
         if HAS_SMOOTHING:
             loss += smoothing * (rest - (plain_sum / vocabulary - largest))
@@ -300,17 +324,23 @@ def _loss_and_gradient_kernel(
 
 @triton.jit
 def _log_probability_kernel(
+    # read
     x_ptr,
     target_ptr,
+    # written
     log_p_ptr,
     lse_ptr,
     entropy_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     WANTS_ENTROPY: tl.constexpr,
+    # columns of a block
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -321,9 +351,8 @@ def _log_probability_kernel(
     )
     known = (target >= 0) & (target < vocabulary)
     at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
-    log_p = tl.where(
-        known, (at_target - largest) - rest, float("nan")
-    )  # outside the vocabulary: must not pass unseen
+    # NaN, so that a target outside the vocabulary is noticed.
+    log_p = tl.where(known, (at_target - largest) - rest, float("nan"))
     tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, log_p))
     tl.store(lse_ptr + row, largest + rest)
     if WANTS_ENTROPY:
@@ -332,18 +361,24 @@ def _log_probability_kernel(
 
 @triton.jit
 def _log_probability_gradient_kernel(
+    # logits, overwritten by their gradient
     x_ptr,
+    # read
     target_ptr,
     d_log_p_ptr,
     d_entropy_ptr,
     lse_ptr,
     entropy_ptr,
+    # size and the stride of rows
     vocabulary,
     stride,
+    # numbers of the formula
     scale,
     softcap,
+    # options
     HAS_SOFTCAP: tl.constexpr,
     WANTS_ENTROPY: tl.constexpr,
+    # columns of a block
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -367,13 +402,16 @@ def _log_probability_gradient_kernel(
 def loss_and_gradient_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses and factors, fp32 ``[rows]``; row t of the gradient of ``x`` ``[rows, V]`` is then
-    ``factors[t] · x[t]``.
+    """Compute the loss of each row, and overwrite ``x`` with its gradient up to a factor a row.
 
     Args:
+        x: raw logits ``[rows, V]``. Afterwards row t of their gradient is ``factors[t] · x[t]``.
         targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
-        weights: ``[rows]`` or None.
-        wants_gradient: without it ``x`` stays.
+        weights: w, ``[rows]`` or None.
+        wants_gradient: if False, ``x`` is left as it is.
+
+    Returns:
+        Losses and factors, fp32 ``[rows]`` each.
     """
     if not runs_triton(x):
         losses = loss_and_gradient_reference_(x, targets, weights, options, wants_gradient)
@@ -381,7 +419,7 @@ def loss_and_gradient_(
     rows, vocabulary = x.shape
     losses, factors = x.new_empty((2, rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
-    # fp16 has no room for numerators that are not yet shares
+    # Not in fp16, whose range the unnormalised numerators, up to e^40, exceed.
     if wants_gradient and not options.label_smoothing and x.dtype != torch.float16:
         _loss_and_numerators_kernel[(rows,)](
             x,
@@ -426,8 +464,8 @@ def loss_and_gradient_(
 def log_probabilities(
     x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the targets (0 where −100), lse and entropy (0 if not wanted) of each
-    row, all fp32 ``[rows]``.
+    """Return the target's log-probability (0 for −100), lse and entropy (0 if not wanted) of each
+    row of raw logits ``x`` ``[rows, V]``, all fp32 ``[rows]``.
     """
     if not runs_triton(x):
         return log_probabilities_reference(x, targets, options, wants_entropy)
@@ -461,8 +499,12 @@ def log_probability_gradient_(
     entropy: Tensor,
     options: LossOptions,
 ) -> None:
-    """Overwrite the logits ``x`` by the gradient that reaches them from log-probabilities and
-    entropies.
+    """Overwrite the raw logits ``x`` ``[rows, V]`` with their gradient.
+
+    Args:
+        d_log_p, d_entropy: upstream gradients of log-probability and entropy, ``[rows]``; the
+            latter may be None.
+        lse, entropy: from ``log_probabilities``.
     """
     if not runs_triton(x):
         log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, options)
@@ -488,18 +530,19 @@ def log_probability_gradient_(
 
 
 def shaped_reference(x: Tensor, options: LossOptions) -> Tensor:
-    """Logits of raw logits, in fp32 or wider."""
+    """Return logits z of raw logits ``x``, in fp32 or wider."""
     z = x.to(torch.promote_types(x.dtype, torch.float32)) * options.scale
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
 def places_of(targets: Tensor, vocabulary: int) -> Tensor:
-    """``[rows, 1]``: where each target stands, 0 where it is ignored.
+    """Return the column of each target, ``[rows, 1]``; 0 for ignored ones.
 
     Raises:
-        IndexError: one is outside the vocabulary; only the CPU is asked.
+        IndexError: a target is outside the vocabulary. Checked on the CPU only, since a check
+            on a card would make the host wait.
     """
-    at = targets.masked_fill(targets == IGNORED, 0)
+    at = targets.masked_fill(targets == IGNORE_INDEX, 0)
     if (
         at.device.type == "cpu"
         and at.numel()
@@ -507,13 +550,21 @@ def places_of(targets: Tensor, vocabulary: int) -> Tensor:
     ):
         outside = int(at[(at < 0) | (at >= vocabulary)][0])
         raise IndexError(
-            f"targets hold {outside}: outside the vocabulary of {vocabulary}; {IGNORED} is what "
-            "is ignored"
+            f"targets hold {outside}: outside the vocabulary of {vocabulary}; use {IGNORE_INDEX} "
+            "for targets to ignore"
         )
     return at[:, None]
 
 
 def chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
+    """Write the gradient of raw logits into ``x``, given that of logits, ``d_z``, by the chain rule.
+
+    ``d_z`` is overwritten.
+    """
+    """Write the gradient of raw logits into ``x``, given that of logits, ``d_z``, by the chain rule.
+
+    ``d_z`` is overwritten.
+    """
     d_z *= options.scale
     if options.softcap is not None:
         d_z *= 1 - (z / options.softcap).square()
@@ -523,19 +574,20 @@ def chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
 def loss_and_gradient_reference_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> Tensor:
+    """Compute the losses of ``loss_and_gradient_`` in plain torch; ``x`` becomes the gradient itself,
+    without factors.
+    """
     z = shaped_reference(x, options)
-    kept = targets != IGNORED
+    kept = targets != IGNORE_INDEX
     at_target = places_of(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
     smoothing = options.label_smoothing
-    log_p = torch.log_softmax(
-        z, 1
-    )  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
+    # Not z − logsumexp(z), which cancels for a likely target.
+    log_p = torch.log_softmax(z, 1)
     losses = (smoothing - 1) * log_p.gather(1, at_target).squeeze(1)
     lse = torch.logsumexp(z, 1) if options.z_loss else torch.zeros_like(losses)
-    spread = (
-        smoothing * log_p.mean(1) if smoothing else 0.0
-    )  # of a word that is banned it is infinite
+    # Skipped without smoothing: a banned token's log-probability is infinite, and 0 · ∞ is NaN.
+    spread = smoothing * log_p.mean(1) if smoothing else 0.0
     losses = losses - spread + options.z_loss * lse.square()
     if wants_gradient:
         d_z = log_p.exp_()
@@ -550,12 +602,13 @@ def loss_and_gradient_reference_(
 def log_probabilities_reference(
     x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``log_probabilities`` in plain torch."""
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     at_target = (
         log_p.gather(1, places_of(targets, x.shape[1]))
         .squeeze(1)
-        .masked_fill(targets == IGNORED, 0.0)
+        .masked_fill(targets == IGNORE_INDEX, 0.0)
     )
     entropy = (
         -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1)
@@ -574,10 +627,11 @@ def log_probability_gradient_reference_(
     entropy: Tensor,
     options: LossOptions,
 ) -> None:
+    """Compute ``log_probability_gradient_`` in plain torch."""
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     p = log_p.exp()
-    of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORED, 0.0)[:, None]
+    of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORE_INDEX, 0.0)[:, None]
     d_z = -of_target * p
     d_z.scatter_add_(1, places_of(targets, x.shape[1]), of_target)
     if d_entropy is not None:

@@ -1,5 +1,7 @@
-"""A hash of 32 bits where random numbers are wanted for many places (Ellis, 2018, "lowbias32"): two
-rounds of multiplying and shifting, about ten instructions, as many as one round of Philox takes.
+"""A 32-bit hash that gives each element its own random bits (Ellis, 2018, "lowbias32").
+
+Two rounds of multiplying and shifting take about ten instructions, as many as one of Philox's ten
+rounds.
 """
 
 from __future__ import annotations
@@ -8,12 +10,13 @@ from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
 
-WHOLE = 2**32 - 1
+MASK_32_BITS = 2**32 - 1
+"""Keeps the low 32 bits of an int64, as arithmetic on uint32 does."""
 
 
 @triton.jit
 def lowbias32(x):
-    """The hash of ``x`` in 32 bits."""
+    """Return the hash of ``x``, uint32."""
     x = x.to(tl.uint32)
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -24,9 +27,9 @@ def lowbias32(x):
 
 
 def lowbias32_reference(x: Tensor) -> Tensor:
-    """The hash of ``x``, int64 between 0 and 2³² − 1."""
+    """Return the hash of ``x``, int64 from 0 to 2³² − 1; the same bits as the kernel's."""
     x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & WHOLE
+    x = (x * 0x7FEB352D) & MASK_32_BITS
     x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & WHOLE
+    x = (x * 0x846CA68B) & MASK_32_BITS
     return x ^ (x >> 16)

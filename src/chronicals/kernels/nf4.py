@@ -1,20 +1,20 @@
 """4-bit weights in bitsandbytes' format: 16 values times a scale for each block (QLoRA, Dettmers et
 al., 2023, section 3).
 
-    absmax[b] = max |w| over block b of consecutive elements        fp32
-    code[i]   = the nearest of CODES["nf4"] to w[i] / absmax[b]     two in a byte, the first in the upper half
-    w[i]      ≈ CODES[…][code[i]] · absmax[b]                       fp32, rounded once to the output's dtype
+    absmax[b] = max |w| over block b of consecutive elements           fp32
+    code[i]   = the nearest of CODE_VALUES["nf4"] to w[i] / absmax[b]  two in a byte, the first in the upper half
+    w[i]      ≈ CODE_VALUES[…][code[i]] · absmax[b]                    fp32, rounded once to the output's dtype
 
-A block is 32 to 4096 elements of the flattened weight, the last one may be shorter. The scales may
-be quantized themselves ("double quantization", ibid.): to 8 bits in blocks of 256, after their mean
-was subtracted:
+A block is 32 to 4096 elements of the flattened weight; the last one may be shorter. The scales may
+be quantized too ("double quantization", ibid.): to 8 bits in blocks of 256, after subtraction of
+their mean:
 
     absmax[b] ≈ DYNAMIC[q[b]] · absmax2[b / 256] + offset
 
 so that a weight takes 4 + 8/64 + 32/(64·256) = 4.127 bits with blocks of 64, and reading it as 16
-bits moves 2.52 bytes. "nf4" has quantiles of a normal distribution, "fp4" a sign, two bits of
-exponent and one of mantissa; "fp4" is quantized by plain torch alone. Dequantization writes rows
-that may lie apart, so that the weight can stand in a buffer with padding columns.
+bits moves 2.52 bytes an element. "nf4" has quantiles of a normal distribution, "fp4" a sign, two
+bits of exponent and one of mantissa; "fp4" is quantized in plain torch only. Dequantization can
+write strided rows, so the weight can be part of a buffer with padding columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.operators import operator
 
-CODES = {
+CODE_VALUES = {
     "nf4": (
         -1.0,
         -0.6961928009986877,
@@ -49,25 +49,27 @@ CODES = {
     ),
     "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }
-"""By format, what each code stands for (QLoRA, appendix E; FP4 over its largest value)."""
+"""The value of each code, by format (QLoRA, appendix E; FP4 divided by its largest value)."""
 
-BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Numbers of elements that may share a scale."""
+
 SCALE_BLOCK = 256
-"""Scales in a block of quantized ones."""
+"""Scales in a block of quantized scales."""
 
-SMALLEST = 1e-38
-"""Blocks of zeros are divided by it."""
+MIN_BLOCK_AMAX = 1e-38
+"""Divisor of blocks of zeros."""
 
-ELEMENTS = 1024
-"""That a program quantizes."""
+QUANTIZE_ELEMENTS = 1024
+"""Elements that a program quantizes."""
 
-PIECE = 1 << 24
-"""That plain torch takes at a time, which makes some twenty bytes of each; a multiple of all
-blocks.
-"""
+# Plain torch makes some twenty bytes of temporaries for each element.
+PIECE_ELEMENTS = 1 << 24
+"""Elements that plain torch takes at a time; a multiple of all block sizes."""
 
-TILE = 4096
-"""That one dequantizes: 32 a thread, whose codes are one load of 16 bytes."""
+# 32 elements a thread: their codes are one load of 16 bytes.
+DEQUANTIZE_ELEMENTS = 4096
+"""Elements that a program dequantizes."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,12 @@ class Scales:
     """The scales of a weight's blocks.
 
     Attributes:
-        absmax: fp32 ``[blocks]``, or their codes, uint8, where they are quantized themselves.
-        absmax2: fp32 ``[blocks / block2]``, largest of each block of scales less the offset; None
-            where they are not quantized.
-        code2: fp32 ``[256]``, what the codes of the scales stand for.
+        absmax: fp32 ``[blocks]``, or uint8 codes if the scales are quantized.
+        absmax2: fp32 ``[blocks / block2]``, the largest magnitude of each block of scales after
+            subtraction of the offset; None if they are not quantized.
+        code2: fp32 ``[256]``, the values of the scales' codes.
         offset: fp32, one element, the mean that was subtracted from the scales.
-        block2: scales in a block of them.
+        block2: scales in a block of scales.
     """
 
     absmax: Tensor
@@ -91,10 +93,11 @@ class Scales:
 
     @property
     def nested(self) -> bool:
+        """True if the scales are quantized."""
         return self.absmax2 is not None
 
     def plain(self) -> Tensor:
-        """fp32 ``[blocks]``."""
+        """Return the scales as fp32 ``[blocks]``."""
         if self.absmax2 is None or self.code2 is None or self.offset is None:
             return self.absmax
         per_block = self.absmax2.repeat_interleave(self.block2)[: self.absmax.numel()]
@@ -103,21 +106,25 @@ class Scales:
 
 @cache
 def code_of(name: str, device: torch.device) -> Tensor:
-    """fp32 ``[16]``, what the codes of a format stand for."""
-    return torch.tensor(CODES[name], dtype=torch.float32, device=device)
+    """Return the values of a format's codes, fp32 ``[16]``."""
+    return torch.tensor(CODE_VALUES[name], dtype=torch.float32, device=device)
 
 
 @cache
 def _bounds(device: torch.device) -> Tensor:
-    """fp32 ``[15]``, midpoints between the values of NF4; one that is hit has the lower code."""
+    """Return the midpoints between the values of NF4, fp32 ``[15]``; a midpoint gets the lower code."""
     code = code_of("nf4", device)
     return (code[:-1] + code[1:]) / 2
 
 
 @cache
 def _guesses(device: torch.device) -> Tensor:
-    """fp32 ``[2, 64]``: of each of the intervals [(n − 17) / 16, (n − 16) / 16) the codes below
-    it, and the one bound that may lie in it, else 2. No bound is near an end of one."""
+    """Return a table for ``_nearest``, fp32 ``[2, 64]``.
+
+    Column n describes the interval [(n − 17) / 16, (n − 16) / 16): the number of bounds below it,
+    which is the code at its beginning, and the one bound that lies inside, or 2 if there is none.
+    No bound is near the end of an interval, so rounding does not matter.
+    """
     ends = (torch.arange(64) - 17) / 16
     bounds = _bounds(torch.device("cpu"))
     below = (bounds < ends[:, None]).sum(1)
@@ -127,8 +134,9 @@ def _guesses(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_code(device: torch.device) -> Tensor:
-    """fp32 ``[256]``, ascending: the signed dynamic 8-bit code (Dettmers et al., 2022, section
-    2.1). Every exponent is a decade with twice as many values as the one below."""
+    """Return the signed dynamic 8-bit code (Dettmers et al., 2022, section 2.1), fp32 ``[256]``,
+    ascending. Each decade has twice as many values as the one below.
+    """
     values = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1.0, 2**exponent + 1)
@@ -137,35 +145,36 @@ def dynamic_code(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-# --- quantize
-# ----------------------------------------------------------------------------------------------------------
+# --- quantize ---
 
 
 def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight.
+    """Quantize a weight to NF4.
 
     Args:
         weight: fp32, bf16 or fp16, of any shape.
-        block: elements that share a scale, one of ``BLOCKS``.
+        block: elements that share a scale, one of ``BLOCK_SIZES``.
 
     Returns:
-        uint8 ``[⌈elements / 2⌉]`` and fp32 ``[⌈elements / block⌉]``.
+        Codes, two in a byte, uint8 ``[⌈elements / 2⌉]``, and scales, fp32 ``[⌈elements / block⌉]``.
 
     Raises:
-        ValueError: there is no such block, or the weight has another dtype.
+        ValueError: ``block`` is not one of ``BLOCK_SIZES``, or the weight has another dtype.
     """
-    if block not in BLOCKS:
-        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCKS))}")
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weight is {weight.dtype}; give float32, bfloat16 or float16")
     flat = weight.detach().reshape(-1)
     if not runs_triton(flat):
-        codes, scales = zip(*(quantize_nf4_reference(piece, block) for piece in flat.split(PIECE)))
+        codes, scales = zip(
+            *(quantize_nf4_reference(piece, block) for piece in flat.split(PIECE_ELEMENTS))
+        )
         return torch.cat(codes), torch.cat(scales)
     count = flat.numel()
     packed = torch.empty(-(-count // 2), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-count // block), dtype=torch.float32, device=flat.device)
-    blocks = max(1, ELEMENTS // block)
+    blocks = max(1, QUANTIZE_ELEMENTS // block)
     if count:
         _quantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             flat,
@@ -174,7 +183,7 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
             _guesses(flat.device),
             count,
             packed.numel(),
-            SMALLEST,
+            MIN_BLOCK_AMAX,
             blocks,
             block,
             enable_fp_fusion=False,
@@ -208,21 +217,20 @@ def _quantize_kernel(
 
 @triton.jit
 def _nearest(value, guesses_ptr):
-    """The codes, fp32, of values from -1 to 1: a guess by the interval, and one comparison."""
-    interval = (value * 16 + 16.5 + 8388608.0).to(
-        tl.int32, bitcast=True
-    ) & 63  # above 2²³ nothing has a fraction
+    """Return the codes, as fp32, of values from -1 to 1: a guess by the interval, one comparison."""
+    # fp32 has no fractions above 2²³, so the sum's low bits are the interval's number.
+    interval = (value * 16 + 16.5 + 8388608.0).to(tl.int32, bitcast=True) & 63
     guess = tl.load(guesses_ptr + interval)
     bound = tl.load(guesses_ptr + 64 + interval)
     return guess + (value > bound).to(tl.float32)
 
 
 def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
-    """``quantize_nf4`` in plain torch."""
+    """Compute ``quantize_nf4`` in plain torch."""
     flat = weight.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
-    scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
+    scaled = blocks * (1.0 / absmax.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
     codes = torch.bucketize(scaled.reshape(-1)[: flat.numel()], _bounds(flat.device)).to(
         torch.uint8
     )
@@ -232,15 +240,15 @@ def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Ten
 
 
 def quantize_fp4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
-    """``quantize_nf4`` to the values of FP4, in plain torch.
+    """Quantize a weight to FP4 in plain torch; arguments and results are as of ``quantize_nf4``.
 
     Raises:
-        ValueError: there is no such block.
+        ValueError: ``block`` is not one of ``BLOCK_SIZES``.
     """
-    if block not in BLOCKS:
-        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCKS))}")
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     flat = weight.detach().reshape(-1)
-    pieces = [_quantize_fp4_piece(piece, block) for piece in flat.split(PIECE)]
+    pieces = [_quantize_fp4_piece(piece, block) for piece in flat.split(PIECE_ELEMENTS)]
     return torch.cat([codes for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 
 
@@ -248,7 +256,7 @@ def _quantize_fp4_piece(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     values, order = code_of("fp4", flat.device)[:8].sort()  # a code's upper bit is the sign
     blocks = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(1)
-    scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
+    scaled = blocks * (1.0 / absmax.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
     nearest = torch.bucketize(scaled.abs().reshape(-1), (values[:-1] + values[1:]) / 2)
     codes = order[nearest] + 8 * (scaled.reshape(-1) < 0)
     pairs = codes[: flat.numel() + flat.numel() % 2].to(torch.uint8).view(-1, 2)
@@ -256,7 +264,7 @@ def _quantize_fp4_piece(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_scales(absmax: Tensor) -> Scales:
-    """Scales, quantized themselves: 8 bits in blocks of ``SCALE_BLOCK``."""
+    """Quantize scales to 8 bits in blocks of ``SCALE_BLOCK``."""
     offset = absmax.mean()
     code = dynamic_code(absmax.device)
     centred = absmax - offset
@@ -264,25 +272,24 @@ def quantize_scales(absmax: Tensor) -> Scales:
         -1, SCALE_BLOCK
     )
     largest = blocks.abs().amax(1)
-    scaled = blocks * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)
+    scaled = blocks * (1.0 / largest.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
     bounds = (code[:-1] + code[1:]) / 2
     codes = torch.bucketize(scaled.reshape(-1)[: centred.numel()], bounds).to(torch.uint8)
     return Scales(codes, largest, code, offset)
 
 
-# --- dequantize
-# --------------------------------------------------------------------------------------------------------
+# --- dequantize ---
 
 
 def dequantize_4bit(
     packed: Tensor, scales: Scales, out: Tensor, block: int = 64, code: str = "nf4"
 ) -> Tensor:
-    """Write a weight's values, by one launch.
+    """Dequantize a weight into ``out``, in one launch.
 
     Args:
         packed: uint8, two codes a byte.
-        scales: of its blocks.
-        out: ``[rows, columns]`` in fp32, bf16 or fp16, each row dense; rows may lie apart.
+        scales: scales of the weight's blocks.
+        out: ``[rows, columns]`` in fp32, bf16 or fp16, each row dense; rows may be strided.
         block: elements that share a scale.
         code: "nf4" or "fp4".
 
@@ -294,9 +301,9 @@ def dequantize_4bit(
     """
     rows, columns = out.shape
     count = rows * columns
-    if code not in CODES or block not in BLOCKS:
-        codes = ", ".join(CODES)
-        blocks = ", ".join(map(str, BLOCKS))
+    if code not in CODE_VALUES or block not in BLOCK_SIZES:
+        codes = ", ".join(CODE_VALUES)
+        blocks = ", ".join(map(str, BLOCK_SIZES))
         raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
     if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
         raise ValueError(
@@ -344,7 +351,7 @@ def _dequantize(
     elif rows * columns:
         nested = absmax2 is not None
         count = rows * columns
-        blocks = TILE // block
+        blocks = DEQUANTIZE_ELEMENTS // block
         _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             packed,
             absmax,
@@ -358,17 +365,18 @@ def _dequantize(
             nested,
             out.stride(0) == columns,
             columns % block == 0,
-            count % TILE == 0,
+            count % DEQUANTIZE_ELEMENTS == 0,
             blocks,
             block,
-            enable_fp_fusion=False,  # a product and a sum are rounded one after the other
+            # bitsandbytes rounds the product and the sum of nested scales one after the other.
+            enable_fp_fusion=False,
         )
 
 
 def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, code: str) -> None:
-    """Into ``out`` ``[elements]``, in plain torch, with fp32 scales."""
-    for start in range(0, out.numel(), PIECE):
-        piece = out[start : start + PIECE]
+    """Dequantize into ``out`` ``[elements]`` in plain torch, ``PIECE_ELEMENTS`` at a time."""
+    for start in range(0, out.numel(), PIECE_ELEMENTS):
+        piece = out[start : start + PIECE_ELEMENTS]
         scales = Scales(absmax[start // block : -(-(start + len(piece)) // block)])
         codes = packed[start // 2 : -(-(start + len(piece)) // 2)]
         piece.copy_(
@@ -378,27 +386,36 @@ def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, 
 
 @triton.jit
 def _dequantize_kernel(
+    # read: codes, scales, what the codes of both stand for
     packed_ptr,
     absmax_ptr,
     absmax2_ptr,
     code2_ptr,
     offset_ptr,
     code_ptr,
+    # written
     out_ptr,
+    # sizes and the stride of rows
     count,
     columns,
     stride,
+    # options
     BLOCK2: tl.constexpr,
     NESTED: tl.constexpr,
     DENSE: tl.constexpr,
     WHOLE: tl.constexpr,
     FULL: tl.constexpr,
+    # blocks of a program, elements of a block
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """``WHOLE``: no block is in two rows. ``FULL``: each program has all its blocks, and nothing is
-    masked. Blocks are counted in 32 bits, and elements from the program's first one.
+    """Dequantize ``BLOCKS`` blocks of ``SIZE`` elements.
+
+    ``DENSE``: rows of the output are contiguous. ``WHOLE``: no block crosses the end of a row.
+    ``FULL``: every program has all its blocks, so nothing is masked.
     """
+    # Blocks are counted in 32 bits, and elements from the program's first one, since 64-bit
+    # arithmetic is slow.
     tile = tl.program_id(0)
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     within = tl.arange(0, BLOCKS) * SIZE
@@ -447,7 +464,7 @@ def dequantize_4bit_reference(
     block: int = 64,
     code: str = "nf4",
 ) -> Tensor:
-    """``dequantize_4bit`` in plain torch, into a new tensor of ``shape`` and ``dtype``."""
+    """Compute ``dequantize_4bit`` in plain torch into a new tensor of ``shape`` and ``dtype``."""
     count = torch.Size(shape).numel()
     codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], 1).view(-1)[:count]
     absmax = scales.plain().repeat_interleave(block)[:count]

@@ -1,4 +1,4 @@
-"""Matrix products that are summed in fp32 and rounded once, wherever they are made."""
+"""Matrix products that sum in fp32 and round once, on a card and on the CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 
 def product(left: Tensor, right: Tensor, kind: torch.dtype, scale: float = 1.0) -> Tensor:
-    """``scale · left @ right`` in ``kind``, rounded to a narrower type only where the device
-    cannot do otherwise.
+    """Return ``scale · left @ right``, ``[M, N]`` of dtype ``kind``.
+
+    The sum is fp32 and is rounded once, to ``kind``. A card can only write its operands' dtype or
+    fp32; any other ``kind`` is cast from the operands' dtype.
     """
     if not left.is_cuda:
         wide = torch.promote_types(left.dtype, torch.float32)
@@ -27,7 +29,7 @@ def product(left: Tensor, right: Tensor, kind: torch.dtype, scale: float = 1.0) 
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """``out = left @ right``; ``out`` may have strided rows."""
+    """Write ``left @ right`` into ``out``, whose rows may be strided."""
     if left.is_cuda:
         torch.mm(left, right, out=out)
     else:

@@ -1,16 +1,16 @@
-"""RMSNorm of every query and key head, then rotary position embedding: both for q and k in one
-launch (Qwen3, Gemma 3).
+"""RMSNorm of every query and key head, then rotary position embedding, in one launch (Qwen3,
+Gemma 3).
 
-Of one head's row x of D channels, with the weight w and the tables of its token:
+For one head's row x of D channels, the weight w and the tables of its token:
 
     n = x̂ · (offset + w),   x̂ = x · rstd,   rstd = 1 / sqrt(mean(x²) + eps)
     a' = a · cos_a − b · sin_a,   b' = b · cos_b + a · sin_b      for the pairs (a, b) of n; the other channels stay n
     g: g_a = da' · cos_a + db' · sin_b,   g_b = db' · cos_b − da' · sin_a
     dx = rstd · (h − x̂ · mean(h · x̂)),   h = g · (offset + w);   dw = Σ_heads g · x̂
 
-Pairs are (i, i + R/2) in the half layout of transformers, (2i, 2i + 1) interleaved; tables may be
-narrower than the head (R < D). All is computed in fp32 and rounded once, at the end. ``offset`` is
-1 where a model stores w − 1 (Gemma). Saved: q and k as they came, the weights, the tables and one
+Pairs are (i, i + R/2) in the half layout of transformers, (2i, 2i + 1) if interleaved; tables may
+be narrower than the head (R < D). Everything is computed in fp32 and rounded once, at the end.
+``offset`` is 1 for models that store w − 1 (Gemma), else 0. Saved for backward: the inputs and one
 fp32 a head. Bytes a token in 16 bit: 4 · (H + K) · D forward, 6 · (H + K) · D backward; tables and
 weights stay in the cache.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     multiprocessors,
@@ -51,17 +51,17 @@ from chronicals.kernels.qk_rope import (
 )
 from chronicals.kernels.rmsnorm import rmsnorm_reference
 
-WARPS_A_PROCESSOR = 16
-"""Of the backward kernel, whose threads hold the sums for the weights beside two loads."""
+QK_NORM_ROPE_BACKWARD_WARPS = 16
+"""Warps on a multiprocessor in the backward pass; they set the number of programs.
+
+Few, since each thread holds its share of the weights' gradients and two loads in registers.
+"""
 
 
 def _tile(half: int, rest: int, backward: bool) -> Tile:
-    """8 pairs a thread: 16 heads a program forward; backward 4 warps, less where ``rest`` channels
-    stand beside.
-
-    Measured on an H200 at head widths 64, 128 and 256 forward: 0.78 of the copy rate each; 16 pairs
-        a thread reach 0.55.
-    """
+    """Return the tile for ``half`` pairs a head and ``rest`` further channels."""
+    # 8 pairs a thread. Measured forward on an H200 at head widths 64, 128 and 256: 0.78 of the
+    # copy rate each; 16 pairs a thread reach 0.55.
     block = next_power_of_2(half)
     if backward:
         return Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=4)
@@ -70,7 +70,7 @@ def _tile(half: int, rest: int, backward: bool) -> Tile:
 
 @triton.jit
 def _load_rest(at, inside, WIDTH: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
-    """The channels behind the pairs, ``REST`` of them (rounded up), in fp32."""
+    """Load the channels behind the pairs in fp32; ``REST`` is their number, padded."""
     column = 2 * HALF + tl.arange(0, REST)[None, :]
     return tl.load(at + column, mask=inside & (column < WIDTH), other=0.0).to(tl.float32)
 
@@ -89,15 +89,19 @@ def _load_weight(w_ptr, offset, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLE
 
 @triton.jit
 def _forward_of_heads(
+    # read
     x_ptr,
     w_ptr,
     cos_ptr,
     sin_ptr,
+    # written
     y_ptr,
     rstd_ptr,
+    # the heads of this program
     first,
     positions,
     length,
+    # strides, in elements
     x_batch,
     x_token,
     x_head,
@@ -106,8 +110,10 @@ def _forward_of_heads(
     y_head,
     table_batch,
     table_token,
+    # numbers of the formula
     eps,
     offset,
+    # shapes, tile and layout
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -145,18 +151,22 @@ def _forward_of_heads(
 
 @triton.jit
 def _qk_norm_rope_forward_kernel(
+    # read
     q_ptr,
     k_ptr,
     q_weight_ptr,
     k_weight_ptr,
     cos_ptr,
     sin_ptr,
+    # written
     q_out_ptr,
     k_out_ptr,
     q_rstd_ptr,
     k_rstd_ptr,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     q_batch,
     q_token,
     q_head,
@@ -171,8 +181,10 @@ def _qk_norm_rope_forward_kernel(
     k_out_head,
     table_batch,
     table_token,
+    # numbers of the formula
     eps,
     offset,
+    # shapes, tile and layout
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -182,8 +194,10 @@ def _qk_norm_rope_forward_kernel(
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Of ``Q_HEADS + K_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS``
-    positions.
+    """Normalise and rotate queries and keys, and write rstd of each head.
+
+    Each of ``Q_HEADS + K_HEADS`` consecutive programs takes ``ROWS`` heads of the same ``ROWS``
+    positions, so these share the tables' rows in the cache.
     """
     group = tl.program_id(0) // (Q_HEADS + K_HEADS)
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS)
@@ -249,26 +263,32 @@ def _qk_norm_rope_forward_kernel(
 
 @triton.jit
 def _over_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Summed ``[1, COLUMNS]``, in two stages, which round less than one."""
+    """Sum ``[ROWS, COLUMNS]`` over its rows to ``[1, COLUMNS]``."""
+    # In two stages, whose rounding error is smaller than that of one.
     some: tl.constexpr = 8 if ROWS >= 8 else ROWS
     return tl.sum(tl.sum(tl.reshape(x, (ROWS // some, some, COLUMNS)), axis=1), axis=0)[None, :]
 
 
 @triton.jit
 def _backward_of_heads(
+    # read
     dy_ptr,
     x_ptr,
     w_ptr,
     cos_ptr,
     sin_ptr,
     rstd_ptr,
+    # written
     dx_ptr,
     share_ptr,
     amax_ptr,
+    # this program's number among those that share the heads
     program,
     programs,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     dy_batch,
     dy_token,
     dy_head,
@@ -280,7 +300,9 @@ def _backward_of_heads(
     dx_head,
     table_batch,
     table_token,
+    # of the weight
     offset,
+    # shapes, tile and layout
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -288,10 +310,14 @@ def _backward_of_heads(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    # options
     WANTS_WEIGHTS: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
-    """Every ``programs``-th block of heads; the next one is under way while one is reduced."""
+    """Write dx of every ``programs``-th block of heads and this program's share of dw.
+
+    The next block is loaded while one is reduced.
+    """
     w_a, w_b = _load_weight(w_ptr, offset, HALF, BLOCK, INTERLEAVED)
     dw_a = tl.zeros((ROWS, BLOCK), tl.float32)
     dw_b = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -359,12 +385,13 @@ def _backward_of_heads(
         store_pairs(share_ptr, summed_a, summed_b, one, HALF, BLOCK, INTERLEAVED)
         if REST:
             _store_rest(share_ptr, _over_rows(dw_rest, ROWS, REST), one, WIDTH, HALF, REST)
-    if HAS_AMAX:  # rounded as what is stored, which keeps the order
+    if HAS_AMAX:  # rounding the maximum gives the maximum of the rounded values that are stored
         raise_amax(amax_ptr, most.to(dx_ptr.dtype.element_ty).to(tl.float32))
 
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
+    # read
     dq_out_ptr,
     dk_out_ptr,
     dv_ptr,
@@ -376,15 +403,19 @@ def _qk_norm_rope_backward_kernel(
     sin_ptr,
     q_rstd_ptr,
     k_rstd_ptr,
+    # written
     dq_ptr,
     dk_ptr,
     dv_place_ptr,
     shares_ptr,
     amax_ptr,
+    # programs for queries and for keys
     of_q,
     of_k,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     dq_out_batch,
     dq_out_token,
     dq_out_head,
@@ -411,7 +442,9 @@ def _qk_norm_rope_backward_kernel(
     place_head,
     table_batch,
     table_token,
+    # of the weights
     offset,
+    # shapes, tile and layout
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -420,13 +453,17 @@ def _qk_norm_rope_backward_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    # options; V_HEADS is 0 if no values are copied
     WANTS_WEIGHTS: tl.constexpr,
     V_HEADS: tl.constexpr,
     WHOLE: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
-    """The first ``of_q`` programs share the queries, ``of_k`` the keys; sums for the weights
-    stay in registers. Others copy the gradient of values to its place."""
+    """Write dq and dk, one share of the weights' gradients for each program, and copy dv.
+
+    The first ``of_q`` programs take the queries, the next ``of_k`` the keys; each sums its share in
+    registers. The remaining programs copy the gradient of the values to its place.
+    """
     program = tl.program_id(0)
     share_ptr = shares_ptr + program.to(tl.int64) * WIDTH
     if program < of_q:
@@ -529,7 +566,7 @@ def _qk_norm_rope_backward_kernel(
 def _constants(
     q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
 ) -> tuple[Tile, tuple[int | bool, ...]]:
-    """The launch, and what both kernels are compiled for."""
+    """Return the tile, and the compile-time arguments that both kernels share."""
     half = cos.shape[-1] // 2
     behind = q.shape[-1] - cos.shape[-1]
     rest = next_power_of_2(behind) if behind else 0
@@ -558,8 +595,10 @@ def _forward(
     offset: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q and k as they come out, and rstd ``[B, S, H]`` and ``[B, S, K]``; q and k ``[B, H or K,
-    S, D]`` with dense channels.
+    """Launch the forward kernel on q and k ``[B, H or K, S, D]`` with dense channels.
+
+    Returns:
+        Both outputs, and rstd ``[B, S, H]`` and ``[B, S, K]``.
     """
     q_out, k_out, q_rstd, k_rstd = _outputs(q, k)
     positions = q.shape[0] * q.shape[2]
@@ -629,8 +668,10 @@ def _backward(
     interleaved: bool,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, and in fp32 the gradients of both weights ``[2, D]``, or ``[2, 0]`` where they are
-    not wanted.
+    """Launch the backward kernel.
+
+    Returns:
+        dq, dk, and fp32 ``[2, D]`` with the gradients of both weights, ``[2, 0]`` if not wanted.
     """
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
@@ -676,13 +717,17 @@ def _launch_backward(
     copied: tuple[Tensor, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """Fills dq and dk, and the second of ``copied`` with the first, and raises ``amax`` to their
-    largest; returns the gradients of both weights."""
+    """Write dq and dk and return the gradients of both weights, fp32 ``[2, D]`` or ``[2, 0]``.
+
+    Args:
+        copied: the values' gradient and the tensor that it is copied to.
+        amax: cell that is raised to the largest absolute value of all that is written.
+    """
     (batch, q_heads, length, width) = q.shape
     k_heads = k.shape[1]
     positions = batch * length
     tile, constants = _constants(q, k, cos, interleaved, backward=True)
-    programs = multiprocessors(q.device) * max(1, WARPS_A_PROCESSOR // tile.warps)
+    programs = multiprocessors(q.device) * max(1, QK_NORM_ROPE_BACKWARD_WARPS // tile.warps)
     of_q, of_k = (
         min(
             triton.cdiv(positions * heads, tile.rows),
@@ -770,8 +815,12 @@ def _merged_backward(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former,
-    ``absent`` if not wanted; all but the weights and rstd are ``[T, H or K, D]``."""
+    """Launch the backward kernel for a merged product; q, k and gradients are ``[T, H or K, D]``.
+
+    Returns:
+        The gradient ``[T, (H + 2K) · D]``, those of both weights, fp32 ``[2, D]`` or ``[2, 0]``,
+        and the amax cell of the first, ``absent`` if not wanted.
+    """
     d_qkv = gradient_like(dq_out, dk_out, dv, padding)
     amax = new_amax(q, finds_amax)
     packed = (
@@ -920,7 +969,7 @@ def fused_qk_norm_rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of every head of queries and keys with ``offset + weight``, then rotation by the
+    """Normalise every head of queries and keys, multiply by ``offset + weight``, and rotate by the
     angles of their positions.
 
     Args:
@@ -931,7 +980,7 @@ def fused_qk_norm_rope(
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Returns:
-        Queries and keys, each in its own type.
+        Queries and keys, each in its own dtype.
 
     Raises:
         ValueError: shapes do not fit each other.
@@ -939,7 +988,7 @@ def fused_qk_norm_rope(
     _check(q, k, q_weight, k_weight, cos, sin)
     cos = cos.detach()
     sin = sin.detach()
-    if not runs_triton(q, k, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
+    if not runs_triton(q, k, q_weight, k_weight, cos, sin) or q.shape[-1] > MAX_ROW_WIDTH:
         return qk_norm_rope_reference(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)
     packed = q.ndim == 3
     of_q, of_k = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k))
@@ -950,7 +999,7 @@ def fused_qk_norm_rope(
     of_q, of_k = _QKNormRope.apply(
         of_q, of_k, q_weight, k_weight, cos, sin, eps, offset, interleaved
     )
-    # squeeze, since an index would copy the gradient
+    # squeeze(0), since the gradient of an index is a copy
     return (
         (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1))
         if packed
@@ -971,24 +1020,23 @@ def fused_qkv_norm_rope(
     gradient_padding: int = 0,
     gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``fused_qk_norm_rope`` of a merged product, which gets one gradient; values are those of the
-    product.
+    """Apply ``fused_qk_norm_rope`` to a merged product, whose gradient is one tensor.
 
     Args:
         qkv: ``[T, (H + 2K) · D]``.
         cos, sin: ``[T, R]``.
         heads: H and K.
         gradient_padding: columns left free behind each row of the gradient.
-        gradient_amax: told the largest absolute value of the gradient.
+        gradient_amax: slot that gets the largest absolute value of the gradient.
 
     Returns:
-        ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
+        Queries ``[T, H, D]``, keys ``[T, K, D]``, and values ``[T, K, D]``, a view of ``qkv``.
 
     Raises:
         ValueError: shapes do not fit each other.
     """
     q, k, v = heads_of(qkv, *heads)
-    if not runs_triton(qkv, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
+    if not runs_triton(qkv, q_weight, k_weight, cos, sin) or q.shape[-1] > MAX_ROW_WIDTH:
         return *fused_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved), v
     _check(q, k, q_weight, k_weight, cos, sin)
     cos = cos.detach()
@@ -1003,7 +1051,7 @@ def fused_qkv_norm_rope(
 def _check(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> None:
-    """Raises ValueError unless the shapes fit each other."""
+    """Raise ValueError unless the shapes of heads, weights and tables fit each other."""
     check_rope(q, k, cos, sin)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:]:
@@ -1024,6 +1072,7 @@ def qk_norm_rope_reference(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Compute ``fused_qk_norm_rope`` in plain torch, differentiable by autograd."""
     normalised_q, normalised_k = (
         rmsnorm_reference(x.to(torch.promote_types(x.dtype, torch.float32)), weight, eps, offset)
         for x, weight in ((q, q_weight), (k, k_weight))

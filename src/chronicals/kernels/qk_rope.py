@@ -1,15 +1,14 @@
-"""Rotary position embedding (Su et al., 2021, section 3.4.2) of queries and keys, both in one
-launch.
+"""Rotary position embedding (Su et al., 2021, section 3.4.2) of queries and keys in one launch.
 
 Channels are rotated in pairs (a, b): (i, i + R/2) in the half layout of transformers, (2i, 2i + 1)
-interleaved.
+if interleaved.
 
     a' = a · cos_a − b · sin_a          da = da' · cos_a + db' · sin_b
     b' = b · cos_b + a · sin_b          db = db' · cos_b − da' · sin_a
 
-Tables may be narrower than the head: the channels beyond are left alone (partial rotary). Nothing
-but the tables is saved. Bytes a token in 16 bit: 4 · (H + K) · D each way; the tables stay in the
-cache.
+Tables of R channels may be narrower than the head of D; the other channels stay as they are
+(partial rotary). Only the tables are saved for backward. Bytes a token in 16 bit: 4 · (H + K) · D
+in each direction; the tables stay in the cache.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from chronicals.kernels.operators import operator
 
 
 def _tile(half: int, rest: int) -> Tile:
-    """Two warps a program and 16 pairs a thread, or fewer where ``rest`` channels are copied beside
-    each row's.
-
-    Measured on an H200 at head widths 64, 128 and 256: 0.89, 0.94 and 0.90 of the copy rate, in
-        place 0.87, 0.93 and 0.89.
-    """
+    """Return the tile for ``half`` pairs a head and ``rest`` further channels that are copied."""
+    # Two warps a program and 16 pairs a thread, fewer if there are channels to copy. Measured on an
+    # H200 at head widths 64, 128 and 256: 0.89, 0.94 and 0.90 of the copy rate; in place 0.87, 0.93
+    # and 0.89.
     block = next_power_of_2(half)
     return Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=2)
 
 
 @triton.jit
 def heads_after(first, positions, length, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Of ``ROWS`` heads, counted through all positions: whether they exist, batch, token and
-    head, each ``[ROWS, 1]``.
+    """Locate ``ROWS`` consecutive heads from number ``first``, counted through all positions.
+
+    Returns:
+        Whether each exists, its batch, its token and its head, each ``[ROWS, 1]``.
     """
     row = first + tl.arange(0, ROWS)[:, None]
     position = row // HEADS
@@ -58,8 +57,8 @@ def heads_after(first, positions, length, HEADS: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def load_pairs(at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The channels a and b of all pairs of the heads that begin ``at``; 0 where there are none."""
-    if INTERLEAVED:  # neighbours are loaded together and parted in registers
+    """Load the channels a and b of all pairs of the heads that begin at ``at``; 0 outside."""
+    if INTERLEAVED:  # neighbours are loaded together and separated in registers
         column = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.load(at + column, mask=inside & (column < 2 * HALF), other=0.0)
         a, b = tl.split(tl.reshape(both, (both.shape[0], BLOCK, 2)))
@@ -93,7 +92,7 @@ def store_pairs(
 def load_turn(
     cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """cos_a, cos_b, sin_a and sin_b in fp32."""
+    """Load cos_a, cos_b, sin_a and sin_b in fp32."""
     cos_a, cos_b = load_pairs(cos_at, inside, HALF, BLOCK, INTERLEAVED)
     sin_a, sin_b = load_pairs(sin_at, inside, HALF, BLOCK, INTERLEAVED)
     return cos_a.to(tl.float32), cos_b.to(tl.float32), sin_a.to(tl.float32), sin_b.to(tl.float32)
@@ -101,14 +100,17 @@ def load_turn(
 
 @triton.jit
 def _rotate_heads(
+    # read, written, read, read, raised
     x_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
     amax_ptr,
+    # the heads of this program
     first,
     positions,
     length,
+    # strides, in elements
     x_batch,
     x_token,
     x_head,
@@ -117,6 +119,7 @@ def _rotate_heads(
     out_head,
     table_batch,
     table_token,
+    # shapes, tile and layout
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -124,6 +127,7 @@ def _rotate_heads(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    # options
     INVERSE: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
@@ -144,7 +148,7 @@ def _rotate_heads(
         rotated_a = a * cos_a - b * sin_a
         rotated_b = b * cos_b + a * sin_b
     store_pairs(out_ptr, rotated_a, rotated_b, inside, HALF, BLOCK, INTERLEAVED)
-    if HAS_AMAX:  # rounded as what is stored, which keeps the order
+    if HAS_AMAX:  # rounding the maximum gives the maximum of the rounded values that are stored
         most = tl.max(tl.maximum(magnitude(rotated_a), magnitude(rotated_b)), 1)
         raise_amax(amax_ptr, most.to(out_ptr.dtype.element_ty).to(tl.float32))
     if REST:
@@ -159,18 +163,22 @@ def _rotate_heads(
 
 @triton.jit
 def copy_heads(
+    # read, written, raised
     x_ptr,
     out_ptr,
     amax_ptr,
+    # the heads of this program
     first,
     positions,
     length,
+    # strides, in elements
     x_batch,
     x_token,
     x_head,
     out_batch,
     out_token,
     out_head,
+    # shapes and tile
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -190,17 +198,23 @@ def copy_heads(
 
 @triton.jit
 def _qk_rope_kernel(
+    # read
     q_ptr,
     k_ptr,
     v_ptr,
+    # written; may be the same memory
     q_out_ptr,
     k_out_ptr,
     v_out_ptr,
+    # read
     cos_ptr,
     sin_ptr,
+    # raised
     amax_ptr,
+    # tokens in all, and of a sequence
     positions,
     length,
+    # strides, in elements
     q_batch,
     q_token,
     q_head,
@@ -221,6 +235,7 @@ def _qk_rope_kernel(
     v_out_head,
     table_batch,
     table_token,
+    # shapes and tile; V_HEADS is 0 if no values are copied
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -230,12 +245,16 @@ def _qk_rope_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
+    # options
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
-    """Of ``Q_HEADS + K_HEADS + V_HEADS`` programs in a row each takes ``ROWS`` heads of the same
-    ``ROWS`` positions; those of values are copied."""
+    """Rotate queries and keys, by the inverse angle if ``INVERSE``, and copy values.
+
+    Each of ``Q_HEADS + K_HEADS + V_HEADS`` consecutive programs takes ``ROWS`` heads of the same
+    ``ROWS`` positions, so these share the tables' rows in the cache.
+    """
     group = tl.program_id(0) // (Q_HEADS + K_HEADS + V_HEADS)
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS + V_HEADS)
     if member < Q_HEADS:
@@ -318,11 +337,12 @@ def _qk_rope_kernel(
 
 
 def strides_of_heads(*tensors: Tensor) -> list[int]:
-    """Of batch, token and head of ``[B, H, S, D]``."""
+    """Return the strides of batch, token and head of each tensor ``[B, H, S, D]``."""
     return [x.stride(dim) for x in tensors for dim in (0, 2, 1)]
 
 
 def strides_of_tables(cos: Tensor) -> tuple[int, int]:
+    """Return the strides of batch and token of a table; 0 for a batch that all share."""
     return cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
 
 
@@ -338,8 +358,16 @@ def _launch(
     copied: tuple[Tensor, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> None:
-    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied``
-    are values and their place, ``amax`` a cell for what is written."""
+    """Launch the kernel.
+
+    Args:
+        q, k, q_out, k_out: ``[B, H or K, S, D]`` with dense channels; inputs and outputs may be
+            the same tensors.
+        cos, sin: ``[1 or B, S, R]``.
+        inverse: rotate back, as the backward pass does.
+        copied: values and the tensor that they are copied to, both ``[B, K, S, D]``.
+        amax: cell that is raised to the largest absolute value of all that is written.
+    """
     batch, q_heads, length, width = q.shape
     if not q.numel():
         return
@@ -410,7 +438,7 @@ def _rotate_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` with channels that lie side by side."""
+    """Return ``x`` with a last dimension of stride 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -424,10 +452,8 @@ class _Rotation(torch.autograd.Function):
         if not in_place:
             return _rotate_both(q, k, cos, sin, interleaved, False)
         _rotate_in_place(q, k, cos, sin, interleaved)
-        return (
-            q.detach(),
-            k.detach(),
-        )  # not mark_dirty, which refuses two views, as q and k of a model are
+        # Not mark_dirty: it refuses views, and a model's q and k are views of one product.
+        return q.detach(), k.detach()
 
     @staticmethod
     @differentiable_once
@@ -446,7 +472,14 @@ def _merged_gradient(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of all three, and its amax, ``absent`` if not wanted."""
+    """Rotate the gradients of q and k back and put all three side by side.
+
+    Args:
+        d_q, d_k, d_v: ``[T, H or K, D]``.
+
+    Returns:
+        ``[T, (H + 2K) · D]``, and its amax cell, ``absent`` if not wanted.
+    """
     d_qkv = gradient_like(d_q, d_k, d_v, padding)
     amax = new_amax(d_q, finds_amax)
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
@@ -467,7 +500,7 @@ def _merged_gradient(
 
 
 def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, padding: int) -> Tensor:
-    """Rows for all three side by side, with padding behind; unwritten."""
+    """Return an empty ``[T, (H + 2K) · D]`` with ``padding`` free columns behind each row."""
     return with_padding(
         d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), padding
     )
@@ -488,7 +521,7 @@ def _(
 
 
 def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views ``[T, H or K, D]`` of ``[T, (H + 2K) · D]``."""
+    """Return queries, keys and values ``[T, H or K, D]`` as views of ``[T, (H + 2K) · D]``."""
     return qkv.unflatten(1, (q_heads + 2 * k_heads, -1)).split((q_heads, k_heads, k_heads), 1)  # type: ignore[return-value]
 
 
@@ -521,13 +554,6 @@ class _MergedRotation(torch.autograd.Function):
         )
 
 
-def _rotate_without_kernel(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool
-) -> tuple[Tensor, Tensor]:
-    rotated = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
-    return tuple(x.copy_(y) for x, y in zip((q, k), rotated)) if in_place else rotated  # type: ignore[return-value]
-
-
 def fused_qk_rope(
     q: Tensor,
     k: Tensor,
@@ -541,15 +567,19 @@ def fused_qk_rope(
     Args:
         q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
         cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R
-            channels as transformers does. Plain torch rotates by those that require a gradient.
-        in_place: overwrite ``q`` and ``k``, which must not be used afterwards: what is returned
-            stands in their place.
+            channels as transformers does. If they require a gradient, plain torch runs instead of
+            the kernel.
+        in_place: overwrite ``q`` and ``k``. Use the returned tensors afterwards, not ``q`` and
+            ``k``.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
+
+    Returns:
+        Rotated queries and keys, shaped like ``q`` and ``k``.
 
     Raises:
         ValueError: shapes do not fit each other.
-        RuntimeError: a leaf that requires a gradient would be overwritten, or an element would be
-            twice.
+        RuntimeError: ``in_place`` would overwrite a leaf that requires a gradient, or rotate an
+            element twice.
     """
     check_rope(q, k, cos, sin)
     packed = q.ndim == 3
@@ -560,10 +590,20 @@ def fused_qk_rope(
         sin = sin.contiguous()
     if in_place:
         _check_places(q, k)
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    run = _Rotation.apply if runs_triton(q, k, cos, sin) and not learned else _rotate_without_kernel
-    of_q, of_k = run(of_q, of_k, cos, sin, interleaved, in_place)
-    # squeeze, since an index would copy the gradient
+    tables_learn = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    if runs_triton(q, k, cos, sin) and not tables_learn:
+        of_q, of_k = _Rotation.apply(of_q, of_k, cos, sin, interleaved, in_place)
+    else:
+        rotated = (
+            _rotate(of_q, cos, sin, interleaved),
+            _rotate(of_k, cos, sin, interleaved),
+        )
+        if in_place:
+            of_q.copy_(rotated[0])
+            of_k.copy_(rotated[1])
+        else:
+            of_q, of_k = rotated
+    # squeeze(0), since the gradient of an index is a copy
     return (
         (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1))
         if packed
@@ -572,7 +612,10 @@ def fused_qk_rope(
 
 
 def _check_places(q: Tensor, k: Tensor) -> None:
-    """Raises RuntimeError unless each element of both can be overwritten by itself."""
+    """Raise RuntimeError unless ``q`` and ``k`` can be rotated in place.
+
+    Neither may be a leaf that learns, and no element may be in memory twice.
+    """
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
         raise RuntimeError(
             "a leaf that requires a gradient would lose its value; rotate it with in_place=False"
@@ -596,19 +639,18 @@ def fused_qkv_rope(
     gradient_padding: int = 0,
     gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a merged product, the first two rotated, in the product's own
-    memory.
+    """Rotate the queries and keys of a merged product in place.
 
     Args:
-        qkv: ``[T, (H + 2K) · D]``, which must not be used afterwards.
+        qkv: ``[T, (H + 2K) · D]``, which is overwritten; use the returned views afterwards.
         cos, sin: ``[T, R]``, as in ``fused_qk_rope``.
         heads: H and K.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         gradient_padding: columns left free behind each row of the gradient.
-        gradient_amax: told the largest absolute value of the gradient.
+        gradient_amax: slot that gets the largest absolute value of the gradient.
 
     Returns:
-        ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
+        Queries ``[T, H, D]``, keys and values ``[T, K, D]``.
 
     Raises:
         ValueError: shapes do not fit each other.
@@ -624,7 +666,7 @@ def fused_qkv_rope(
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raises ValueError unless the shapes fit each other."""
+    """Raise ValueError unless the shapes of queries, keys and tables fit each other."""
     if q.ndim not in (3, 4) or cos.ndim != q.ndim - 1 or cos.shape != sin.shape or k.ndim != q.ndim:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin "
@@ -636,9 +678,9 @@ def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"cos is {cos.shape[-1]} wide: must be even and at most the head's {q.shape[-1]}"
         )
     rows = (q.shape[0], q.shape[2]) if q.ndim == 4 else q.shape[:1]
-    apart = (k.shape[0], *k.shape[2:]) if k.ndim == 4 else (k.shape[0], k.shape[2])
+    without_heads = (k.shape[0], *k.shape[2:]) if k.ndim == 4 else (k.shape[0], k.shape[2])
     if (
-        apart != (*rows, q.shape[-1])
+        without_heads != (*rows, q.shape[-1])
         or cos.shape[-2] != rows[-1]
         or (q.ndim == 4 and cos.shape[0] not in (1, rows[0]))
     ):
@@ -650,6 +692,7 @@ def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 def qk_rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Compute ``fused_qk_rope`` in plain torch, out of place, differentiable by autograd."""
     if q.ndim == 4:
         return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
     of_q, of_k = (_rotate(x.transpose(0, 1), cos, sin, interleaved).transpose(0, 1) for x in (q, k))
@@ -659,7 +702,7 @@ def qk_rope_reference(
 def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
-    """``x`` ``[..., H, S, D]``, tables ``[..., S, R]``."""
+    """Rotate ``x`` ``[..., H, S, D]`` by tables ``[..., S, R]``."""
     width = cos.shape[-1]
     first = x[..., :width]
     rest = x[..., width:]
@@ -670,7 +713,7 @@ def _rotate(
 
 
 def _swap(x: Tensor, interleaved: bool, sign: int = 1) -> Tensor:
-    """(a, b) of each pair becomes (−b, a), times ``sign``."""
+    """Turn each pair (a, b) into ``sign`` · (−b, a)."""
     if interleaved:
         return torch.stack((-sign * x[..., 1::2], sign * x[..., ::2]), -1).flatten(-2)
     first, second = x.chunk(2, -1)

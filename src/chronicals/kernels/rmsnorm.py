@@ -1,16 +1,14 @@
-"""RMSNorm (Zhang and Sennrich, 2019, equation 4), alone or after the addition of a residual, over
-the last dimension.
+"""RMSNorm (Zhang and Sennrich, 2019, equation 4) over the last dimension, alone or after the
+addition of a residual.
 
-    s = x + r                             in the type of the sum, where there is a residual r
+    s = x + r                             in the promoted dtype; without a residual r, s = x
     y = s / sqrt(mean(s²) + eps) · (offset + w)
     ds = rstd · (g − ŝ · mean(g · ŝ)) (+ the gradient of s itself),   g = dy · (offset + w),   ŝ = s · rstd
     dw = Σ_rows dy · ŝ
 
-``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` ``[D]`` or None; ``offset`` is 1 where a model
-stores w − 1 (Gemma). All is computed in fp32 and rounded once. Forward, squares are rounded before
-they are added: which of two a compiler takes into a multiply-add depends on what stands around
-them, and a norm that is made again from the sum alone is what it was, bit by bit. Saved: s, w and
-one fp32 a row. Bytes a row in 16 bit: 4·D forward, 6·D backward; with the residual 8·D and 8·D.
+``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` ``[D]`` or None. ``offset`` is 1 for models that
+store w − 1 (Gemma), else 0. Everything is computed in fp32 and rounded once. Saved for backward: s,
+w and one fp32 a row. Bytes a row in 16 bit: 4·D forward, 6·D backward; with a residual 8·D and 8·D.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from chronicals.kernels.amax import Amax, absent, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     in_rows,
@@ -36,22 +34,20 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.operators import operator
 
-WARPS_A_PROCESSOR = 16
-"""Of the backward pass: as many programs a multiprocessor as make so many warps."""
+RMSNORM_BACKWARD_WARPS = 16
+"""Warps on a multiprocessor in the backward pass; they set the number of programs."""
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """Forward 32 elements a thread, 64 in wide rows; backward one row of 16 a thread, and the next
-    under way.
-
-    Measured on an H200 at widths 896, 2048, 4096, 8192: forward 0.96, 0.97, 0.97, 0.95 of the copy
-        rate, backward 0.90,
-    –, 0.92, 0.92.
-    """
+    """Return the tile for rows of ``width`` elements."""
+    # Measured on an H200 at widths 896, 2048, 4096 and 8192, as a share of the copy rate:
+    # forward 0.96, 0.97, 0.97, 0.95; backward 0.90, –, 0.92, 0.92.
     block = next_power_of_2(width)
     if backward:
+        # 16 elements a thread, since the next rows are loaded while these are reduced.
         rows = max(1, 1024 // block)
         return Tile(rows, block, warps=min(16, max(2, rows * block // 512)))
+    # 32 elements a thread; 64 if the row is wider than 2048.
     rows = {1024: 2, 2048: 1, 4096: 4}.get(block, max(1, 2048 // block))
     return Tile(
         rows, block, warps=min(16, max(2, rows * block // (1024 if block <= 2048 else 2048)))
@@ -60,23 +56,29 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _rmsnorm_forward_kernel(
+    # read
     x_ptr,
     r_ptr,
     w_ptr,
+    # written
     y_ptr,
     s_ptr,
     rstd_ptr,
     amax_ptr,
+    # sizes and strides of rows
     rows,
     width,
     x_stride,
     r_stride,
     y_stride,
+    # numbers of the formula
     eps,
     offset,
+    # options
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -104,30 +106,38 @@ def _rmsnorm_forward_kernel(
 
 @triton.jit
 def _rmsnorm_backward_kernel(
+    # read
     dy_ptr,
     s_ptr,
     w_ptr,
     rstd_ptr,
     extra_ptr,
+    # written
     ds_ptr,
     dw_ptr,
     amax_ptr,
+    # sizes and strides of rows
     rows,
     width,
     dy_stride,
     s_stride,
     extra_stride,
     ds_stride,
+    # of the weight
     offset,
+    # options
     HAS_WEIGHT: tl.constexpr,
     WANTS_WEIGHT: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    # tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes every n-th block of rows, so that its share of dw stays in registers: no
-    atomics, one order.
+    """Write ds, and one share of dw for each program.
+
+    A program takes every n-th block of rows, n being the number of programs, and sums its share of
+    dw in registers. The shares are added afterwards in one order, so results are reproducible.
     """
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -144,7 +154,7 @@ def _rmsnorm_backward_kernel(
         at = row
         s = next_s.to(tl.float32)
         g = next_g.to(tl.float32)
-        row += step  # the next rows are under way while these are reduced
+        row += step  # the next rows are loaded while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
         next_s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0)
         next_g = tl.load(
@@ -181,8 +191,11 @@ def _forward(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, rstd, the sum (``absent`` without a residual) and the amax of y (``absent`` if not
-    wanted); ``x`` is ``[rows, D]``.
+    """Launch the forward kernel on ``x`` ``[rows, D]``.
+
+    Returns:
+        y with ``padding`` free columns behind each row, rstd ``[rows]``, the sum (``absent``
+        without a residual), and the amax cell of y (``absent`` if not wanted).
     """
     y, rstd, total, amax = _outputs(x, residual, weight, padding, finds_amax)
     rows, width = x.shape
@@ -209,6 +222,8 @@ def _forward(
             tile.rows,
             tile.block,
             num_warps=tile.warps,
+            # Which products become multiply-adds depends on the surrounding code. Without fusion
+            # a norm that recomputation makes from the sum alone has the same bits.
             enable_fp_fusion=False,
         )
     return y, rstd, total, amax
@@ -252,14 +267,19 @@ def _backward(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ds, its amax and dw, both ``absent`` if not wanted; ``extra`` is the gradient that reaches
-    the sum by another way.
+    """Launch the backward kernel.
+
+    Args:
+        extra: gradient that reaches the sum s itself, added to ds; or None.
+
+    Returns:
+        ds, its amax cell and dw; the last two are ``absent`` if not wanted.
     """
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(
         triton.cdiv(rows, tile.rows),
-        multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps),
+        multiprocessors(s.device) * max(1, RMSNORM_BACKWARD_WARPS // tile.warps),
     )
     ds = with_padding(s, s.shape, padding)
     amax = new_amax(s, finds_amax)
@@ -325,8 +345,13 @@ class _RMSNorm(torch.autograd.Function):
         paddings: tuple[int, int] = (0, 0),
         amaxes: tuple[Amax | None, Amax | None] = (None, None),
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``forks``: the sum, or x where there is no residual, comes out too, and what reaches
-        it joins in the backward.
+        """Return the norm; with ``forks`` also the sum, or x if there is no residual.
+
+        The gradient of that second output is added to ds inside the backward kernel.
+
+        Args:
+            paddings: free columns behind each row of the norm, and of its input's gradient.
+            amaxes: slots for the amax of the norm, and of its input's gradient.
         """
         rows = in_rows(x)
         weight = None if weight is None else weight.contiguous()
@@ -372,16 +397,18 @@ class _RMSNorm(torch.autograd.Function):
 def fused_rmsnorm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
 ) -> Tensor:
-    """RMSNorm of ``x`` ``[..., D]`` with ``offset + weight`` ``[D]``; differentiable in both.
+    """Normalise ``x`` ``[..., D]`` and multiply by ``offset + weight`` ``[D]``.
+
+    Differentiable in ``x`` and ``weight``.
 
     Returns:
-        ``[..., D]`` in the wider of the types of ``x`` and ``weight``.
+        ``[..., D]`` in the promoted dtype of ``x`` and ``weight``.
 
     Raises:
-        ValueError: ``weight`` is not of the width of ``x``.
+        ValueError: ``weight`` is not ``[D]``.
     """
     _check(x, weight)
-    if runs_triton(x, weight) and x.shape[-1] <= WIDEST:
+    if runs_triton(x, weight) and x.shape[-1] <= MAX_ROW_WIDTH:
         return _RMSNorm.apply(x, None, weight, eps, offset, False)
     return rmsnorm_reference(x, weight, eps, offset)
 
@@ -397,27 +424,29 @@ def fused_add_rmsnorm(
     amax: Amax | None = None,
     gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three
-    tensors.
+    """Add ``residual`` to ``x`` and normalise the sum; all are ``[..., D]``.
+
+    Differentiable in ``x``, ``residual`` and ``weight``.
 
     Args:
-        residual: None where ``x`` is the sum already.
+        residual: None if ``x`` is the sum already.
         padding, gradient_padding: columns left free behind each row of the norm and of the
-            gradient, for ``[T, D]``.
-        amax, gradient_amax: told the largest absolute value of the norm and of the gradient.
+            gradient; only for ``[T, D]``.
+        amax, gradient_amax: slots that get the largest absolute value of the norm and of the
+            gradient.
 
     Returns:
-        The norm, and the sum, which is the residual from here on.
+        The norm, and the sum, which is the next residual.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: ``residual`` or ``weight`` does not fit ``x``.
     """
     _check(x, weight)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike"
+            f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be equal"
         )
-    if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
+    if runs_triton(x, residual, weight) and x.shape[-1] <= MAX_ROW_WIDTH:
         return _RMSNorm.apply(
             x,
             residual,
@@ -442,6 +471,7 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 def rmsnorm_reference(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
 ) -> Tensor:
+    """Compute ``fused_rmsnorm`` in plain torch, differentiable by autograd."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -458,5 +488,6 @@ def add_rmsnorm_reference(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
+    """Compute ``fused_add_rmsnorm`` in plain torch, differentiable by autograd."""
     total = x if residual is None else x + residual
     return rmsnorm_reference(total, weight, eps, offset), total

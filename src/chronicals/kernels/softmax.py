@@ -3,11 +3,12 @@
     y = exp(x − max(x)) / Σ exp(x − max(x))
     dx = y · (dy − Σ dy · y)
 
-``x`` is ``[..., D]`` in fp32, bf16 or fp16; all is computed in fp32 and rounded once. Entries of
-−inf give 0, rows of nothing else NaN, as in torch. Saved: y. Up to ``WIDEST`` elements a program
-holds whole rows; wider ones are read twice, with maximum and sum kept online (Milakov and
-Gimelshein, 2018, algorithm 3). Bytes an element in 16 bit: 4 forward, 6 backward; of wide rows 6
-and 10, less what the second reading finds in the cache.
+``x`` is ``[..., D]`` in fp32, bf16 or fp16; everything is computed in fp32 and rounded once.
+Entries of −inf give 0, and rows of −inf alone give NaN, as in torch. Saved for backward: y.
+
+A program holds whole rows of up to ``MAX_ROW_WIDTH`` elements. Wider rows are read twice; maximum
+and sum come from one online pass (Milakov and Gimelshein, 2018, algorithm 3). Bytes an element in
+16 bit: 4 forward, 6 backward. Wide rows: 6 and 10, less what the second reading finds in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import (
-    WIDEST,
+    MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     in_rows,
@@ -32,11 +33,13 @@ from chronicals.kernels.operators import operator
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """32 elements a thread forward, 16 backward, as far as there are threads. 32 warps of wide
-    rows leave no room for a second program on a multiprocessor: of bf16 rows of 128 Ki elements
-    132 at a time are 35 MB, which the H200's cache of 50 MB keeps for the second reading."""
-    if width > WIDEST:
+    """Return the tile for rows of ``width`` elements."""
+    if width > MAX_ROW_WIDTH:
+        # 32 warps leave no room for a second program on a multiprocessor. So 132 rows are read at
+        # a time; of 128 Ki bf16 elements they are 35 MB, which the H200's cache of 50 MB keeps for
+        # the second reading.
         return Tile(1, 16384 if backward else 32768, warps=32)
+    # 32 elements a thread forward, 16 backward, up to 32 warps.
     block = next_power_of_2(width)
     a_warp = 512 if backward else 1024
     rows = max(1, 4 * a_warp // block)
@@ -88,7 +91,7 @@ def _wide_softmax_forward_kernel(x_ptr, y_ptr, width, x_stride, BLOCK: tl.conste
 
 @triton.jit
 def _finite(highest):
-    """Where all entries so far are −inf, 0: their exp is 0 then, and not that of −inf − (−inf)."""
+    """Return 0 for a maximum of −inf, so that exp(x − maximum) is 0 and not exp(−inf + inf) = NaN."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
@@ -134,11 +137,11 @@ def _wide_softmax_backward_kernel(dy_ptr, y_ptr, dx_ptr, width, dy_stride, BLOCK
 
 @operator("chronicals::softmax_forward")
 def _forward(x: Tensor) -> Tensor:
-    """Of ``x`` ``[rows, D]``."""
+    """Launch the forward kernel on ``x`` ``[rows, D]``."""
     y = x.new_empty(x.shape)
     rows, width = x.shape
     tile = _tile(width, backward=False)
-    if rows and width > WIDEST:
+    if rows and width > MAX_ROW_WIDTH:
         _wide_softmax_forward_kernel[(rows,)](
             x, y, width, x.stride(0), tile.block, num_warps=tile.warps
         )
@@ -159,7 +162,7 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
     dx = y.new_empty(y.shape)
     rows, width = y.shape
     tile = _tile(width, backward=True)
-    if rows and width > WIDEST:
+    if rows and width > MAX_ROW_WIDTH:
         _wide_softmax_backward_kernel[(rows,)](
             dy, y, dx, width, dy.stride(0), tile.block, num_warps=tile.warps
         )
@@ -190,10 +193,10 @@ class _Softmax(torch.autograd.Function):
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Softmax of ``x`` ``[..., D]`` over D, in its type; differentiable.
+    """Return the softmax of ``x`` ``[..., D]`` over D, in the dtype of ``x``; differentiable.
 
     Raises:
-        ValueError: ``x`` has no dimension, or is not of a floating-point type.
+        ValueError: ``x`` has no dimension, or no floating-point dtype.
     """
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(
@@ -206,5 +209,6 @@ def fused_softmax(x: Tensor) -> Tensor:
 
 
 def softmax_reference(x: Tensor) -> Tensor:
+    """Compute ``fused_softmax`` in plain torch, differentiable by autograd."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.softmax(wide, -1).to(x.dtype)

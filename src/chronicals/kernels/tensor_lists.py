@@ -1,5 +1,7 @@
-"""Many tensors in one launch: a table of their addresses, and which of them a program finds its
-chunk in.
+"""Tables of pointers by which one launch works on many tensors.
+
+Tensors are divided into chunks, one for each program. A table holds the addresses of the tensors,
+and for each chunk the tensor that it belongs to.
 """
 
 from __future__ import annotations
@@ -13,38 +15,40 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
-from chronicals.kernels.two_streams import FIRST
+from chronicals.kernels.two_streams import HIGH_PRIORITY
 
-BLOCK = 1024
-CHUNK = 2048
-"""Elements that four warps hold at a time, and of a chunk; AdamW on an H200 is 2 % faster with
-chunks of 2048 than of 8192.
+LIST_BLOCK = 1024
+"""Elements that a program's four warps hold at a time."""
+
+# AdamW on an H200 is 2 % faster with chunks of 2048 than of 8192.
+LIST_CHUNK = 2048
+"""Elements of a chunk, which one program processes."""
+
+MAX_CACHED_TABLES = 64
+"""Tables that are cached. An optimizer has a few for each of its groups and dtypes; updates within
+the backward pass have dozens.
 """
-
-KEPT = 64
-"""Tables that are kept; an optimizer has a few for each of its groups and types, updates in the
-backward pass dozens and more."""
 
 
 @triton.jit
 def pointers(table_ptr, tensor, at, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """To the elements ``at`` of a tensor of a row of the table."""
-    found = tl.load(table_ptr + tensor).to(tl.pointer_type(KIND)) + at
+    """Return pointers to the elements ``at`` of a tensor in a row of the table."""
+    address = tl.load(table_ptr + tensor).to(tl.pointer_type(KIND)) + at
     if ALIGNED:
-        found = tl.max_contiguous(tl.multiple_of(found, 16), BLOCK)
-    return found
+        address = tl.max_contiguous(tl.multiple_of(address, 16), BLOCK)
+    return address
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of tensors, of equal sizes column by column.
+    """Addresses of rows of tensors; the tensors of a column have equal sizes.
 
     Attributes:
         addresses: int64 ``[rows, count]``.
-        sizes: int64 ``[count]``, elements.
-        tensors: int32 ``[chunks]``, the tensor that a chunk lies in.
+        sizes: int64 ``[count]``, elements of each tensor.
+        tensors: int32 ``[chunks]``, the tensor of each chunk.
         firsts: int64 ``[count]``, the first chunk of each tensor.
-        aligned: whether all suit loads of 16 bytes.
+        aligned: whether all addresses and sizes suit loads of 16 bytes.
     """
 
     addresses: Tensor
@@ -55,7 +59,7 @@ class Table:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """What a launch reads."""
+        """The tensors that a launch reads."""
         return [self.addresses, self.sizes, self.tensors, self.firsts]
 
 
@@ -66,20 +70,24 @@ _looked_up: list[list[Tensor]] = []
 
 @contextmanager
 def tables_looked_up() -> Iterator[list[Tensor]]:
-    """Within, in whatever thread: what launches look up; who captures them must hold it as long
-    as they are replayed.
+    """Collect the tables that launches read inside the ``with`` block, in all threads.
+
+    A captured CUDA graph reads them again at each replay, so its owner must keep the list.
     """
-    found: list[Tensor] = []
-    _looked_up.append(found)
+    tables: list[Tensor] = []
+    _looked_up.append(tables)
     try:
-        yield found
+        yield tables
     finally:
-        _looked_up[:] = [other for other in _looked_up if other is not found]
+        _looked_up[:] = [other for other in _looked_up if other is not tables]
 
 
-def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
-    """The table of dense tensors on one device, in chunks of so many elements; kept while they stay
-    where they are.
+def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = LIST_CHUNK) -> Table:
+    """Return the table of dense tensors on one device, cached by their addresses and sizes.
+
+    Args:
+        rows: lists of tensors; those of one column have equal sizes.
+        chunk: elements of a chunk.
 
     Raises:
         ValueError: a row has tensors of other sizes than the first.
@@ -89,61 +97,60 @@ def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
     addresses = tuple(x.data_ptr() for row in rows for x in row)
     key = addresses, sizes, device, chunk
     if key not in _tables:
-        _check_sizes(rows, sizes)
-        if len(_tables) >= KEPT:
+        # A kernel would read and write beyond the ends of smaller tensors.
+        for number, row in enumerate(rows):
+            row_sizes = tuple(x.numel() for x in row)
+            if row_sizes != sizes:
+                raise ValueError(
+                    f"row {number} of the tensors has {row_sizes} elements, the first {sizes}: "
+                    "they must be equal"
+                )
+        if len(_tables) >= MAX_CACHED_TABLES:
             _tables.pop(next(iter(_tables)))
         aligned = all(address % 16 == 0 for address in addresses) and all(
             size % 8 == 0 for size in sizes
         )
         table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1)
-        _tables[key] = Table(_brought(table, device), *_division(sizes, device, chunk), aligned)
-    for found in _looked_up:
-        found += _tables[key].on_device
+        _tables[key] = Table(_to_device(table, device), *_division(sizes, device, chunk), aligned)
+    for tables in _looked_up:
+        tables += _tables[key].on_device
     return _tables[key]
-
-
-def _check_sizes(rows: Sequence[Sequence[Tensor]], sizes: tuple[int, ...]) -> None:
-    """A kernel would read and write beyond the smaller ones."""
-    for number, row in enumerate(rows):
-        own = tuple(x.numel() for x in row)
-        if own != sizes:
-            raise ValueError(
-                f"row {number} of the tensors has {own} elements, the first {sizes}: they must be "
-                "alike"
-            )
 
 
 def _division(
     sizes: tuple[int, ...], device: torch.device, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes, tensors of the chunks, first chunks: the same in every step, though gradients lie
-    elsewhere each time.
+    """Return ``sizes``, ``tensors`` and ``firsts`` of a ``Table``.
+
+    Cached apart from the addresses, which change from step to step if gradients move.
     """
     if (sizes, device, chunk) not in _divisions:
-        if len(_divisions) >= KEPT:
+        if len(_divisions) >= MAX_CACHED_TABLES:
             _divisions.pop(next(iter(_divisions)))
         chunks = torch.tensor([-(-size // chunk) for size in sizes])
         tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
-        found = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
-        _divisions[sizes, device, chunk] = tuple(_brought(x, device) for x in found)  # type: ignore[assignment]
+        columns = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
+        _divisions[sizes, device, chunk] = tuple(_to_device(x, device) for x in columns)  # type: ignore[assignment]
     return _divisions[sizes, device, chunk]
 
 
-def _brought(values: Tensor, device: torch.device) -> Tensor:
-    """On the device; at once, on another stream, where the copy would otherwise be captured."""
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device; during a CUDA graph's capture, immediately on a stream that is not
+    captured.
+    """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return values.to(device, non_blocking=True)
-    with torch.cuda.stream(_beside(device)):
+    with torch.cuda.stream(_uncaptured_stream(device)):
         return values.to(device)
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody captures: torch has few of a priority, and hands them out again and
-    again.
-    """
-    return torch.cuda.Stream(device, priority=2 * FIRST)
+def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
+    # torch has few streams of each priority and hands them out in turn; one of a priority that
+    # nothing else uses is not being captured.
+    return torch.cuda.Stream(device, priority=2 * HIGH_PRIORITY)
 
 
 def of_triton(kind: torch.dtype) -> object:
+    """Return Triton's name of a dtype."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]

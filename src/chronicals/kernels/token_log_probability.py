@@ -1,13 +1,13 @@
-"""Log-probability of each target and entropy of each prediction of a linear head, without whole
-logits.
+"""Log-probability of each target and entropy of each prediction of a linear head, without all
+logits at once.
 
     log p_t = z_t[y_t] − lse_t,   H_t = lse_t − Σ_j p_tj z_tj;   see ``logit_rows`` for z, lse and p
 
     dL/dz_j = g · (1(j = y) − p_j) − e · p_j · (log p_j + H)        g, e: upstream gradients of log p_t and H_t
 
-The upstream gradient differs from token to token, so the backward pass makes the logits again,
-chunk by chunk. Floor: 2·T·D·V operations forward, 6·T·D·V backward; 2·V and 4·V bytes a token. T
-are the rows with a target where their number is known beforehand.
+The upstream gradient differs from token to token, so the backward pass computes the logits again,
+chunk by chunk. Floor: 2·T·D·V operations forward, 6·T·D·V backward; 2·V and 4·V bytes a token. If
+the number of targets that are not ignored is known beforehand, T counts only these rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )
 from chronicals.kernels.logit_rows import (
-    IGNORED,
+    IGNORE_INDEX,
     LossOptions,
     log_probabilities,
     log_probability_gradient_,
@@ -49,7 +49,9 @@ def _forward(
     chunk_size: int,
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p, lse and entropy, each ``[T]``."""
+    """Return log p, lse and entropy, each ``[T]``; ``more`` ``[V, r]`` are further columns of the
+    head.
+    """
     out = _outputs(hidden)
     narrow = side_by_side(weight, more, hidden.dtype)
     buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
@@ -98,9 +100,7 @@ def _backward(
     chunk_size: int,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients of hidden, weight, more and bias that are ``wanted``, else nothing in their
-    place.
-    """
+    """Return the gradients of hidden, weight, more and bias; empty tensors for those not ``wanted``."""
     d_hidden, d_weight, d_more, d_bias = _gradients(hidden, weight, more, bias, wanted)
     narrow = side_by_side(weight, more, hidden.dtype)
     buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
@@ -230,25 +230,23 @@ def token_log_probability(
     entropy: bool = False,
     count: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``log p`` of each target and, if wanted, the entropy of each prediction; float32 ``[T]``
-    both.
+    """Return ``log p`` of each target and the entropy of each prediction, float32 ``[T]`` each.
 
     Args:
-        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` where
-            they require it.
-        targets: int64 ``[T]``; the log-probability of −100 is 0. One outside the vocabulary is an
-            IndexError on the CPU; on a card its log-probability is NaN. The entropy is that of
-            every row, unless ``count`` is given.
+        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` if they
+            require it.
+        targets: int64 ``[T]``; the log-probability of −100 is 0. A target outside the vocabulary
+            raises IndexError on the CPU; on a card its log-probability is NaN.
         adapter: a low-rank addition to the head, differentiable too.
-        scale, softcap: applied to the logits, in this order; ``scale`` is one over a temperature.
-        chunk_size: no more rows of logits than these exist at a time.
-        entropy: whether entropies are wanted; zeros otherwise.
-        count: a bound on how many targets are not −100, where the host knows one: only so many rows
-            go through the products, without a synchronisation, and the entropies of the others are
-            zero.
+        scale, softcap: applied to the logits, in this order; ``scale`` is 1 / temperature.
+        chunk_size: rows of logits that exist at a time, at most.
+        entropy: whether entropies are wanted; if not they are zeros.
+        count: upper bound on the number of targets that are not −100, if the host knows one. Only
+            so many rows then go through the products, without a synchronisation, and ignored rows
+            get entropy 0 instead of their own.
 
     Raises:
-        ValueError: shapes or types do not fit, ``chunk_size`` < 1, or ``softcap`` is not positive.
+        ValueError: shapes or dtypes do not fit, ``chunk_size`` < 1, or ``softcap`` is not positive.
     """
     check_head(hidden, weight, targets, bias, chunk_size, softcap)
     targets = targets.contiguous()
@@ -257,13 +255,13 @@ def token_log_probability(
         (hidden, targets) if rows is None else (hidden.index_select(0, rows), targets[rows])
     )
     picked, more = with_adapter(picked, weight, adapter)
-    found: tuple[Tensor, Tensor] = _TokenLogProbability.apply(
+    results: tuple[Tensor, Tensor] = _TokenLogProbability.apply(
         picked, weight, more, bias, wanted, scale, softcap, chunk_size, entropy
     )
     if rows is None:
-        return found
-    log_p, entropies = (x.new_zeros(len(targets)).index_copy(0, rows, x) for x in found)
-    return log_p, torch.where(targets == IGNORED, 0.0, entropies)
+        return results
+    log_p, entropies = (x.new_zeros(len(targets)).index_copy(0, rows, x) for x in results)
+    return log_p, torch.where(targets == IGNORE_INDEX, 0.0, entropies)
 
 
 def token_log_probability_reference(
@@ -276,7 +274,7 @@ def token_log_probability_reference(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, with all logits at once; entropies always."""
+    """Compute log-probabilities and entropies in plain torch with all logits at once."""
     x = torch.nn.functional.linear(hidden, weight, bias)
     if adapter is not None:
         x = (
@@ -288,7 +286,7 @@ def token_log_probability_reference(
     z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z, 1)
-    ignored = targets == IGNORED
+    ignored = targets == IGNORE_INDEX
     return (
         log_p.gather(1, targets.masked_fill(ignored, 0)[:, None])
         .squeeze(1)

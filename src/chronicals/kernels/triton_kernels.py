@@ -1,6 +1,4 @@
-"""The kernels under the name of a module that older scripts import, and the self-test that such
-scripts call.
-"""
+"""Re-export the kernels under a module name that older scripts import, with their self-test."""
 
 from chronicals.kernels import *  # noqa: F403
 from chronicals.kernels import __all__ as KERNELS
@@ -10,8 +8,8 @@ __all__ = [*KERNELS, "test_rmsnorm"]
 
 
 def test_rmsnorm() -> None:
-    """Compare RMSNorm, alone and with the residual addition before it, with its definition in fp64
-    on this machine.
+    """Compare RMSNorm, alone and after a residual addition, with its definition in fp64 on this
+    machine.
 
     Prints "RMSNorm test passed!".
 

@@ -1,8 +1,8 @@
-"""Two calls at the same time on one card.
+"""Run two calls on two streams of one card.
 
-A product whose tiles are fewer than the multiprocessors, or a little more than a whole number of
-times as many, leaves some idle. Another one beside it fills them, and only them where its stream
-comes second; two of one rank take turns, which gains nothing.
+A product whose number of tiles is no multiple of the multiprocessors leaves some of them idle in
+its last wave. A second product on a stream of lower priority fills these and takes no others. On
+streams of equal priority the two would take turns, which gains nothing.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Callable
 
 import torch
 
-FIRST = -1
-"""Priority of a stream whose work another one may stand beside; that of all streams, unless said
-otherwise, is 0, the last.
-"""
+HIGH_PRIORITY = -1
+"""CUDA priority of a stream beside which another may work. CUDA's default, the lowest, is 0."""
 
 
 def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
-    """Both calls; whatever follows on the current stream finds both done.
+    """Run both calls; work enqueued later on the current stream sees both finished.
 
-    At the same time where the current stream goes before others, else one after the other, with the
-    same results.
+    They overlap if the current stream has ``HIGH_PRIORITY`` or a higher one. Otherwise, and on the
+    CPU, they run one after the other, with the same results.
 
     Args:
-        first: what takes the multiprocessors it wants.
-        beside: what takes the rest. It must not write what the other reads or writes, nor read what
-            that writes.
+        first: runs on the current stream.
+        beside: runs on a stream of the lowest priority, on the multiprocessors that ``first``
+            leaves idle. It must not write what ``first`` reads or writes, nor read what it writes.
+        device: the device of both.
     """
-    if device.type != "cuda" or (current := torch.cuda.current_stream(device)).priority > FIRST:
+    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if current is None or current.priority > HIGH_PRIORITY:
         first()
         beside()
         return
-    other = _last(device)
+    other = _lowest_stream(device)
     other.wait_stream(current)
     try:
         with torch.cuda.stream(other):
@@ -44,5 +44,5 @@ def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch
 
 
 @functools.cache
-def _last(device: torch.device) -> torch.cuda.Stream:
+def _lowest_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

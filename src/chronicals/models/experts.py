@@ -1,31 +1,13 @@
-"""Experts of a model: what their weights are called in its files, and where transformers 5 puts
-them.
-
-Files hold a matrix an expert, ``layers.3.mlp.experts.7.up_proj.weight`` (Mixtral's
-``block_sparse_moe.experts.7.w3``). A loaded model has two parameters a layer,
-``experts.gate_up_proj`` ``[E, 2 I, D]``, whose upper half is the gate, and ``experts.down_proj``
-``[E, D, I]``. Some families are stored so, too, and some of those with transposed experts.
-"""
+"""Experts of a loaded model: a watch over what their stacked matrices are multiplied with."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-ONE = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
-STACKED = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)(_bias)?")
-
-GATE = "gate_proj"
-UP = "up_proj"
-DOWN = "down_proj"
-ROLES = {GATE: GATE, "w1": GATE, UP: UP, "w3": UP, DOWN: DOWN, "w2": DOWN}
-"""What a matrix of an expert is, by its name in files."""
 
 PRODUCTS = ("linear", "matmul", "__matmul__")
 """Names of torch's functions that multiply something with an expert's matrix, which is their
@@ -35,46 +17,6 @@ second argument.
 Through = Callable[[str, int, Tensor], Tensor]
 """Called with the path of a stacked parameter, the number of an expert and what is multiplied
 with its matrix, ``[n, in]``; gives what is multiplied in its place."""
-
-
-@dataclass(frozen=True)
-class Expert:
-    """A matrix of an expert.
-
-    Attributes:
-        layer, number: of the decoder layer, and of the expert in it.
-        role: ``GATE``, ``UP`` or ``DOWN``.
-    """
-
-    layer: int
-    number: int
-    role: str
-
-    @classmethod
-    def named(cls, name: str) -> Expert | None:
-        """By the name of a tensor in a file; None for what is no expert's matrix."""
-        found = ONE.fullmatch(name)
-        return (
-            cls(int(found[1]), int(found[2]), ROLES[found[3]])
-            if found and found[3] in ROLES
-            else None
-        )
-
-    @property
-    def stack(self) -> tuple[int, str]:
-        """The layer and the name of the parameter that it is a part of."""
-        return self.layer, "down_proj" if self.role == DOWN else "gate_up_proj"
-
-    def within(self, stack: Tensor) -> Tensor:
-        """The part of that parameter, not transposed, that it is."""
-        whole = stack[self.number]
-        return whole if self.role == DOWN else whole.chunk(2)[self.role == UP]
-
-
-def stack_named(name: str) -> tuple[int, str] | None:
-    """The layer and the name of a parameter of stacked experts; None for any other."""
-    found = STACKED.fullmatch(name)
-    return (int(found[1]), found[2]) if found and not found[3] else None
 
 
 def speaks_of_experts(config: Any) -> bool:

@@ -1,9 +1,10 @@
 """A model out of a GGUF file, whose linear layers keep their weights in the file's blocks.
 
-Every tensor finds its place by the tables that write such files, inverted (``gguf_tensors.py``).
-Rows of q and k that llama.cpp has in another order are moved whole, with all their blocks, so that
-not a bit of them changes. What is no plain linear layer of a decoder layer (embedding, head, norms,
-stacked experts), and types without a kernel, are dequantised once; the log names them.
+Every tensor finds its place by the inverse of the tables that write such files
+(``formats/gguf/tensors.py``). Rows of q and k that llama.cpp has in another order are moved whole,
+with all their blocks, so that no bit of them changes. Weights that are not of plain linear layers
+in decoder layers (embedding, head, norms, stacked experts), and types without a kernel, are
+dequantised once; the log names them.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from chronicals.kernels.gguf_blocks import KINDS
+from chronicals.formats.gguf.configuration import config_of
+from chronicals.formats.gguf.families import family_of
+from chronicals.formats.gguf.reader import GGUFFile, fingerprint
+from chronicals.formats.gguf.rotation import extra_tensors
+from chronicals.formats.gguf.tensors import RestoredTensors, TensorPiece, pieces_of
+from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.models.four_bits import linear_layers
-from chronicals.models.gguf_config import config_of
-from chronicals.models.gguf_families import extra_tensors, family_of
-from chronicals.models.gguf_reader import File, fingerprint
-from chronicals.models.gguf_tensors import Piece, pieces_of
 from chronicals.quantization import Blocks, LinearGGUF
 
 logger = logging.getLogger(__name__)
 
 GGUF_FILE = "_chronicals_gguf"
-"""Attribute of a model that was loaded from a GGUF file: its name and SHA-256."""
+"""Attribute of a model loaded from a GGUF file: the file's name and SHA-256."""
 
-WHOLE = ("F32", "F16", "BF16")
-"""Types that are not quantised."""
+UNQUANTISED_TYPES = ("F32", "F16", "BF16")
 
 
 def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
-    """A causal language model in host memory, in evaluation mode.
+    """Load a causal language model into host memory, in evaluation mode.
 
     Args:
-        dtype: of what is not in blocks, and of what blocks are dequantised to.
-        packed: layers keep the file's blocks; otherwise all is dequantised.
+        dtype: of weights that are not in blocks, and of dequantised values.
+        packed: layers keep the file's blocks; otherwise all weights are dequantised.
 
     Raises:
-        NotExpressible: it is of an architecture, or has settings or tensors, that are not proved
-            here; the message names them.
+        NotExpressible: the architecture, a setting or a tensor is not proved here; the message
+            names it.
         ValueError: the package gguf is missing, or the file is damaged.
     """
-    file = File(path)
+    file = GGUFFile(path)
     config = config_of(file)
     model = _empty(config, dtype)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -55,7 +56,7 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
     layers = _packable(model, file, pieces) if packed else {}
     for path_in_model, piece in layers.items():
         _put(model, path_in_model, file, piece, dtype)
-    restored = file.restored(pieces, shapes)
+    restored = RestoredTensors(pieces, shapes, file.read)
     assert set(restored) == shapes.keys(), "a parameter would have no value"
     with torch.no_grad():
         for name in restored:
@@ -67,7 +68,7 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """The model with memory that is not written, and so not taken, until a weight is."""
+    """Build the model without initial values, whose memory is not taken until it is written."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -77,41 +78,47 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _check_tensors(file: File, pieces: list[Piece], extra: set[str]) -> None:
-    """Raises ValueError where the file has other tensors than the model, or of other shapes."""
+def _check_tensors(file: GGUFFile, pieces: list[TensorPiece], extra: set[str]) -> None:
+    """Raise ValueError if the file has other tensors than the model, or of other shapes."""
     expected = {piece.name: piece.shape for piece in pieces}
     missing = sorted(expected.keys() - file.tensors.keys())
     unknown = sorted(file.tensors.keys() - expected.keys() - extra)
     if missing or unknown:
-        named = [f"lacks {', '.join(missing[:3])}"] * bool(missing) + [
-            f"has {', '.join(unknown[:3])}"
-        ] * bool(unknown)
+        differences = []
+        if missing:
+            differences.append(f"lacks {', '.join(missing[:3])}")
+        if unknown:
+            differences.append(f"has {', '.join(unknown[:3])}")
         raise ValueError(
-            f"{file.path}: {' and '.join(named)}, otherwise than the model that its settings "
-            "describe: it is cut or of another "
-            "version of the architecture; download it again, or take the model's own safetensors"
+            f"{file.path}: {' and '.join(differences)}, otherwise than the model that its settings "
+            "describe: it is cut or of another version of the architecture; download it again, or "
+            "take the model's own safetensors"
         )
     for name, shape in expected.items():
-        if file.shape_of(name) != tuple(shape):
-            there = list(file.shape_of(name))
+        stored = file.shape_of(name)
+        if stored != tuple(shape):
             raise ValueError(
-                f"{file.path}: {name} is {there}, by its settings {list(shape)}; download it again"
+                f"{file.path}: {name} is {list(stored)}, by its settings {list(shape)}; download "
+                "it again"
             )
 
 
-def _packable(model: Any, file: File, pieces: list[Piece]) -> dict[str, Piece]:
-    """Plain linear layers of decoder layers whose weight the file has in blocks that there is a
-    kernel for, by their paths.
+def _packable(model: Any, file: GGUFFile, pieces: list[TensorPiece]) -> dict[str, TensorPiece]:
+    """Return the layers that keep the file's blocks, by path, with the pieces of their weights.
+
+    They are plain linear layers of decoder layers whose blocks have a kernel.
     """
-    of = {piece.sources[0]: piece for piece in pieces if len(piece.sources) == 1}
-    found = {path: of[f"{path}.weight"] for path in linear_layers(model) if f"{path}.weight" in of}
-    return {path: piece for path, piece in found.items() if file.type_of(piece.name) in KINDS}
+    by_source = {piece.sources[0]: piece for piece in pieces if len(piece.sources) == 1}
+    layers = {}
+    for path in linear_layers(model):
+        piece = by_source.get(f"{path}.weight")
+        if piece is not None and file.type_of(piece.name) in GGUF_KINDS:
+            layers[path] = piece
+    return layers
 
 
-def _put(model: Any, path: str, file: File, piece: Piece, dtype: torch.dtype) -> None:
-    """A layer over the file's blocks in place of a plain one; whole rows are put in the model's
-    order.
-    """
+def _put(model: Any, path: str, file: GGUFFile, piece: TensorPiece, dtype: torch.dtype) -> None:
+    """Replace a plain layer by one over the file's blocks, with rows in the model's order."""
     linear: nn.Linear = model.get_submodule(path)
     ((_, _, rows),) = piece.backward(file.blocks(piece.name))
     weight = Blocks.of(rows.contiguous(), file.type_of(piece.name), dtype)
@@ -120,25 +127,30 @@ def _put(model: Any, path: str, file: File, piece: Piece, dtype: torch.dtype) ->
 
 
 def _report(
-    file: File, pieces: list[Piece], layers: Mapping[str, Piece], dtype: torch.dtype
+    file: GGUFFile,
+    pieces: list[TensorPiece],
+    layers: Mapping[str, TensorPiece],
+    dtype: torch.dtype,
 ) -> None:
-    kept = [file.type_of(piece.name) for piece in layers.values()]
-    counted = ", ".join(f"{kept.count(kind)} in {kind}" for kind in sorted(set(kept)))
+    """Log the types of layers that keep their blocks, and the tensors that were dequantised."""
+    types = [file.type_of(piece.name) for piece in layers.values()]
+    counts = ", ".join(f"{types.count(name)} in {name}" for name in sorted(set(types)))
     logger.info(
         "%s: %d linear layers stay as they are (%s)",
         file.path.name,
-        len(kept),
-        counted or "none is quantised",
+        len(types),
+        counts or "none is quantised",
     )
-    inside = {piece.name for piece in layers.values()}
-    others: dict[str, None] = {}
+    packed = {piece.name for piece in layers.values()}
+    dequantised: dict[str, None] = {}
     for piece in pieces:
-        if piece.name not in inside and (kind := file.type_of(piece.name)) not in WHOLE:
-            others[f"{re.sub(r'[.][0-9]+[.]', '.*.', piece.name)} ({kind})"] = None
-    if others:
+        kind = file.type_of(piece.name)
+        if piece.name not in packed and kind not in UNQUANTISED_TYPES:
+            dequantised[f"{re.sub(r'[.][0-9]+[.]', '.*.', piece.name)} ({kind})"] = None
+    if dequantised:
         logger.info(
             "%s: dequantised once, to %s: %s",
             file.path.name,
             str(dtype).removeprefix("torch."),
-            ", ".join(others),
+            ", ".join(dequantised),
         )

@@ -11,6 +11,9 @@ import torch
 from safetensors import SafetensorError
 
 from chronicals.config.paths import lasting
+from chronicals.formats.gguf.configuration import config_of
+from chronicals.formats.gguf.reader import GGUFFile, gguf_of
+from chronicals.formats.gguf.tokenizer import tokenizer_of
 from chronicals.model_shape import ModelShape
 from chronicals.models.base_format import BaseFormat, OtherBase
 from chronicals.models.completeness import check_whole
@@ -23,10 +26,7 @@ from chronicals.models.four_bits import (
 )
 from chronicals.models.fp8_blocks import METHOD as IN_FP8
 from chronicals.models.fp8_blocks import dequantising
-from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.gguf_reader import File, gguf_of
-from chronicals.models.gguf_tokenizer import tokenizer_of
 from chronicals.models.hub_names import check_exists
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
 from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
@@ -63,7 +63,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     if (file := gguf_of(name)) is not None:
-        return tokenizer_of(File(file))
+        return tokenizer_of(GGUFFile(file))
     return as_declared(
         _load(AutoTokenizer, "tokenizer", name, trust_remote_code), name, trust_remote_code
     )
@@ -79,7 +79,7 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
 
     check_versions()
     if (file := gguf_of(name)) is not None:
-        return config_of(File(file))
+        return config_of(GGUFFile(file))
     return _load(AutoConfig, "configuration", name, trust_remote_code)
 
 

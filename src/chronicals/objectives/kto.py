@@ -23,7 +23,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.kinds.judged_answers import JUDGED
-from chronicals.data.making.store import LABEL, SIDE
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
 from chronicals.objectives.definitions import document_of, log_ratio
@@ -93,9 +93,11 @@ class KTO(WithReference):
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
         reference = self.reference_sums(model, batch)
         sums = document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)
-        mismatched = batch.segments[SIDE] == MISMATCHED
+        mismatched = batch.segments[SIDE_COLUMN] == MISMATCHED
         total = torch.where(mismatched, sums - reference, 0.0).sum()
-        own = batch.segments[SIDE] == OWN  # the only answers that are trained, by routers too
+        own = (
+            batch.segments[SIDE_COLUMN] == OWN
+        )  # the only answers that are trained, by routers too
         batch = replace(batch, segments={**batch.segments, REFERENCE: reference, COUNTED: own})
         return batch, {KL: Term(total, 0.0, PER_MISMATCHED)}
 
@@ -103,8 +105,8 @@ class KTO(WithReference):
         given = self.settings
         segments = batch.segments
         scores = score_tokens(model, batch, self.chunk_size)
-        own = segments[SIDE] == OWN
-        good = segments[LABEL] == 1
+        own = segments[SIDE_COLUMN] == OWN
+        good = segments[LABEL_COLUMN] == 1
         log_p = document_sums(scores.log_p, batch)
         r = log_p - segments[REFERENCE]
         kl = segments[KL].clamp(min=0)

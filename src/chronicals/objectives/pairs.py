@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.data.making.store import SIDE
-from chronicals.data.packs.loader import GROUP
+from chronicals.data.making.store import SIDE_COLUMN
+from chronicals.data.packs.step_memory import GROUP_SEGMENT
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.definitions import document_of
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
@@ -80,8 +80,8 @@ def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
     """Return, for each item, the entry of ``values`` ``[N]`` of its document of this side, ``[G]``;
     0 for none.
     """
-    group = batch.segments[GROUP]
-    here = batch.segments[SIDE] == side
+    group = batch.segments[GROUP_SEGMENT]
+    here = batch.segments[SIDE_COLUMN] == side
     place = torch.where(here, group, len(values))
     return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
 

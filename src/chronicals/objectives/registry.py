@@ -11,7 +11,7 @@ import pydantic
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.foreign import no_such_field, no_such_objective, setting_called
 from chronicals.config.sections import SHARED
-from chronicals.data.kinds.rows import TRAINED
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
 
@@ -56,7 +56,7 @@ def build_objective(config: ChronicalsConfig) -> Objective:
                 "them out, or set "
                 f"objective={section!r}"
             )
-    if set(OBJECTIVES[name].row_kinds).isdisjoint(TRAINED):
+    if set(OBJECTIVES[name].row_kinds).isdisjoint(DOCUMENT_KINDS):
         _check_answers_alone(config)
     built = OBJECTIVES[name](
         _checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.kinds.rows import TRAINED
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.moe.router_settings import RouterSettings
@@ -108,7 +108,7 @@ class Objective(ABC):
     """
 
     Settings: ClassVar[type] = NoSettings
-    row_kinds: ClassVar[tuple[str, ...]] = TRAINED
+    row_kinds: ClassVar[tuple[str, ...]] = DOCUMENT_KINDS
     papers: ClassVar[tuple[Paper, ...]] = ()
     of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class Objective(ABC):
     @classmethod
     def shares_prompts(cls) -> bool:
         """Return whether answers to one prompt come in an item, with the prompt in a pack once."""
-        return not set(cls.row_kinds) <= set(TRAINED)
+        return not set(cls.row_kinds) <= set(DOCUMENT_KINDS)
 
     @classmethod
     def load(

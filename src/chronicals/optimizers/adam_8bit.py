@@ -1,8 +1,7 @@
-"""AdamW with both moments in 8 bits (Dettmers et al., 2022), 2.03 bytes a weight where fp32 takes
-8.
+"""AdamW with both moments in 8 bits (Dettmers et al., 2022): 2.03 bytes a weight instead of 8.
 
-Vectors and small matrices keep moments in fp32, as do groups that ask for it: embeddings should,
-for their gradients differ most from one row to another (ibid., section 2.3).
+Vectors and small matrices keep fp32 moments, and so do groups that ask for it. Embeddings should,
+since their gradients differ most between rows (ibid., section 2.3).
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.adamw_8bit import SIZE, quantize_moment
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, quantize_moment
 from chronicals.optimizers.adamw import FusedAdamW
 
-SMALLEST = 4096
-"""Weights with fewer elements keep moments in fp32."""
+MIN_8BIT_ELEMENTS = 4096
+"""Weights with fewer elements keep fp32 moments."""
 
 
 class Adam8bit(FusedAdamW):
     """``FusedAdamW`` whose moments are in 8 bits.
 
     Args:
-        params: tensors or groups; ``"full_moments"`` in a group says of all its weights whether
-            theirs are in fp32.
+        params: tensors or groups; ``"full_moments"`` in a group decides for all its weights
+            whether their moments are in fp32.
         options: further arguments of ``FusedAdamW``.
     """
 
@@ -33,32 +32,30 @@ class Adam8bit(FusedAdamW):
         super().__init__(params, **{"state_dtype": torch.float32, **options})
 
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Codes of zeros, ``exp_avg`` and ``exp_avg_sq``, uint8, and their scales, fp32; or
-        moments in fp32.
-        """
-        if self._group_of(parameter).get("full_moments", not _is_large(parameter)):
+        """Return initial moments: uint8 codes of zero with fp32 scales, or fp32 moments."""
+        group = next(
+            group
+            for group in self.param_groups
+            if any(parameter is member for member in group["params"])
+        )
+        if group.get("full_moments", not _is_large(parameter)):
             return super()._new_moments(parameter)
-        found: dict[str, Tensor] = {}
+        states: dict[str, Tensor] = {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             codes, _ = quantize_moment(torch.zeros(1), signed)
-            scales = torch.empty(-(-parameter.numel() // SIZE), device="meta")
-            found[name] = self._filled(parameter, parameter, int(codes), torch.uint8)
-            found[f"{name}_amax"] = self._filled(parameter, scales, 0)
-        return found
-
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        return next(
-            group for group in self.param_groups if any(parameter is own for own in group["params"])
-        )
+            scales = torch.empty(-(-parameter.numel() // MOMENT_BLOCK), device="meta")
+            states[name] = self._filled(parameter, parameter, int(codes), torch.uint8)
+            states[f"{name}_amax"] = self._filled(parameter, scales, 0)
+        return states
 
 
 def _is_large(parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and parameter.numel() >= SMALLEST
+    return parameter.ndim >= 2 and parameter.numel() >= MIN_8BIT_ELEMENTS
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Of the weights whose rows are looked up: a tied head is one, so are adapters of an
-    embedding and trained tokens.
+    """Return the ids of embedding weights, including tied heads, adapters of embeddings and trained
+    tokens.
     """
     tables = {
         id(p)
@@ -74,26 +71,25 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``groups`` with the embeddings and the small weights of ``model`` split off each, into a
-    group whose moments ``Adam8bit`` keeps in fp32."""
+    """Split each group in two: weights with 8-bit moments, and weights whose moments ``Adam8bit``
+    keeps in fp32, namely the embeddings and small weights of ``model``.
+    """
     narrow = {id(p) for p in moments_in_8_bits(model)}
-    found = []
+    halves = []
     for group in groups:
         for full in (False, True):
-            found.append(
+            halves.append(
                 {
                     **group,
                     "params": [p for p in group["params"] if (id(p) not in narrow) == full],
                     "full_moments": full,
                 }
             )
-    return [group for group in found if group["params"]]
+    return [group for group in halves if group["params"]]
 
 
 def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
-    """The trained weights of ``model`` whose moments are in 8 bits, in groups of
-    ``keep_full_moments``.
-    """
+    """Return the trained weights of ``model`` whose moments are in 8 bits by ``keep_full_moments``."""
     tables = _embeddings(model)
     return [
         p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables
@@ -101,11 +97,11 @@ def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
 
 
 def moment_bytes(model: nn.Module, weights: Iterable[Tensor]) -> int:
-    """Of both moments of these trained weights of ``model``, scales included, in groups of
-    ``keep_full_moments``.
+    """Return the bytes of both moments of some trained weights of ``model``, scales included, if
+    their groups are from ``keep_full_moments``.
     """
     narrow = {id(p) for p in moments_in_8_bits(model)}
     return sum(
-        2 * (p.numel() + 4 * -(-p.numel() // SIZE)) if id(p) in narrow else 8 * p.numel()
+        2 * (p.numel() + 4 * -(-p.numel() // MOMENT_BLOCK)) if id(p) in narrow else 8 * p.numel()
         for p in weights
     )

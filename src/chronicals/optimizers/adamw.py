@@ -4,10 +4,10 @@
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
 States are fp32, or bf16 with stochastic rounding. A bf16 weight is the upper half of its fp32
-master, the lower half is a state (see ``kernels/master.py``), so small updates are not lost;
-without a master, the weight is rounded stochastically, too. The learning rate, the clipping factor
-and whether to apply the step are tensors on the device: there is no host synchronisation, a step
-can be captured in a CUDA graph, and one with ``apply`` False changes no bit.
+master and the lower half is a state (see ``kernels/master.py``), so small updates are not lost.
+Without a master the weight is rounded stochastically. The learning rate, the clipping factor and
+whether to apply the step are tensors on the device, so the host never waits, a CUDA graph can
+capture a step, and a step with ``apply`` False changes no bit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from chronicals.optimizers.host_states import HostStates
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW that trains bf16 weights as fp32 weights: exactly with a master, in the mean without.
+    """AdamW that updates bf16 weights like fp32 ones: exactly with a master, on average without.
 
     Args:
         params: tensors or groups; a group may set ``lr`` and ``weight_decay``.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        state_dtype: of both moments, fp32 or bf16.
-        master: whether bf16 matrices have an fp32 master; bf16 vectors always have one, for they
+        state_dtype: dtype of both moments, fp32 or bf16.
+        master: whether bf16 matrices have an fp32 master; bf16 vectors always have one, since they
             need little memory.
-        host: keeps states of large weights in host memory; read them by ``state_of`` then, not by
-            ``state``.
+        host: keeps the states of large weights in host memory. Then read them by ``state_of``, not
+            by ``state``.
 
     Raises:
         ValueError: a value is out of range.
@@ -81,18 +81,19 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self._rates = {}
         self._versions = {
-            parameter: _stamp(parameter) for parameter, own in self.state.items() if "low" in own
+            parameter: _stamp(parameter)
+            for parameter, states in self.state.items()
+            if "low" in states
         }
-        if (
-            state.get("host") is not None
-        ):  # a copy, whose states were copied to memory that is not pinned
-            for parameter, own in self.state.items():
+        if state.get("host") is not None:
+            # A deep copy has its states in ordinary memory; move them to pinned memory.
+            for parameter, states in self.state.items():
                 moved = {
                     name: self._filled(parameter, x, 0).copy_(x)
-                    for name, x in own.items()
+                    for name, x in states.items()
                     if name != "step"
                 }
-                own |= moved
+                states |= moved
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -103,13 +104,17 @@ class FusedAdamW(torch.optim.Optimizer):
         apply: Tensor | None = None,
         used: Mapping[Tensor, Tensor] | None = None,
     ) -> float | None:
-        """One update from ``p.grad``.
+        """Update all weights from their ``grad``.
 
         Args:
+            closure: computes the loss, as in torch.
             factor: scalar tensor by which every gradient is multiplied (clipping, loss scale).
             apply: scalar bool tensor; if False, no weight and no state changes.
             used: scalar bool tensor for each weight; if False, this weight and its states do not
                 change.
+
+        Returns:
+            The loss of ``closure``, or None.
         """
         loss = None
         if closure is not None:
@@ -126,14 +131,14 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_of(self, parameters: Sequence[Tensor], apply: Tensor | None = None) -> None:
-        """Update these weights only. Call ``refresh_rates`` once before the parts of a step.
+        """Update only these weights. Call ``refresh_rates`` once before the parts of a step.
 
         Raises:
             ValueError: a weight is in no group.
         """
-        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for parameter in parameters:
-            if id(parameter) not in held:
+            if id(parameter) not in known:
                 raise ValueError(
                     f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
                 )
@@ -151,8 +156,8 @@ class FusedAdamW(torch.optim.Optimizer):
         with nullcontext() if self.host is None else self.host.updating():
             for number, group, tensors in launches:
                 if used is not None:
-                    own = torch.stack([used[weight] for weight in tensors.weights])
-                    apply = own if everywhere is None else own & everywhere
+                    flags = torch.stack([used[weight] for weight in tensors.weights])
+                    apply = flags if everywhere is None else flags & everywhere
                 rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
                 options = rate, group["betas"], group["eps"], group["weight_decay"], factor, apply
                 if self.host is not None:
@@ -165,45 +170,48 @@ class FusedAdamW(torch.optim.Optimizer):
                     self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
 
     def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
-        """The kernel launches for the parameters that have a gradient: number of the group, the
-        group, the tensors.
+        """Return the kernel launches for the parameters that have a gradient, each with the number
+        of its group, the group and the tensors.
         """
         wanted = {id(parameter) for parameter in parameters}
-        found = []
+        launches = []
         for number, group in enumerate(self.param_groups):
-            own = [parameter for parameter in group["params"] if id(parameter) in wanted]
-            found += [(number, group, tensors) for tensors in self._by_type(own).values()]
-        return found
+            members = [parameter for parameter in group["params"] if id(parameter) in wanted]
+            launches += [(number, group, tensors) for tensors in self._by_type(members).values()]
+        return launches
 
     def refresh_rates(self) -> None:
-        """Copy every group's ``lr`` to the scalar on the device that updates read. Call it
-        before a captured step is replayed."""
+        """Copy every group's ``lr`` to the device scalar that updates read.
+
+        Call this before a captured step is replayed. During a capture it does nothing.
+        """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         for number, group in enumerate(self.param_groups):
             for device in {p.device for p in group["params"] if p.is_cuda}:
                 rate = torch.tensor(group["lr"], dtype=torch.float32).pin_memory()
-                held = self._rates.setdefault((number, device), torch.empty((), device=device))
-                held.copy_(rate, non_blocking=True)
+                scalar = self._rates.setdefault((number, device), torch.empty((), device=device))
+                scalar.copy_(rate, non_blocking=True)
 
     @torch.no_grad()
     def looked_up(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The tables that an update of these parameters reads, built now; a captured update
-        needs them.
+        """Build and return the tables that an update of these parameters reads.
+
+        Call this before an update is captured in a CUDA graph, and keep the result with the graph.
         """
-        found: list[Tensor] = []
+        tables: list[Tensor] = []
         launched = [tensors for _, _, tensors in self._launches(parameters)]
         if self.host is not None:
             with self.host.updating():
                 launched = [part for tensors in launched for part in self.host.parts_of(tensors)]
         for tensors in launched:
             if tensors.weights[0].is_cuda:
-                found += (
+                tables += (
                     looked_up_in_8_bits(tensors)
                     if isinstance(tensors, QuantizedTensors)
                     else looked_up(tensors)
                 )
-        return found
+        return tables
 
     def state_dict(self) -> dict[str, Any]:
         self._wait()
@@ -211,34 +219,37 @@ class FusedAdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     def settle(self) -> None:
-        """Reset the lower half of a master to zero where other code wrote the weight. A replayed
-        step does not check for that."""
+        """Reset the lower half of each master whose weight other code has written.
+
+        Eager updates do this themselves; a replayed CUDA graph does not check.
+        """
         for parameter in self._versions:
-            self._own(parameter)
+            self._states(parameter)
 
     def _wait(self) -> None:
-        """Until states in host memory are there."""
+        """Wait until copies of states to host memory have ended."""
         if self.host is not None:
             self.host.wait()
 
     def weights_moved(self) -> None:
-        """Call this after weights moved to another storage with the same values: the lower
-        halves of masters stay valid.
+        """Keep the lower halves of masters after weights moved to another storage.
+
+        Call this after such a move; the values must be the same.
         """
         self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
     def _by_type(self, parameters: list[Tensor]) -> dict[tuple[object, ...], Tensors]:
-        """Those that have a gradient, by device, the dtypes of weight, gradient and moments, and
-        whether there is a master.
+        """Group the parameters that have a gradient by device, the dtypes of weight, gradient and
+        moments, and whether they have a master.
         """
-        found: dict[tuple[object, ...], Tensors] = {}
+        groups: dict[tuple[object, ...], Tensors] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            state = self._own(parameter)
+            state = self._states(parameter)
             dtype = state["exp_avg"].dtype
             key = parameter.device, parameter.dtype, parameter.grad.dtype, dtype, "low" in state
-            tensors = found.setdefault(
+            tensors = groups.setdefault(
                 key, QuantizedTensors() if dtype == torch.uint8 else Tensors()
             )
             tensors.weights.append(parameter)
@@ -251,33 +262,36 @@ class FusedAdamW(torch.optim.Optimizer):
             if isinstance(tensors, QuantizedTensors):
                 tensors.mean_scales.append(state["exp_avg_amax"])
                 tensors.square_scales.append(state["exp_avg_sq_amax"])
-        return found
+        return groups
 
     @property
     def weights(self) -> list[Tensor]:
-        """All that are trained."""
+        """All weights of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def empty_states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Tensors like the states of a weight, where the weight is, for ``load_state``."""
+        """Return empty tensors like the states of a weight, on the weight's device.
+
+        They can be filled and passed to ``load_state``.
+        """
         return {
             name: torch.empty_like(state, device=parameter.device)
             for name, state in self.state_of(parameter).items()
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The states of a weight, created at first use: ``step``, the moments, and ``low`` of a
-        master.
+        """Return the states of a weight, created at first use: ``step``, the moments, and ``low``
+        if it has a master.
 
-        Those in host memory may be read and written there until the next update; for that, this
-        waits for the last one.
+        Waits for the last update, so that states in host memory can be read and written until the
+        next one.
         """
         if self.state[parameter]:
             self._wait()
-        return self._own(parameter)
+        return self._states(parameter)
 
-    def _own(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The same, where the last update may not have ended."""
+    def _states(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the states of a weight without waiting for the last update."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -285,16 +299,15 @@ class FusedAdamW(torch.optim.Optimizer):
             if parameter.dtype == torch.bfloat16 and (self.master or parameter.ndim < 2):
                 state["low"] = self._filled(parameter, parameter, 0, torch.int16)
                 self._versions[parameter] = _stamp(parameter)
-        elif "low" in state and self._versions[parameter] != _stamp(
-            parameter
-        ):  # other code wrote the weight
+        elif "low" in state and self._versions[parameter] != _stamp(parameter):
+            # Other code wrote the weight, so the lower half does not belong to it any more.
             self._wait()
             state["low"].zero_()
             self._versions[parameter] = _stamp(parameter)
         return state
 
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """``exp_avg`` and ``exp_avg_sq`` of a weight that was never updated."""
+        """Return initial ``exp_avg`` and ``exp_avg_sq`` of a weight."""
         return {
             name: self._filled(parameter, parameter, 0, self.state_dtype)
             for name in ("exp_avg", "exp_avg_sq")
@@ -303,7 +316,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def _filled(
         self, parameter: Tensor, like: Tensor, value: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """A dense tensor of one value, shaped as ``like``, where states of a weight are kept."""
+        """Return a dense tensor of one value, shaped like ``like``, in the memory of the weight's
+        states: on its device, or in host memory.
+        """
         if self.host is not None and self.host.takes(parameter):
             return self.host.full(like.shape, value, dtype or like.dtype, parameter.device)
         return torch.full_like(
@@ -312,7 +327,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
-        """Set a weight to an fp32 value: exactly if it has a master, else rounded to its dtype."""
+        """Set a weight to an fp32 value, exactly if it has a master, else rounded to its dtype."""
         state = self.state_of(parameter)
         if "low" not in state:
             parameter.copy_(value)
@@ -324,45 +339,37 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which however would cast every state, the lower halves too, to the dtype
-        of its weight, on its device.
+        """Load what ``state_dict`` returned, with every state in its own dtype and memory.
+
+        torch's own method would cast all states, lower halves too, to the dtype of their weight.
         """
-        held = self.state
+        before = self.state
         super().load_state_dict({**state_dict, "state": {}})
-        given = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(given, own):
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters):
             if number in state_dict["state"]:
-                if (
-                    self.host is not None and parameter in held
-                ):  # host memory is given back with the optimizer alone
-                    self.state[parameter] = held[parameter]
+                # Pinned memory is freed only with the optimizer, so existing states are reused.
+                if self.host is not None and parameter in before:
+                    self.state[parameter] = before[parameter]
                     self._versions[parameter] = _stamp(parameter)
                 self.load_state(parameter, state_dict["state"][number])
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Restore the states that ``state_of`` returned; the weight must already have the value it
-        had then.
+        """Restore states that ``state_of`` returned. Set the weight to its value of then first.
 
         Raises:
-            ValueError: a state is missing, has another shape, or is of a code where it is a number
-                here.
+            ValueError: a state is missing, has another shape, or only one of the two is in 8 bits.
         """
         own = self.state_of(parameter)
         for name, tensor in own.items():
-            if (
-                name in state
-                and torch.uint8 in (kinds := {state[name].dtype, tensor.dtype})
-                and len(kinds) > 1
-            ):
-                found = (
-                    f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is "
-                    f"{state[name].dtype}"
-                )
+            dtypes = {state[name].dtype, tensor.dtype} if name in state else set()
+            if len(dtypes) > 1 and torch.uint8 in dtypes:
                 raise ValueError(
-                    f"{found}, here {tensor.dtype}: one optimizer has states in 8 bits, the other "
-                    "has not"
+                    f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is "
+                    f"{state[name].dtype}, here {tensor.dtype}: one optimizer has states in 8 "
+                    "bits, the other has not"
                 )
             if name not in state or state[name].shape != tensor.shape:
                 raise ValueError(
@@ -375,5 +382,5 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def _stamp(parameter: Tensor) -> tuple[int, int]:
-    """Changes when a weight is written in place, or gets another storage."""
+    """Return a value that changes when a weight is written in place or gets another storage."""
     return parameter._version, parameter.data_ptr()

@@ -1,23 +1,23 @@
-"""Optimizer states in host memory, of which an update brings a few parts at a time to the device.
+"""Keep optimizer states in host memory; an update copies a few parts at a time to the device.
 
 The tensors of a launch are cut into parts whose states fill at most one buffer. While one part is
-updated, the next comes from host memory on a stream of its own, and the one before goes back on
-another:
+updated, the next is copied from host memory on a second stream, and the previous one is copied back
+on a third:
 
     coming    in 0   in 1   in 2   in 3 …          in i waits for out i − 3, whose buffer it takes
     current          up 0   up 1   up 2 …          up i waits for in i
     going                   out 0  out 1 …         out i waits for up i
 
-The device holds ``COUNT`` buffers instead of the states. Weights, gradients and step counters stay
-on the device, and so do the states of small weights. The order is by events alone; the current
-stream waits for all copies when the update ends, so what follows on it, the next update too, finds
-the states as they are, and the whole can be captured in a CUDA graph.
+The device holds ``BUFFER_COUNT`` buffers instead of the states. Weights, gradients, step counters
+and the states of small weights stay on the device. Streams are ordered by events, and the host does
+not wait. At the end of an update the current stream waits for all copies, so later work on it, the
+next update too, sees the new states, and a CUDA graph can capture the whole.
 
-Results are bit-equal: parts are cut between chunks of a kernel and know their place in the launch
-(``kernels.adamw.Part``). Bytes of a weight that cross the bus, each way: 8 for fp32 moments, 4 for
-bf16, 2.03 in 8 bits, and 2 for the lower half of a master. At 50 GB/s each way, both ways at once,
-an update of 8 billion weights is so expected to take 1.6 s with fp32 moments and masters, 0.65 s in
-8 bits with masters; it was not timed on a card yet.
+Results are bit-equal to an update on the device: parts are cut between chunks of a kernel and know
+their position in the launch (``kernels.adamw.Part``). Bytes of a weight that cross the bus in each
+direction: 8 for fp32 moments, 4 for bf16, 2.03 in 8 bits, and 2 for the lower half of a master. At
+50 GB/s in both directions at once, an update of 8 billion weights should take 1.6 s with fp32
+moments and masters, 0.65 s in 8 bits with masters. This was not yet measured.
 """
 
 from __future__ import annotations
@@ -32,70 +32,76 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.adamw import Part, Tensors, count_step_, fused_adamw_part_
-from chronicals.kernels.adamw_8bit import CHUNK as CHUNK_IN_8_BITS
-from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_part_
+from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_part_
 from chronicals.kernels.host_memory import PinnedTensors
-from chronicals.kernels.tensor_lists import CHUNK
-from chronicals.kernels.two_streams import FIRST
+from chronicals.kernels.tensor_lists import LIST_CHUNK
+from chronicals.kernels.two_streams import HIGH_PRIORITY
 
-COUNT = 3
-"""Buffers on a device: of a part that comes, one that is updated, and one that goes."""
+BUFFER_COUNT = 3
+"""Buffers on a device: one for a part that arrives, one that is updated, and one that leaves."""
 
-BUFFER = 1 << 26
-"""Bytes of the largest buffer: 1.3 ms at 50 GB/s, which is what the first part and the last one
-take beside nothing.
-"""
+# A copy of 64 MiB takes 1.3 ms at 50 GB/s. The first copy in and the last copy out overlap with
+# nothing, so a larger buffer would cost more.
+MAX_BUFFER_BYTES = 1 << 26
+"""Bytes of the largest buffer."""
 
-SMALLEST = 1 << 16
-"""Weights with fewer elements keep their states on the device: a copy of less takes longer to
-launch than to make.
-"""
+# Launching a smaller copy takes longer than the copy itself.
+MIN_HOST_ELEMENTS = 1 << 16
+"""Weights with fewer elements keep their states on the device."""
 
-ROWS = {"means": 1, "squares": 1, "lows": 1, "mean_scales": SIZE, "square_scales": SIZE}
-"""The states in ``Tensors``, and how many elements of a weight share one of theirs."""
+STATE_SHARES = {
+    "means": 1,
+    "squares": 1,
+    "lows": 1,
+    "mean_scales": MOMENT_BLOCK,
+    "square_scales": MOMENT_BLOCK,
+}
+"""For each state in ``Tensors``, the number of a weight's elements that share one of its values."""
 
-ALIGNED = 256
-"""States begin at multiples of so many bytes in a buffer."""
+STATE_ALIGNMENT = 256
+"""States begin at multiples of this many bytes in a buffer."""
 
-SLACK = len(ROWS) * ALIGNED
-"""Bytes that this takes at most for each slice of a weight."""
+SLICE_SLACK = len(STATE_SHARES) * STATE_ALIGNMENT
+"""Bytes that the alignment costs for each slice of a weight, at most."""
 
-LEAST = 1 << 16
-"""Bytes of the smallest buffer: a chunk of any states, and ``SLACK``, find room in it."""
+MIN_BUFFER_BYTES = 1 << 16
+"""Bytes of the smallest buffer; it has room for a chunk of any states and ``SLICE_SLACK``."""
 
 Move = tuple[Tensor, Tensor]
-"""A piece of a buffer, and the states in host memory that it stands for."""
+"""A piece of a buffer, and the states in host memory that it is a copy of."""
 
 
 class HostStates:
-    """Keeps the states of an optimizer's large weights in host memory, pinned where the weights are
-    on a card.
+    """Keeper of the states of an optimizer's large weights in host memory, pinned if the weights
+    are on a card.
 
-    Without a card states go through the same parts and buffers, by copies that are made at once.
+    Without a card, states pass through the same parts and buffers, by synchronous copies.
 
     Args:
-        smallest: elements of the smallest weight whose states are here; ``SMALLEST`` by default.
-        buffer: bytes of the largest buffer; ``BUFFER`` by default.
+        smallest: elements of the smallest weight whose states are in host memory;
+            ``MIN_HOST_ELEMENTS`` by default.
+        buffer: bytes of the largest buffer; ``MAX_BUFFER_BYTES`` by default.
     """
 
     def __init__(self, smallest: int | None = None, buffer: int | None = None):
-        self.smallest = SMALLEST if smallest is None else smallest
-        self.buffer = BUFFER if buffer is None else max(buffer, LEAST)
+        self.smallest = MIN_HOST_ELEMENTS if smallest is None else smallest
+        self.buffer = MAX_BUFFER_BYTES if buffer is None else max(buffer, MIN_BUFFER_BYTES)
         self._pinned = PinnedTensors()
         self._lanes: dict[torch.device, _Lane] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has memory of its own."""
+        """Copy the settings only; a copy gets memory of its own."""
         return HostStates, (self.smallest, self.buffer)
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether the states of a weight are here."""
+        """Return whether the states of a weight are in host memory."""
         return weight.numel() >= self.smallest
 
     def full(
         self, shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A new state, of one value, of a weight on ``device``."""
+        """Return a new state filled with one value, for a weight on ``device``."""
         on_card = device.type == "cuda"
         state = (
             self._pinned.empty(shape, dtype, device)
@@ -106,16 +112,14 @@ class HostStates:
         return state.fill_(value)
 
     def wait(self) -> None:
-        """Until the states are as the last update left them. Whoever reads or writes them on the
-        host calls this before.
-        """
+        """Wait until the last update has written all states. Call before the host uses them."""
         for device in self._lanes:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the launches of one update, whose copies overlap."""
+        """Enclose the launches of one update, whose copies overlap; wait for all at the end."""
         try:
             yield
         finally:
@@ -132,11 +136,12 @@ class HostStates:
         factor: Tensor | None = None,
         apply: Tensor | None = None,
     ) -> None:
-        """``fused_adamw_`` or ``adamw_8bit_`` of tensors whose states may be here, within
-        ``updating``; bit-equal to it.
+        """Run ``fused_adamw_`` or ``adamw_8bit_`` on tensors whose states may be in host memory.
+
+        Arguments and results are those of these functions. Call it inside ``updating``.
         """
         whole = Part.whole(tensors, betas)
-        run = _function(tensors)
+        run = adamw_8bit_part_ if isinstance(tensors, QuantizedTensors) else fused_adamw_part_
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )
@@ -152,16 +157,19 @@ class HostStates:
         count_step_(tensors, apply)
 
     def parts_of(self, tensors: Tensors) -> list[Tensors]:
-        """What the launches of ``update`` take, within ``updating`` as they are; nothing moves."""
+        """Return the tensors of each launch of ``update``, without copying or launching.
+
+        Call it inside ``updating``.
+        """
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )
         return [slices for _, slices, _ in self._parts(dense, Part.whole(tensors, (0.0, 0.0)))]
 
     def _parts(self, tensors: Tensors, whole: Part) -> Iterator[tuple[Part, Tensors, list[Move]]]:
-        """Parts of a launch: where each lies in it, its tensors, and what moves for it."""
+        """Yield the parts of a launch: position, tensors, and the copies to make."""
         lane = self._lane(tensors.weights[0].device)
-        size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else CHUNK
+        size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else LIST_CHUNK
         rows = {
             name: getattr(tensors, name)[0].element_size() * size // share
             for name, share in _rows(tensors)
@@ -182,7 +190,9 @@ class HostStates:
     def _slices(
         self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor
     ) -> tuple[Tensors, list[Move]]:
-        """Slices of the tensors, their states in ``buffer`` where they are here."""
+        """Return slices of the tensors, with states from host memory placed in ``buffer``, and the
+        copies to make.
+        """
         slices = type(tensors)()
         moves = list[Move]()
         offset = 0
@@ -190,11 +200,11 @@ class HostStates:
             slices.weights.append(tensors.weights[cut.number][cut.begin : cut.end])
             slices.gradients.append(tensors.gradients[cut.number][cut.begin : cut.end])
             for name, share in _rows(tensors):
-                kept = getattr(tensors, name)[cut.number]
-                state = kept.view(-1)[cut.begin // share : -(-cut.end // share)]
+                whole = getattr(tensors, name)[cut.number]
+                state = whole.view(-1)[cut.begin // share : -(-cut.end // share)]
                 if self.takes(tensors.weights[cut.number]):
                     here = buffer[offset : offset + state.nbytes].view(state.dtype)
-                    offset += -(-state.nbytes // ALIGNED) * ALIGNED
+                    offset += -(-state.nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
                     moves.append((here, state))
                     state = here
                 getattr(slices, name).append(state)
@@ -207,12 +217,13 @@ class HostStates:
 
 
 class _Lane:
-    """The buffers on a device, and the streams that fill and empty them.
+    """The buffers of one device, and the streams that fill and empty them.
 
     Attributes:
         held: bytes of states in host memory.
-        turn: number of the part that comes next, counted from the beginning of the update.
-        forked: whether the streams have work that the current one has not waited for.
+        turn: number of the next part, counted from the beginning of the update.
+        forked: whether the streams have work that the current stream has not waited for.
+        emptied: for each buffer, the event after which it may be filled again.
     """
 
     def __init__(self, device: torch.device):
@@ -222,34 +233,34 @@ class _Lane:
         self.forked = False
         self.buffers: list[Tensor] = []
         self._smaller: list[Tensor] = []
-        self.emptied: list[torch.cuda.Event | None] = [None] * COUNT
+        self.emptied: list[torch.cuda.Event | None] = [None] * BUFFER_COUNT
         self.streams = _streams(device) if device.type == "cuda" else None
 
     @property
     def room(self) -> int:
-        """Bytes of a buffer."""
+        """The bytes of one buffer."""
         return len(self.buffers[0])
 
     def provide(self, largest: int) -> None:
-        """Buffers of at most ``largest`` bytes, which together take no more than the states that
-        they are for.
+        """Allocate buffers of at most ``largest`` bytes each, together not more than all states.
+
+        Existing buffers are replaced only if they are too small and no update is running.
         """
-        size = max(LEAST, min(largest, -(-self.held // COUNT)))
+        size = max(MIN_BUFFER_BYTES, min(largest, -(-self.held // BUFFER_COUNT)))
         if not self.buffers or (self.room < size and not self.turn):
-            self._smaller += self.buffers  # which a captured graph may know
+            self._smaller += self.buffers  # kept, since a captured graph may use them
             self.buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(COUNT)
+                torch.empty(size, dtype=torch.uint8, device=self.device)
+                for _ in range(BUFFER_COUNT)
             ]
 
     def next(self) -> Tensor:
-        """The buffer of the part that comes next."""
+        """Return the buffer of the next part."""
         self.turn += 1
-        return self.buffers[(self.turn - 1) % COUNT]
+        return self.buffers[(self.turn - 1) % BUFFER_COUNT]
 
     def run(self, moves: list[Move], launch: Callable[[], None]) -> None:
-        """Fill the buffer that ``next`` returned, launch, and copy it back; the host does not
-        wait for a card.
-        """
+        """Fill the buffer that ``next`` returned, launch, and copy it back, without a host wait."""
         if self.streams is None or not moves:
             for here, state in moves:
                 here.copy_(state)
@@ -259,13 +270,12 @@ class _Lane:
             return
         coming, going = self.streams
         current = torch.cuda.current_stream(self.device)
-        place = (self.turn - 1) % COUNT
-        if (
-            not self.forked
-        ):  # after all that is on the current stream, the copies of the update before among it
+        place = (self.turn - 1) % BUFFER_COUNT
+        if not self.forked:
+            # The first copy follows all earlier work, including the previous update's copies.
             coming.wait_stream(current)
             self.forked = True
-            self.emptied = [None] * COUNT
+            self.emptied = [None] * BUFFER_COUNT
         with torch.cuda.stream(coming):
             emptied = self.emptied[place]
             if emptied is not None:
@@ -282,11 +292,10 @@ class _Lane:
 
     def join(self) -> None:
         """Let the current stream wait for all copies; the next part takes the first buffer."""
-        forked, self.turn, self.forked = (
-            self.forked,
-            0,
-            False,
-        )  # also where a capture that broke off lets nobody wait
+        forked = self.forked
+        # Reset before waiting, which raises after a failed capture.
+        self.turn = 0
+        self.forked = False
         if forked and self.streams is not None:
             current = torch.cuda.current_stream(self.device)
             for stream in self.streams:
@@ -295,17 +304,18 @@ class _Lane:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Of a priority that nothing else has, for torch has few streams of each, and hands them out
-    again and again: what these do may be captured while the others go on."""
-    return torch.cuda.Stream(device, priority=3 * FIRST), torch.cuda.Stream(
-        device, priority=3 * FIRST
+    """Return the streams for copies to and from a device."""
+    # torch has few streams of each priority and hands them out in turn. These have a priority that
+    # nothing else uses, so they can be captured without capturing other work.
+    return torch.cuda.Stream(device, priority=3 * HIGH_PRIORITY), torch.cuda.Stream(
+        device, priority=3 * HIGH_PRIORITY
     )
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Some elements of tensor ``number`` of a launch; ``begin`` is a multiple of a chunk, and
-    ``end`` is one or the last.
+    """Elements ``begin:end`` of tensor ``number`` of a launch; both are multiples of a chunk, except
+    for the tensor's end.
     """
 
     number: int
@@ -313,20 +323,20 @@ class _Cut:
     end: int
 
     def chunks(self, size: int) -> int:
-        """Of so many elements."""
+        """Return the number of chunks of ``size`` elements."""
         return -(-(self.end - self.begin) // size)
 
 
 def _cut(
     sizes: Sequence[tuple[int, bool]], elements: int, chunk: int, room: int
 ) -> Iterator[list[_Cut]]:
-    """Consecutive tensors in parts, each tensor at most once in a part.
+    """Cut consecutive tensors into parts, with each tensor at most once in a part.
 
     Args:
-        sizes: elements of each tensor, and whether its states take room.
-        elements: of a chunk.
-        chunk: bytes of its states.
-        room: bytes for a part.
+        sizes: elements of each tensor, and whether its states go through a buffer.
+        elements: elements of a chunk.
+        chunk: bytes of the states of a chunk.
+        room: bytes of a buffer.
     """
     part = list[_Cut]()
     left = room
@@ -334,37 +344,37 @@ def _cut(
         begin = 0
         end = -1
         while end < size:
-            if moves and left < chunk + SLACK:
+            if moves and left < chunk + SLICE_SLACK:
                 yield part
                 part = []
                 left = room
-            end = min(size, begin + (left - SLACK) // chunk * elements) if moves else size
+            end = min(size, begin + (left - SLICE_SLACK) // chunk * elements) if moves else size
             part.append(_Cut(number, begin, end))
-            left -= (part[-1].chunks(elements) * chunk + SLACK) * moves
+            left -= (part[-1].chunks(elements) * chunk + SLICE_SLACK) * moves
             begin = end
     if part:
         yield part
 
 
 def _rows(tensors: Tensors) -> list[tuple[str, int]]:
-    """Of ``ROWS`` those that these tensors have."""
-    return [(name, share) for name, share in ROWS.items() if getattr(tensors, name, None)]
+    """Return the entries of ``STATE_SHARES`` that these tensors have."""
+    return [(name, share) for name, share in STATE_SHARES.items() if getattr(tensors, name, None)]
 
 
 def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Flat; the tensors themselves where they are dense."""
+    """Return flat dense tensors: views if the tensors are dense, else copies."""
     return [tensor.detach().contiguous().view(-1) for tensor in tensors]
 
 
-def _function(tensors: Tensors) -> Callable[..., None]:
-    return adamw_8bit_part_ if isinstance(tensors, QuantizedTensors) else fused_adamw_part_
-
-
 def states_in_host_memory(model: nn.Module) -> list[Tensor]:
-    """The trained weights of ``model`` whose states ``HostStates`` takes."""
-    return [p for p in model.parameters() if p.requires_grad and p.numel() >= SMALLEST]
+    """Return the trained weights of ``model`` whose states ``HostStates`` takes."""
+    return [p for p in model.parameters() if p.requires_grad and p.numel() >= MIN_HOST_ELEMENTS]
 
 
 def buffer_bytes(held: int) -> int:
-    """Of all buffers on a device for so many bytes of states in host memory."""
-    return COUNT * max(LEAST, min(BUFFER, -(-held // COUNT))) if held else 0
+    """Return the bytes of all buffers on a device for ``held`` bytes of states in host memory."""
+    return (
+        BUFFER_COUNT * max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, -(-held // BUFFER_COUNT)))
+        if held
+        else 0
+    )

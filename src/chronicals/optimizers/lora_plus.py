@@ -1,5 +1,6 @@
 """LoRA+ (Hayou, Ghosh and Yu, 2024, section 4): matrix B of an adapter learns ``lr_ratio`` times
-faster than A. Both matrices of an embedding's adapter learn as A does, as in PEFT's optimizer."""
+faster than A. Both matrices of an embedding's adapter learn like A, as in PEFT's optimizer.
+"""
 
 from typing import Any
 
@@ -15,10 +16,11 @@ def create_lora_plus_optimizer(
     weight_decay: float = 0.0,
     **options: Any,
 ) -> FusedAdamW:
-    """``FusedAdamW`` over ``lora_plus_groups``.
+    """Return ``FusedAdamW`` over ``lora_plus_groups``.
 
     Args:
-        weight_decay: of matrices.
+        base_lr, lr_ratio: as in ``lora_plus_groups``.
+        weight_decay: weight decay of matrices.
         options: further arguments of ``FusedAdamW``.
 
     Raises:
@@ -32,11 +34,13 @@ def create_lora_plus_optimizer(
 def lora_plus_groups(
     model: nn.Module, base_lr: float, lr_ratio: float = 16.0
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` in groups of an optimizer, those named ``lora_B`` in
-    one of their own.
+    """Return the trainable parameters of ``model`` as optimizer groups.
+
+    Matrices named ``lora_B`` are a group, vectors another one without weight decay, and the other
+    matrices a third.
 
     Args:
-        base_lr: learning rate of every parameter but the B matrices.
+        base_lr: learning rate of all parameters except the B matrices.
         lr_ratio: the B matrices learn at ``base_lr * lr_ratio``.
 
     Raises:

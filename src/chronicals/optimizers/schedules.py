@@ -1,4 +1,4 @@
-"""Learning rates over a run, as factors of the highest one: a linear warm-up, then one of the
+"""Learning-rate schedules, as factors of the peak rate: a linear warm-up, then one of the
 schedules.
 """
 
@@ -19,9 +19,7 @@ def _constant(_progress: float, _decay: float) -> float:
 
 
 def _warmup_stable_decay(progress: float, decay: float) -> float:
-    """Constant, then linear decay over the fraction ``decay`` of the run (Hu et al., 2024,
-    section 4.1).
-    """
+    """Return 1, then a linear decay over the last fraction ``decay`` (Hu et al., 2024, section 4.1)."""
     return min(1.0, (1 - progress) / decay)
 
 
@@ -31,6 +29,7 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "constant": _constant,
     "wsd": _warmup_stable_decay,
 }
+"""By name, the factor as a function of the progress after warm-up, 0 to 1, and the decay fraction."""
 
 
 def learning_rate_factor(
@@ -41,13 +40,20 @@ def learning_rate_factor(
     min_ratio: float = 0.0,
     decay_ratio: float = 0.2,
 ) -> float:
-    """The factor for step ``step`` (from 0): above 0 in the warm-up, falling to ``min_ratio``
-    after the last step.
+    """Return the factor of the peak learning rate for a step.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        step: number of the step, from 0. The factor of step 0 is above 0 already.
+        total_steps, warmup_steps: steps of the run, and of its warm-up.
+        min_ratio: the factor after the last step.
+        decay_ratio: fraction of the run in which ``wsd`` decays.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
     if schedule == "wsd":
+        # From a fraction of the run to one of the steps after warm-up.
         decay_ratio *= total_steps / max(total_steps - warmup_steps, 1)
     return min_ratio + (1 - min_ratio) * SCHEDULES[schedule](
         min(progress, 1.0), min(decay_ratio, 1.0)

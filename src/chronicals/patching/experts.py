@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.expert_glu import ACTIVATIONS, Gate
+from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
@@ -62,7 +62,7 @@ def _candidates(module: nn.Module) -> Iterable[GateOf]:
         not getattr(module, "is_concatenated", True),
         getattr(module, "is_concatenated", True),
     ):
-        for activation in ACTIVATIONS:
+        for activation in GATE_ACTIVATIONS:
             yield partial(_plain, activation, interleaved)
         for alpha, limit in NUMBERS:
             if hasattr(module, limit):

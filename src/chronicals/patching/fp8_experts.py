@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.patching.forms import holds_experts
 from chronicals.quantization import Experts4bit, FP8Experts, FP8ExpertsInHost
 from chronicals.quantization.experts import TAKES_STACKS
@@ -86,8 +86,8 @@ def _why_not(module: Any, pairs: int | None) -> str | None:
             f"{str(weight.dtype).removeprefix('torch.')}"
         )
     count, width, inner = weight.shape
-    if width % MULTIPLE or inner % MULTIPLE:
-        return f"one of their widths {width} and {inner} is no multiple of {MULTIPLE}"
+    if width % FP8_MULTIPLE or inner % FP8_MULTIPLE:
+        return f"one of their widths {width} and {inner} is no multiple of {FP8_MULTIPLE}"
     if 2 * width * inner < NARROWEST * (width + inner):
         return f"their widths {width} and {inner} have a harmonic mean below {NARROWEST}"
     trained = any(getattr(module, name).requires_grad for name in PRODUCTS)

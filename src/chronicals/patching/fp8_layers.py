@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.lora.merged_linear import Format
 from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.fused_weights import FORMATS, Unmerged, move_to_host, use_format
@@ -87,7 +87,7 @@ def offload_frozen_weights(model: Any) -> int:
 def is_large(inputs: int, outputs: int) -> bool:
     """Whether FP8 pays for a product of such layers."""
     return 2 * inputs * outputs >= LEAST * (inputs + outputs) and not (
-        inputs % MULTIPLE or outputs % MULTIPLE
+        inputs % FP8_MULTIPLE or outputs % FP8_MULTIPLE
     )
 
 

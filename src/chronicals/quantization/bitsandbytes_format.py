@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.nf4 import BLOCKS, CODES, Scales, code_of
+from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales, code_of
 from chronicals.quantization.nf4 import Packed
 
 STATE = "quant_state.bitsandbytes__"
 """Begin of the name of the JSON; the format follows."""
 
 NESTED = ("nested_absmax", "nested_quant_map")
-ENTRIES = ("absmax", "quant_map", *NESTED, *(STATE + code for code in CODES))
+ENTRIES = ("absmax", "quant_map", *NESTED, *(STATE + code for code in CODE_VALUES))
 """What is stored beside the codes of a weight, by what follows its name and a dot."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,13 +137,13 @@ def _described(
 ) -> tuple[tuple[int, int], int, torch.dtype]:
     """Shape, block and dtype."""
     allowed: dict[str, Iterable[Any]] = {
-        "quant_type": {code} & CODES.keys(),
-        "blocksize": BLOCKS,
+        "quant_type": {code} & CODE_VALUES.keys(),
+        "blocksize": BLOCK_SIZES,
         "dtype": DTYPES,
     }
     for field, values in allowed.items():
         if described.get(field) not in list(values):
-            told = ", ".join(map(str, values)) or f"one of {', '.join(CODES)}"
+            told = ", ".join(map(str, values)) or f"one of {', '.join(CODE_VALUES)}"
             raise ValueError(f"{name}: {field}={described.get(field)!r}, not {told}")
     shape = described.get("shape")
     if (

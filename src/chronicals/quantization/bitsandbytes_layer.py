@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from chronicals.kernels.nf4 import BLOCKS, CODES, Scales
+from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales
 from chronicals.quantization.bitsandbytes_format import DTYPES
 from chronicals.quantization.linear import Linear4bit
 from chronicals.quantization.nf4 import Packed
@@ -122,8 +122,8 @@ def weight_of_layer(layer: Any) -> Packed:
             "has 4-bit weights that are not quantized yet; move the model to its device first"
         )
     if (
-        state.quant_type not in CODES
-        or state.blocksize not in BLOCKS
+        state.quant_type not in CODE_VALUES
+        or state.blocksize not in BLOCK_SIZES
         or state.dtype not in DTYPES.values()
     ):
         raise ValueError(

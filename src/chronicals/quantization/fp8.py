@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.fp8 import Scaled, fp8_quantize, fp8_transposed
-from chronicals.kernels.fp8_linear import MULTIPLE, scaled_product
+from chronicals.kernels.fp8_linear import FP8_MULTIPLE, scaled_product
 from chronicals.quantization.base import Base, Operand
 from chronicals.quantization.dense import Dense
 
@@ -39,7 +39,7 @@ class FP8(Base):
         self._scale: Tensor | None = None
 
     def why_not(self, rows: int) -> str | None:
-        return f"FP8 products need multiples of {MULTIPLE}" if rows % MULTIPLE else None
+        return f"FP8 products need multiples of {FP8_MULTIPLE}" if rows % FP8_MULTIPLE else None
 
     def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
         if not (rows or columns):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from chronicals.kernels.gguf_blocks import KINDS, dequantize_gguf
+from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
 from chronicals.quantization.packed import PackedBase
 
 
@@ -25,7 +25,7 @@ class Blocks:
         codes: uint8 ``[n, bytes of a row]``, whole blocks.
         shape: ``(n, K)`` of the weight.
         dtype: of what it is dequantised to.
-        kind: one of ``KINDS``, ggml's name of the type.
+        kind: one of ``GGUF_KINDS``, ggml's name of the type.
     """
 
     codes: Tensor
@@ -40,9 +40,9 @@ class Blocks:
         Raises:
             ValueError: there is no such kind, or rows are no whole blocks.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r}: give one of {', '.join(KINDS)}")
-        block, size = KINDS[kind]
+        if kind not in GGUF_KINDS:
+            raise ValueError(f"kind={kind!r}: give one of {', '.join(GGUF_KINDS)}")
+        block, size = GGUF_KINDS[kind]
         rows, length = codes.shape
         if codes.dtype != torch.uint8 or length % size:
             raise ValueError(
@@ -83,4 +83,4 @@ class GGUF(PackedBase):
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
         """Of the largest kind; the shared buffers are beside it."""
-        return max(size / block for block, size in KINDS.values())
+        return max(size / block for block, size in GGUF_KINDS.values())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from chronicals.formats.gguf.reader import gguf_of
 from chronicals.lora.loading import load_adapter, stored_rows
 from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE
 from chronicals.lora.several import add_adapter, add_weighted_adapter, set_adapter
@@ -27,7 +28,6 @@ from chronicals.models import (
 from chronicals.models.base_format import BaseFormat
 from chronicals.models.four_bits import Watch
 from chronicals.models.gguf_loading import GGUF_FILE
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import load_base, without_field
 
 DEFAULT = "default"

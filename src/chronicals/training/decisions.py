@@ -11,7 +11,7 @@ import torch.distributed as dist
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
-from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.kernels.host_memory import available_memory
 from chronicals.memory import (
     CHEAP,
@@ -28,7 +28,7 @@ from chronicals.optimizers import (
     moments_in_8_bits,
     states_in_host_memory,
 )
-from chronicals.optimizers.adam_8bit import SMALLEST
+from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
 from chronicals.patching import experts, has_gated_mlps
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import is_large
@@ -323,11 +323,11 @@ def _fp8(
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
     none = f"only fused decoder layers and experts have FP8 products, and none run ({why_not})"
-    rows = f"batch_size * max_seq_length{shared}={tokens} is no multiple of {MULTIPLE}"
+    rows = f"batch_size * max_seq_length{shared}={tokens} is no multiple of {FP8_MULTIPLE}"
     obstacles = {
         lacks: bool(lacks),
         none: why_not is not None and not has_fused_experts(config, presented),
-        rows: why_not is None and bool(tokens % MULTIPLE),
+        rows: why_not is None and bool(tokens % FP8_MULTIPLE),
     }
     for reason, there in obstacles.items():
         if there:
@@ -433,10 +433,10 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
     if trained and not share:
         raise ConfigurationError(
             "use_8bit_optimizer=True cannot be honoured here: no trained matrix but embeddings "
-            f"has {SMALLEST} elements, and "
+            f"has {MIN_8BIT_ELEMENTS} elements, and "
             "smaller ones keep their states in fp32; leave it out"
         )
-    others = f"embeddings, vectors and matrices under {SMALLEST} elements in fp32"
+    others = f"embeddings, vectors and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
     return Decision(
         field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}"
     )
@@ -566,7 +566,7 @@ def _host_states(config: ChronicalsConfig, model: Any, on_card: bool) -> Decisio
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if trained and not moved:
         raise ConfigurationError(
-            f"memory=['{field}']: no trained weight has {host_states.SMALLEST} elements, and "
+            f"memory=['{field}']: no trained weight has {host_states.MIN_HOST_ELEMENTS} elements, and "
             "smaller ones keep their states "
             "where they are; leave it out"
         )

@@ -32,7 +32,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.kernels.gradient_norm import norm_tables
 from chronicals.kernels.tensor_lists import tables_looked_up
-from chronicals.kernels.two_streams import FIRST
+from chronicals.kernels.two_streams import HIGH_PRIORITY
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.step import StepParts, gradients_of
@@ -70,7 +70,7 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=FIRST)
+        self.stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self.pool = torch.cuda.graph_pool_handle()
 
     @contextmanager

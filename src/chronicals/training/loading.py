@@ -10,9 +10,9 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, RowsRead, on_each_machine, put_whole, shard_frozen
+from chronicals.formats.gguf.reader import gguf_of
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
-from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import (
     DTYPES,
     is_packed,

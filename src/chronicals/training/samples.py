@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.data import TokenStore
-from chronicals.data.making.store import SIDE
+from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.generation import Trained, generate
 from chronicals.models import input_device
 from chronicals.training.report import Sample
@@ -107,7 +107,7 @@ def _prompts(store: TokenStore, count: int) -> list[list[int]]:
     """Token ids up to the first that is trained, of the first of several answers; of a text,
     which is trained whole, its beginning."""
     prompts: list[list[int]] = []
-    sides = store.columns.get(SIDE)
+    sides = store.columns.get(SIDE_COLUMN)
     for number in range(min(len(store), LOOKED_AT)):
         if sides is not None and sides[number] != 0:
             continue

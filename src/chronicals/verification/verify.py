@@ -33,7 +33,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.making.store import LABEL, SIDE
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.data.packs.loader import plan_of
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
@@ -333,7 +333,7 @@ def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list
     """The items of each pack of the step that begins at ``position``, each document by itself,
     from the store.
     """
-    sides, labels = (store.columns.get(name) for name in (SIDE, LABEL))
+    sides, labels = (store.columns.get(name) for name in (SIDE_COLUMN, LABEL_COLUMN))
     packs = []
     for pack in stream.packs_of(position):
         items: list[Item] = []

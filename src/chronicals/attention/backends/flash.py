@@ -1,4 +1,4 @@
-"""torch's variable-length attention: FlashAttention-2 (Dao, 2023), in torch itself."""
+"""Backend of torch's variable-length attention, FlashAttention-2 (Dao, 2023), which torch contains."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from chronicals.attention.support import HALVES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
 
-# torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they
-# are.
+# torch ≥ 2.12 needs an argument for grouped heads; 2.11 does not have it and supports them anyway.
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -31,7 +30,11 @@ BACKEND = Backend(
     attend,
     {
         "cuda": Support(
-            HALVES, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=8, softcap=False, sinks=False
+            HALF_DTYPES,
+            dict.fromkeys((8, 9, 10, 11, 12), 256),
+            multiple=8,
+            softcap=False,
+            sinks=False,
         )
     },
 )

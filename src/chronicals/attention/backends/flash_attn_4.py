@@ -1,11 +1,9 @@
-"""FlashAttention-4 (package ``flash-attn-4``, CuTe), called below its own autograd and registered
-with torch.
+"""Backend of FlashAttention-4 (package ``flash-attn-4``, CuTe), whose kernels are called below the
+package's autograd and registered with torch.
 
 Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of
-q, k and v may lie apart, as in a merged product. The first call of a shape class compiles for some
-seconds; compiled kernels are kept on disk (``CACHE``), and later processes load them. Head width
-256 on Blackwell is left out: its backward knows neither softcap nor sinks. Between multiples of 32
-heads are filled up: gradients are wrong at 80.
+q, k and v may be strided, as in a merged product. The first call of a kind of shape compiles for
+some seconds; compiled kernels are cached on disk (``KERNEL_CACHE``), and later processes load them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chronicals import beforehand
-from chronicals.attention.support import HALVES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
 from chronicals.kernels.amax import absent
 from chronicals.kernels.operators import operator
 
@@ -35,40 +33,42 @@ def available() -> bool:
     )
 
 
-CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
-"""Where compiled kernels are kept, unless the package's own variables say otherwise."""
+KERNEL_CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
+"""Folder of compiled kernels, unless the package's own environment variables are set."""
 
-LOOKS_AGAIN = 0.02
-"""Seconds between two looks whether the process that compiles beforehand has ended."""
+COMPILE_POLL_SECONDS = 0.02
+"""Seconds between two checks whether the process that compiles in advance has ended."""
 
 
 def _keep_compiled_kernels(device: torch.device) -> None:
-    """Turn on the package's own cache on disk, which its import reads from the environment.
+    """Turn on the package's own cache on disk, by the environment variables that its import reads.
 
     The package names a kernel's file by its sources and by the versions of Python, CUTLASS and
-    TVM's FFI. Its kernels also use ``quack``, and are compiled for one kind of card, so both are in
-    the folder's name. A source checkout of quack has no version to tell it by; then nothing is
-    kept.
+    TVM's FFI. Its kernels also depend on ``quack`` and on the kind of card, so both are in the
+    folder's name. A source checkout of quack has no version; then nothing is cached.
     """
     major, minor = torch.cuda.get_device_capability(device)
     try:
-        folder = CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
+        folder = KERNEL_CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, PackageNotFoundError):
-        return  # a home that cannot be written, or such a checkout: every process compiles
+        return  # not writable, or a source checkout of quack: every process compiles
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 @cache
 def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
-    """Forward and backward of the package; importing it takes seconds, so it happens at the
-    first call. Kernels that another process is compiling are waited for."""
+    """Return the package's forward and backward functions.
+
+    Importing the package takes seconds, so it happens at the first call. If a process compiles
+    kernels in advance, this waits for it.
+    """
     _keep_compiled_kernels(device)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     while beforehand.running("chronicals.attention.compilation"):
-        time.sleep(LOOKS_AGAIN)
+        time.sleep(COMPILE_POLL_SECONDS)
     return _flash_attn_fwd, _flash_attn_bwd
 
 
@@ -81,8 +81,10 @@ def _common(
     window: int | None,
     sinks: Tensor | None,
 ) -> dict[str, Any]:
-    """Arguments of both kernels; ``cu_k`` is None where it is ``cu_q``, so that an operator is
-    not given one tensor twice.
+    """Return the arguments that forward and backward share.
+
+    ``cu_k`` is None if it is the same tensor as ``cu_q``, since an operator must not get a tensor
+    twice.
     """
     return {
         "softmax_scale": scale,
@@ -163,11 +165,11 @@ def _backward(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sinks; the last is ``absent`` where there are none."""
+    """Return the gradients of q, k, v and the sinks; the last is ``absent`` without sinks."""
     _, backward = _kernels(q.device)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with torch.cuda.device_of(q):
-        found = backward(
+        gradients = backward(
             q,
             k,
             v,
@@ -181,7 +183,7 @@ def _backward(
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_common(cu_q, cu_k, max_q, max_k, scale, window, sinks),
         )
-    return dq, dk, dv, absent(q) if sinks is None else found[3]
+    return dq, dk, dv, absent(q) if sinks is None else gradients[3]
 
 
 @torch.library.register_fake(_backward)
@@ -246,9 +248,11 @@ def attend(
     return _forward(q, k, v, *bounds, scale, window, softcap, sinks, padding)[0]
 
 
+# Width 256 on Blackwell (10, 11) is left out: its backward supports neither softcap nor sinks.
+# Heads are padded to multiples of 32, since gradients are wrong at width 80.
 BACKEND = Backend(
     attend,
-    {"cuda": Support(HALVES, {9: 256, 10: 128, 11: 128}, multiple=32)},
+    {"cuda": Support(HALF_DTYPES, {9: 256, 10: 128, 11: 128}, multiple=32)},
     available,
     "pip install 'chronicals[flash]'",
 )

@@ -1,9 +1,10 @@
 """Compiled FlexAttention (Dong et al., 2024) with a block mask of documents, causality and window.
 
-A query sees the keys from ``lower``, the start of its document or of its window if that is later,
-to ``own``, the key at which it stands. As neither falls from one query to the next, a block of
-queries visits one run of key blocks, and the block mask is computed without a matrix of all queries
-and keys. Softcap is a function of the score; sinks take their share afterwards, by the log-sum-exp.
+A query attends to the keys from ``lower``, the start of its document or of its window if that is
+later, to ``own``, the key of the query's own token. Neither decreases from one query to the next,
+so a block of queries visits consecutive key blocks, and the block mask is computed without a matrix
+of all queries and keys. The softcap is a score function; sinks rescale the output afterwards, by
+the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from chronicals.attention.support import Spans
 
-BLOCK = 128
-KEPT = 8
+MASK_BLOCK = 128
+"""Queries and keys of a block of the mask."""
 
-# fullgraph: where recompilation reaches its limit it raises, instead of running with the whole
-# score matrix.
+MAX_CACHED_MASKS = 8
+
+# fullgraph: when the limit of recompilations is reached, raise instead of falling back to eager
+# mode with the whole score matrix.
 _compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
 
 
 def _run(*tensors: Tensor, **options: Any) -> Any:
-    """Scale and softcap stay constants of the kernel when a second value comes; it takes no
-    numbers as inputs.
+    """Call compiled FlexAttention with numbers as constants.
+
+    Otherwise torch.compile would make scale and softcap inputs when they change, which the kernel
+    does not support.
     """
     if torch.compiler.is_compiling():
         return _compiled(*tensors, **options)
@@ -43,37 +48,38 @@ _masks: OrderedDict[tuple, tuple[tuple[weakref.ref, ...], tuple[int, ...], Block
 
 
 def block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> BlockMask:
-    """The mask of a batch, made once: kept as long as its bounds are the same tensors with the
-    same contents.
+    """Return the block mask of a batch, cached while its bounds are the same unchanged tensors.
+
+    All layers of a forward pass share it.
     """
     bounds = (spans.cu_q,) if spans.are_equal else (spans.cu_q, spans.cu_k)
     if torch.compiler.is_compiling() or (
         spans.cu_q.is_cuda and torch.cuda.is_current_stream_capturing()
     ):
         return make_block_mask(spans, queries, keys, window)
-    if any(cu.is_inference() for cu in bounds):  # such have no version
+    if any(cu.is_inference() for cu in bounds):  # inference tensors have no version counter
         return make_block_mask(spans, queries, keys, window)
     key = (*map(id, bounds), queries, keys, window)
     versions = tuple(cu._version for cu in bounds)
-    kept = _masks.pop(key, None)
+    entry = _masks.pop(key, None)
     if (
-        kept is None
-        or any(there() is not cu for there, cu in zip(kept[0], bounds))
-        or kept[1] != versions
+        entry is None
+        or any(reference() is not cu for reference, cu in zip(entry[0], bounds))
+        or entry[1] != versions
     ):
-        kept = (
+        entry = (
             tuple(map(weakref.ref, bounds)),
             versions,
             make_block_mask(spans, queries, keys, window),
         )
-    _masks[key] = kept
-    while len(_masks) > KEPT:
+    _masks[key] = entry
+    while len(_masks) > MAX_CACHED_MASKS:
         _masks.popitem(last=False)
-    return kept[2]
+    return entry[2]
 
 
 def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> BlockMask:
-    """128 × 128 blocks of queries and keys that are seen whole, in part, or not at all."""
+    """Compute which 128 × 128 blocks of queries and keys are visible in full, in part or not at all."""
     device = spans.cu_q.device
     place = torch.arange(queries, device=device, dtype=torch.int32)
     document = torch.searchsorted(spans.cu_q, place, right=True) - 1
@@ -87,21 +93,20 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= lower[query])
 
-    def seen_apart(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def seen_with_own_bounds(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= own[query]) & (key >= lower[query])
 
-    rows = (queries + BLOCK - 1) // BLOCK
-    columns = (keys + BLOCK - 1) // BLOCK
+    rows = (queries + MASK_BLOCK - 1) // MASK_BLOCK
+    columns = (keys + MASK_BLOCK - 1) // MASK_BLOCK
     row = torch.arange(rows, device=device, dtype=torch.int32)
     column = torch.arange(columns, device=device, dtype=torch.int32)
-    first = row * BLOCK
-    last = ((row + 1) * BLOCK - 1).clamp(max=queries - 1)
-    # visited: the blocks from lowest to highest; seen whole: those from whole to end, without the
-    # latter
-    lowest = lower[first] // BLOCK
-    highest = own[last] // BLOCK
-    end = (own[first] + 1) // BLOCK
-    whole = torch.minimum((lower[last] + BLOCK - 1) // BLOCK, end)
+    first = row * MASK_BLOCK
+    last = ((row + 1) * MASK_BLOCK - 1).clamp(max=queries - 1)
+    # Visited blocks are lowest..highest, both included; fully visible ones whole..end, end excluded.
+    lowest = lower[first] // MASK_BLOCK
+    highest = own[last] // MASK_BLOCK
+    end = (own[first] + 1) // MASK_BLOCK
+    whole = torch.minimum((lower[last] + MASK_BLOCK - 1) // MASK_BLOCK, end)
     before = whole - lowest
     after = (column[None] + (end - before)[:, None]).clamp(max=columns - 1)
     parts = torch.where(column[None] < before[:, None], column[None] + lowest[:, None], after)
@@ -111,8 +116,8 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
         parts[None, None],
         (end - whole)[None, None],
         wholes[None, None],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen if spans.are_equal else seen_apart,
+        BLOCK_SIZE=MASK_BLOCK,
+        mask_mod=seen if spans.are_equal else seen_with_own_bounds,
         seq_lengths=(queries, keys),
     )
 

@@ -1,13 +1,11 @@
-"""FlexAttention as a backend: what it can do, without importing it, which takes a second
-(``flex.py``).
-"""
+"""Backend of FlexAttention: its abilities, without the import of ``flex.py``, which takes a second."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from chronicals.attention.support import HALVES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
 
 
 def attend(
@@ -30,10 +28,10 @@ BACKEND = Backend(
     attend,
     {
         "cuda": Support(
-            HALVES | {torch.float32}, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=16
+            HALF_DTYPES | {torch.float32}, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=16
         ),
         "cpu": Support(
-            HALVES | {torch.float32}, {0: 256}, multiple=16, sinks=False, forward_only=True
+            HALF_DTYPES | {torch.float32}, {0: 256}, multiple=16, sinks=False, forward_only=True
         ),
     },
 )

@@ -1,7 +1,8 @@
-"""One document after the other: torch's SDPA, or the plain form where that lacks softcap and sinks.
+"""Backend that runs one document after another: by torch's SDPA, or by the reference if there is a
+softcap or sinks.
 
-Runs everywhere and is the slowest: the bounds come to the host, and a plain document holds its
-whole score matrix.
+It runs everywhere and is the slowest: bounds are copied to the host, and the reference holds a
+document's whole score matrix.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def attend(
     )
     for n, (of_q, of_k) in enumerate(zip(queries, keys, strict=True)):
         if of_q.stop - of_q.start > of_k.stop - of_k.start:
-            few = of_k.stop - of_k.start
+            key_count = of_k.stop - of_k.start
             raise ValueError(
-                f"document {n} has {of_q.stop - of_q.start} queries and {few} keys; give a key "
+                f"document {n} has {of_q.stop - of_q.start} queries and {key_count} keys; give a key "
                 "for each query"
             )
     out = [
@@ -47,13 +48,16 @@ def attend(
 def _slices(
     cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", more: bool = False
 ) -> list[slice]:
-    """Of the documents, on the host.
+    """Return the slices of the documents; the host waits for the bounds.
 
     Args:
-        more: there may be tokens behind the last document.
+        cu: int32 ``[N + 1]``.
+        tokens: number of tokens of ``of``.
+        name, of: names of ``cu`` and of the tensor, for the message.
+        more: whether tokens may follow the last document.
 
     Raises:
-        ValueError: they do not cover the tokens, each once.
+        ValueError: the slices do not cover the tokens, each once.
     """
     bounds: list[int] = cu.tolist()
     ends = bool(bounds) and (bounds[-1] == tokens or (more and bounds[-1] < tokens))
@@ -77,9 +81,9 @@ def _one(
     banded = window is not None and window < keys
     plain = softcap is not None or sinks is not None
     seen = None
-    if (
-        banded or plain or 1 < queries < keys
-    ):  # one query sees all its keys; torch's own causal mask is for as many of both
+    # A mask is not needed for one query, which attends to all its keys, nor for equal numbers of
+    # queries and keys, for which SDPA has its own causal mask.
+    if banded or plain or 1 < queries < keys:
         seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if seen is not None and window is not None and banded:
         seen = seen.triu(keys - queries + 1 - window)

@@ -1,6 +1,4 @@
-"""Preferences: a row with two answers, the chosen and the rejected one, as two rows of an
-ordinary kind.
-"""
+"""Preferences: a row with a chosen and a rejected answer, as two rows of prompt and completion."""
 
 from __future__ import annotations
 
@@ -8,71 +6,80 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from chronicals.data.kinds.messages import MESSAGE_ROLES, as_list, role_of
 from chronicals.data.kinds.prompt_fields import (
-    OF_PROMPTS,
-    as_list,
-    asked_in,
-    prompt_called,
+    PROMPT_FIELDS,
+    prompt_in,
     prompt_names,
-    role_of,
+    question_in,
 )
 from chronicals.data.kinds.ranked_answers import best_and_worst
 from chronicals.data.kinds.repeated_prompts import (
     OtherPromptError,
     holds,
     shared_messages,
-    taken_once,
+    without_repetition,
 )
-from chronicals.data.kinds.rows import ROLES, TELLING
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.records import Record
+from chronicals.data.reading.row_fields import IDENTIFYING_FIELDS
 
 PREFERENCE = "preference"
 """The kind of these rows."""
 
 SIDES = ("chosen", "rejected")
+"""Fields of the two answers."""
 
-LAST_WHITE_SPACE = re.compile(r"\s\S*\Z")
+_LAST_WHITE_SPACE = re.compile(r"\s\S*\Z")
+
+NotePromptField = Callable[[str], None]
+"""Called with the name of the field that is taken for the prompt, if that is not ``prompt``."""
 
 
-Tell = Callable[[str], None]
-"""Is told the name of the field that was taken for the prompt, where it is not called so."""
+def sides_of(
+    record: Record, where: str, note_prompt_field: NotePromptField | None = None
+) -> list[Record]:
+    """Return rows of prompt and completion, the chosen one first.
 
-
-def sides_of(record: Record, where: str, tell: Tell | None = None) -> list[Record]:
-    """Rows of prompt and completion, the chosen one first; of a ranked list, the best answer and
-    the worst.
+    Of a ranked list they are the best answer and the worst.
 
     Raises:
-        DataError: as ``rows_of`` and ``best_and_worst``.
+        DataError: as ``completion_rows`` and ``best_and_worst``.
     """
     if record.get("chosen") is None or record.get("rejected") is None:
         record = best_and_worst(record, where)
     answers = {name: record[name] for name in SIDES}
-    return rows_of(
-        {name: value for name, value in record.items() if name not in SIDES}, answers, where, tell
-    )
+    others = {name: value for name, value in record.items() if name not in SIDES}
+    return completion_rows(others, answers, where, note_prompt_field)
 
 
-def rows_of(
-    record: Record, answers: Mapping[str, Any], where: str, tell: Tell | None = None
+def completion_rows(
+    record: Record,
+    answers: Mapping[str, Any],
+    where: str,
+    note_prompt_field: NotePromptField | None = None,
 ) -> list[Record]:
-    """A row of prompt and completion for each of ``answers``, which are named for messages.
+    """Return a row of prompt and completion for each of ``answers``.
 
-    The prompt is what all conversations begin with, or the record's own: ``prompt``, or one of
-    ``PROMPTS``. Where conversations begin with messages that hold it, these are the prompt; what
-    they repeat of its end stands once. Of texts without a prompt it is what both begin with, up to
-    the last white space in it, so that no word is divided; the answers begin with that white space.
-    Text goes on from text; where a prompt or an answer is messages, the others become messages. A
-    message by itself is a list of one. Fields that tell another kind are left out.
+    The prompt is what all conversations begin with, or a field of the record. If the conversations
+    begin with messages that hold that field, these messages are the prompt; what they repeat of its
+    end stands once. Texts without a prompt field share what both begin with, up to the last white
+    space in it, so that no word is divided.
+
+    Text goes on from text. If the prompt or an answer is messages, the others become messages. A
+    message by itself is a list of one. Fields that identify other kinds are left out.
+
+    Args:
+        record: the row without its answers.
+        answers: by the names that errors call them.
 
     Raises:
         DataError: an answer is neither text nor messages, is empty, or does not end with the
             assistant; there is no prompt, none that the answers share, several fields that may be
             it, or another one in an answer.
     """
-    given = {name: as_list(answer) for name, answer in answers.items()}
-    for name, answer in given.items():
+    listed = {name: as_list(answer) for name, answer in answers.items()}
+    for name, answer in listed.items():
         if not isinstance(answer, (str, list)):
             kind = type(answer).__name__
             raise DataError(
@@ -80,35 +87,33 @@ def rows_of(
             )
         if not answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f"{where}: {name} is empty", "empty_answer")
-    named = " and ".join(given)
-    found = [*given.values()]
-    prompt, found = alike(
-        *_divided(record, prompt_names(record, answers), found, named, where, tell)
-    )
-    for name, answer in zip(given, found):
-        if (
-            isinstance(answer, list)
-            and (role := role_of(answer[-1])) in ROLES
-            and role != "assistant"
-        ):
+    prompt, completions = in_one_form(*_divided(record, listed, where, note_prompt_field))
+    for name, completion in zip(listed, completions):
+        role = role_of(completion[-1]) if isinstance(completion, list) else "assistant"
+        if role in MESSAGE_ROLES and role != "assistant":
             raise DataError(
                 f"{where}: {name} does not end with the assistant, whose answer counts, but with "
                 f"a message of role {role!r}; "
                 "leave that message out",
                 "no_assistant_turn",
             )
-    kept = {name: value for name, value in record.items() if name not in TELLING | OF_PROMPTS}
-    return [{**kept, "prompt": prompt, "completion": answer} for answer in found]
+    used = IDENTIFYING_FIELDS | PROMPT_FIELDS
+    others = {name: value for name, value in record.items() if name not in used}
+    return [{**others, "prompt": prompt, "completion": completion} for completion in completions]
 
 
 def _divided(
-    record: Record, names: list[str], found: list[Any], named: str, where: str, tell: Tell | None
+    record: Record, named: Mapping[str, Any], where: str, note_prompt_field: NotePromptField | None
 ) -> tuple[Any, list[Any]]:
-    """The prompt, and the answers without it."""
-    chats = [answer for answer in found if isinstance(answer, list)]
-    shared = chats[0][: shared_messages(chats)] if len(chats) == len(found) else []
+    """Return the prompt, and the answers without it."""
+    answers = [*named.values()]
+    label = " and ".join(named)
+    names = prompt_names(record, named)
+    chats = [answer for answer in answers if isinstance(answer, list)]
+    all_chats = len(chats) == len(answers)
+    shared = chats[0][: shared_messages(chats)] if all_chats else []
     if shared and (
-        not names or any(holds(shared, asked_in(name, record, where)) for name in names)
+        not names or any(holds(shared, question_in(name, record, where)) for name in names)
     ):
         return shared, [chat[len(shared) :] for chat in chats]
     if len(names) > 1:
@@ -118,63 +123,65 @@ def _divided(
             "missing_field",
         )
     if names:
-        if names[0] != "prompt" and tell is not None:
-            tell(names[0])
-        return _after_prompt(names[0], record, found, shared, named, where)
-    if len(chats) == len(found):
-        differ = (
-            "begin with different messages, so that there is no prompt"
-            if len(chats) > 1
-            else "has no prompt before it"
-        )
-        raise DataError(f"{where}: {named} {differ}", "no_common_prompt")
-    if chats or len(found) == 1:
-        both = (
-            "need a prompt, or must both be conversations or both texts"
-            if chats
-            else "needs a prompt"
-        )
-        raise DataError(f"{where}: {named} {both}", "missing_field")
-    return _after_shared_text(found, named, where)
+        (name,) = names
+        if name != "prompt" and note_prompt_field is not None:
+            note_prompt_field(name)
+        return _after_prompt(name, record, answers, shared, label, where)
+    if all_chats:
+        several = "begin with different messages, so that there is no prompt"
+        reason = several if len(chats) > 1 else "has no prompt before it"
+        raise DataError(f"{where}: {label} {reason}", "no_common_prompt")
+    if chats:
+        reason = "need a prompt, or must both be conversations or both texts"
+        raise DataError(f"{where}: {label} {reason}", "missing_field")
+    if len(answers) == 1:
+        raise DataError(f"{where}: {label} needs a prompt", "missing_field")
+    return _after_shared_text(answers, label, where)
 
 
 def _after_prompt(
-    name: str, record: Record, found: list[Any], shared: list[Any], named: str, where: str
+    name: str, record: Record, answers: list[Any], shared: list[Any], label: str, where: str
 ) -> tuple[Any, list[Any]]:
-    """The prompt in the field ``name``, and the answers without what they repeat of it."""
-    prompt, answers = alike(prompt_called(name, record, where), found)
+    """Return the prompt in the field ``name``, and the answers without what they repeat of it."""
+    prompt, answers = in_one_form(prompt_in(name, record, where), answers)
     if not isinstance(prompt, list):
         return prompt, answers
     try:
-        return taken_once(prompt, answers, shared)
+        return without_repetition(prompt, answers, shared)
     except OtherPromptError:
         raise DataError(
-            f"{where}: {named}: the question before the answer is not that of {name}; leave "
+            f"{where}: {label}: the question before the answer is not that of {name}; leave "
             f"{name} out where the conversation "
             "holds it all, or let the answer begin behind it",
             "other_prompt",
         ) from None
 
 
-def alike(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Prompt and answers as they are where all are texts, else all as messages."""
-    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
-        return prompt, [*answers]
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return prompt, [
-        [{"role": "assistant", "content": each}] if isinstance(each, str) else each
-        for each in answers
-    ]
-
-
-def _after_shared_text(texts: list[str], named: str, where: str) -> tuple[str, list[Any]]:
-    differs = (at for at, letters in enumerate(zip(*texts)) if len({*letters}) > 1)
-    common = texts[0][: next(differs, min(map(len, texts)))]
-    last = LAST_WHITE_SPACE.search(common)
-    prompt = common[: last.start()] if last else ""
+def _after_shared_text(texts: list[str], label: str, where: str) -> tuple[str, list[Any]]:
+    """Return the words that all texts begin with, and the texts without them."""
+    common = 0
+    for letters in zip(*texts):
+        if len({*letters}) > 1:
+            break
+        common += 1
+    last_space = _LAST_WHITE_SPACE.search(texts[0][:common])
+    prompt = texts[0][: last_space.start()] if last_space else ""
     if not prompt.strip():
         raise DataError(
-            f"{where}: {named} have no prompt, and begin with no words that both have",
+            f"{where}: {label} have no prompt, and begin with no words that both have",
             "no_common_prompt",
         )
     return prompt, [text[len(prompt) :] for text in texts]
+
+
+def in_one_form(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return prompt and answers as texts if all are texts, else all as messages."""
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        return prompt, [*answers]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [
+        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        for answer in answers
+    ]
+    return prompt, messages

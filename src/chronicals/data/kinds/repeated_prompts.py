@@ -1,19 +1,15 @@
-"""Answers that are conversations and hold the prompt, too: whole, or the end of it, which then
-stands once.
+"""Answers that are conversations and repeat the prompt, or its end, which then stands once.
 
-Messages are the same where role and words are, whatever the dialect and the white space around
-them.
+Messages are the same if role and words are, whatever the dialect and the white space around them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chronicals.data.kinds.prompt_fields import role_of, said_in
-from chronicals.data.kinds.rows import FIRST, is_object
-from chronicals.data.reading.plain_values import is_missing
+from chronicals.data.kinds.messages import SYSTEM_ROLES, comparable, role_of
+from chronicals.data.reading.plain_values import is_missing, is_object
 
 
 class OtherPromptError(ValueError):
@@ -21,70 +17,77 @@ class OtherPromptError(ValueError):
 
 
 def shared_messages(chats: Sequence[list[Any]]) -> int:
-    """How many messages all begin with, an answer being left to each."""
-    shared = sum(
-        1
-        for _ in itertools.takewhile(
-            lambda each: all(_is_same(other, each[0]) for other in each), zip(*chats)
-        )
-    )
+    """Return the number of messages that all chats begin with, one being left to each as answer."""
+    shared = 0
+    for first, *others in zip(*chats):
+        if not all(_is_same(other, first) for other in others):
+            break
+        shared += 1
     return min(shared, *(len(chat) - 1 for chat in chats))
-
-
-def holds(messages: list[Any], asked: list[Any]) -> bool:
-    """Whether ``asked`` stands in ``messages``, side by side; nothing stands in all."""
-    there = said_in(messages)
-    wanted = said_in(asked)
-    return any(there[at : at + len(wanted)] == wanted for at in range(len(there) - len(wanted) + 1))
-
-
-def taken_once(
-    prompt: list[Any], answers: Sequence[Any], shared: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The prompt, and the answers (text or messages) without what they repeat of its end.
-
-    Args:
-        shared: messages that all answers begin with.
-
-    Raises:
-        OtherPromptError: one asks something else before it answers.
-    """
-    if again := _repeated(prompt, shared):
-        return [*prompt[:-again], *shared], [answer[len(shared) :] for answer in answers]
-    return prompt, [
-        _behind(prompt, answer) if isinstance(answer, list) else answer for answer in answers
-    ]
-
-
-def _behind(prompt: list[Any], chat: list[Any]) -> list[Any]:
-    """What goes on from the prompt."""
-    if again := _repeated(prompt, chat[:-1]):
-        return chat[again:]
-    if (first := role_of(chat[0])) in FIRST or (
-        first == "user" and prompt and role_of(prompt[-1]) == "user"
-    ):
-        raise OtherPromptError
-    return chat
-
-
-def _repeated(prompt: list[Any], messages: list[Any]) -> int:
-    """How many of the last messages of the prompt are the first of others."""
-    asked = said_in(prompt)
-    there = said_in(messages)
-    return next(
-        (n for n in range(min(len(asked), len(there)), 0, -1) if asked[-n:] == there[:n]), 0
-    )
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if not (is_object(one) and is_object(other)):
         return one == other
-    return said_in([one]) == said_in([other]) and _beside_words(one) == _beside_words(other)
+    return comparable([one]) == comparable([other]) and _other_fields(one) == _other_fields(other)
 
 
-def _beside_words(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message has beside its role and what is said."""
-    said = ("role", "from", "content", "value")
+def _other_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message beside its role and its words."""
+    usual = ("role", "from", "content", "value")
     return {
-        name: value for name, value in message.items() if name not in said and not is_missing(value)
+        name: value
+        for name, value in message.items()
+        if name not in usual and not is_missing(value)
     }
+
+
+def holds(messages: list[Any], question: list[Any]) -> bool:
+    """Return whether ``question`` stands in ``messages``, side by side; an empty one always does."""
+    spoken = comparable(messages)
+    asked = comparable(question)
+    starts = range(len(spoken) - len(asked) + 1)
+    return any(spoken[start : start + len(asked)] == asked for start in starts)
+
+
+def without_repetition(
+    prompt: list[Any], answers: Sequence[Any], shared: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return the prompt, and the answers (text or messages) without what they repeat of its end.
+
+    Args:
+        shared: messages that all answers begin with.
+
+    Raises:
+        OtherPromptError: an answer asks something else before it answers.
+    """
+    repeated = _repeated(prompt, shared)
+    if repeated:
+        return [*prompt[:-repeated], *shared], [answer[len(shared) :] for answer in answers]
+    behind = []
+    for answer in answers:
+        if isinstance(answer, list):
+            repeated = _repeated(prompt, answer[:-1])
+            if not repeated:
+                _check_continues(prompt, answer)
+            answer = answer[repeated:]
+        behind.append(answer)
+    return prompt, behind
+
+
+def _repeated(prompt: list[Any], messages: list[Any]) -> int:
+    """Return how many of the prompt's last messages are the first of ``messages``."""
+    asked = comparable(prompt)
+    spoken = comparable(messages)
+    for count in range(min(len(asked), len(spoken)), 0, -1):
+        if asked[-count:] == spoken[:count]:
+            return count
+    return 0
+
+
+def _check_continues(prompt: list[Any], chat: list[Any]) -> None:
+    """Raise OtherPromptError if a chat asks something instead of going on from the prompt."""
+    first = role_of(chat[0])
+    asks_again = first == "user" and prompt and role_of(prompt[-1]) == "user"
+    if first in SYSTEM_ROLES or asks_again:
+        raise OtherPromptError

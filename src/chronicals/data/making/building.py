@@ -1,8 +1,7 @@
-"""Building a token store: rows are read in chunks, become documents, are counted, and written.
+"""Building of a token store: rows are read in chunks, become documents, and are written.
 
-Memory is bounded whatever the size of the data: some chunks at a time are on their way, by the Rust
-tokenizer's threads (``chunks``) or, where there are many, by other processes (``processes``). The
-gate judges at the end.
+Memory is bounded whatever the size of the data: a few chunks at a time are tokenised, by the Rust
+tokenizer's threads (``encoding``) or, if there are many, by other processes (``processes``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,15 +22,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from chronicals.config import ChronicalsConfig, ConfigurationError, Overlong
-from chronicals.data.kinds.judged_answers import EARLIER, JUDGED
-from chronicals.data.kinds.rows import TRAINED
-from chronicals.data.making.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
+from chronicals.config import ConfigurationError, Overlong
+from chronicals.data.kinds.judged_answers import JUDGED, ROWS_LOOKED_BACK
+from chronicals.data.kinds.rows import DOCUMENT_KINDS
+from chronicals.data.making.chunks import Chunk, chunks_of
 from chronicals.data.making.documents import UNJUDGED
+from chronicals.data.making.encoding import ChunkEncoder, Encoded
 from chronicals.data.making.processes import TokenizingProcesses
-from chronicals.data.making.store import OF_ITEMS, SCHEMA, TokenStore
-from chronicals.data.reading.gate import EXAMPLES, DataError, DataReport, check_shares
-from chronicals.data.reading.ledger import Ledger
+from chronicals.data.making.store import ITEM_COLUMNS, STORE_SCHEMA, TokenStore
+from chronicals.data.reading.gate import EXAMPLES, DataError, DataReport
 from chronicals.data.reading.records import Unparsed
 from chronicals.data.reading.sources import (
     Source,
@@ -44,231 +43,15 @@ from chronicals.data.tokens.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 10
-EARLIER_FORMATS = (9, 8, 7)
-"""Formats of which a store may hold the same tokens, so that a run that began with one can go
-on.
-"""
+STORE_FORMAT = 10
+
+EARLIER_STORE_FORMATS = (9, 8, 7)
+"""Formats of which a store may hold the same tokens: a run that began with one can go on."""
 
 MINUTE = 60.0
-PATIENCE = 30
-"""Minutes without a byte written after which whoever waits for another process gives it up."""
 
-
-def open_store(
-    source: Source,
-    tokenizer: Any,
-    config: ChronicalsConfig,
-    name: str | None = None,
-    builder: bool = True,
-    embedding_rows: int | None = None,
-    training: TokenStore | None = None,
-    report_file: Path | None = None,
-    kinds: Collection[str] = TRAINED,
-    scored: bool = False,
-) -> TokenStore:
-    """Tokenised data that has passed the gate; its report is logged.
-
-    Args:
-        source: what ``read_records`` reads.
-        tokenizer: a transformers tokenizer.
-        config: widths, objective, what the gate lets pass, where stores are kept.
-        name: what messages call the data (by default its path).
-        builder: False waits until another process has written the store.
-        embedding_rows: of the model, if there is one.
-        training: what is trained on, where this is held-out data.
-        report_file: where the report is written as JSON, also when the gate stays shut.
-        kinds: of rows that the objective takes.
-        scored: whether nothing of it is trained; so it is, too, where ``training`` is given.
-
-    Raises:
-        DataError: training on it would be wrong.
-        ConfigurationError: ``gate`` names no rule.
-    """
-    name = name or _name_of(source)
-    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
-    if training is not None:
-        note_overlap(store, training)
-    return _judged(
-        name, store, _ledger_of_one(store, scored or training is not None), config, report_file
-    )
-
-
-def open_divided(
-    source: Source,
-    tokenizer: Any,
-    config: ChronicalsConfig,
-    name: str | None = None,
-    builder: bool = True,
-    embedding_rows: int | None = None,
-    report_file: Path | None = None,
-    kinds: Collection[str] = TRAINED,
-) -> tuple[TokenStore, TokenStore]:
-    """As ``open_store``, in two: what is trained, and the share ``validation_split``, which
-    ``open_held_out`` reports on.
-
-    Raises:
-        DataError: training on it would be wrong, or the share leaves nothing to train on.
-        ConfigurationError: ``gate`` names no rule.
-    """
-    assert config.validation_split
-    name = name or _name_of(source)
-    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
-    if not len(store) or store.report.errors(config.gate):
-        _judged(name, store, _ledger_of_one(store), config, report_file)  # which raises
-    training, held_out = store.split(config.validation_split, config.seed)
-    ledger = _ledger_of_two(store, training, held_out)
-    training = replace(training, report=_with_documents_of(training, store.report))
-    return _judged(name, training, ledger, config, report_file), held_out
-
-
-def _name_of(source: Source) -> str:
-    return str(source) if isinstance(source, (str, Path)) else "dataset"
-
-
-def _tokenised(
-    source: Source,
-    tokenizer: Any,
-    config: ChronicalsConfig,
-    builder: bool,
-    embedding_rows: int | None,
-    kinds: Collection[str],
-) -> TokenStore:
-    """The store of ``source``, and in its report what of it the model's embedding does not hold."""
-    check_shares(config.gate)
-    encoder = Tokenizer.configured(tokenizer, config, kinds)
-    store = build_store(
-        source,
-        encoder,
-        config.max_seq_length,
-        config.cache_dir,
-        builder,
-        config.overlong,
-        config.seed,
-        config.dataset_num_proc,
-    )
-    if embedding_rows is not None:
-        note_foreign_ids(store, len(tokenizer), embedding_rows)
-    return store
-
-
-def open_held_out(
-    held_out: TokenStore, config: ChronicalsConfig, report_file: Path | None = None
-) -> TokenStore:
-    """The part of a store that is held out, with a report of its own.
-
-    Args:
-        report_file: where the report is written as JSON.
-
-    Raises:
-        DataError: it holds nothing that is trained.
-    """
-    kinds = held_out.rows_by_kind
-    before = held_out.report
-    own = DataReport(
-        sum(kinds.values()), kinds=kinds, forms=dict(before.forms), answers=before.answers
-    )
-    held_out = replace(held_out, report=_with_documents_of(held_out, own))
-    return _judged(
-        f"validation_split={config.validation_split}",
-        held_out,
-        Ledger(kinds, held_out=kinds),
-        config,
-        report_file,
-    )
-
-
-def _with_documents_of(store: TokenStore, report: DataReport) -> DataReport:
-    """``report`` with the documents and tokens of ``store``."""
-    prompts, mismatched = (0, 0) if store.items is None else (store.prompts, store.mismatched)
-    tokens = int(store.lengths.sum())
-    targets = int(store.targets.sum())
-    return replace(
-        report,
-        documents=len(store),
-        tokens=tokens,
-        targets=targets,
-        prompts=prompts,
-        mismatched=mismatched,
-    )
-
-
-def _ledger_of_one(store: TokenStore, scored: bool = False) -> Ledger:
-    """What became of the rows of a data set that is trained, or scored, as a whole."""
-    ledger = store.report.ledger
-    return replace(ledger, trained={}, held_out=ledger.trained) if scored else ledger
-
-
-def _ledger_of_two(store: TokenStore, training: TokenStore, held_out: TokenStore) -> Ledger:
-    """What became of the rows of a data set of which some are held out; a text in pieces counts
-    where any of it is trained.
-    """
-    alone = held_out.subset(np.flatnonzero(~np.isin(held_out.rows, training.rows)))
-    divided = len(np.intersect1d(held_out.rows, training.rows))
-    report = store.report
-    return Ledger(report.kinds, training.rows_by_kind, alone.rows_by_kind, report.left_out, divided)
-
-
-def _judged(
-    name: str, store: TokenStore, ledger: Ledger, config: ChronicalsConfig, file: Path | None
-) -> TokenStore:
-    """The store with its ledger; write and log the report, and raise where training would be
-    wrong.
-    """
-    report = store.report
-    if file is not None:
-        counts = {
-            field: value for field, value in report.to_dict().items() if field != "left_out"
-        }  # the ledger has it
-        content = {
-            "data": name,
-            **counts,
-            "ledger": ledger.to_dict(),
-            "findings": report.entries(config.gate),
-        }
-        try:  # one process of several writes it, and must not stop alone
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(content, indent=1))
-        except OSError as error:
-            logger.error(
-                "%s: the report on the data cannot be written there (%s)", file, error.strerror
-            )
-            with suppress(OSError):
-                file.unlink()
-    log_report(name, report, config.gate, ledger)
-    report.check(name, config.gate)
-    return replace(store, ledger=ledger)
-
-
-def log_report(
-    name: str, report: DataReport, shares: Mapping[str, float], ledger: Ledger | None = None
-) -> None:
-    """The summary, then a table of what was found."""
-    for level, line in report.table(shares, ledger):
-        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", name, line)
-
-
-def note_foreign_ids(store: TokenStore, vocabulary: int, embedding_rows: int) -> None:
-    """Count what of the tokenizer and of the data the model's embedding does not hold."""
-    if vocabulary > embedding_rows:
-        example = f"{vocabulary:,} tokens, {embedding_rows:,} rows of the embedding"
-        store.report.note(
-            "vocabulary_too_large", example=example, count=vocabulary - embedding_rows
-        )
-    if store.max_id >= embedding_rows:
-        foreign = np.array(
-            [store.document(n)[0].max() >= embedding_rows for n in range(len(store))]
-        )
-        for row in np.unique(store.rows[foreign]):
-            store.report.note(
-                "id_out_of_range", int(row), f"token id {store.max_id} of {embedding_rows:,}"
-            )
-
-
-def note_overlap(held_out: TokenStore, training: TokenStore) -> None:
-    """Count the held-out documents that are trained on as well."""
-    for row in np.unique(held_out.rows[np.isin(held_out.hashes, training.hashes)]):
-        held_out.report.note("held_out_in_training", int(row))
+QUIET_MINUTES = 30
+"""Minutes without a byte written after which the wait for another process ends in an error."""
 
 
 def build_store(
@@ -281,16 +64,17 @@ def build_store(
     seed: int = 0,
     processes: int | None = None,
 ) -> TokenStore:
-    """The store of ``source``: opened if it was made before, otherwise tokenised and written.
+    """Return the store of ``source``: opened if it was made before, otherwise tokenised and written.
 
     Args:
         source: what ``read_records`` reads.
+        tokenizer: from rows to tokens.
         max_seq_length: most tokens of a document.
         cache_dir: where stores are kept (default ``~/.cache/chronicals``).
         builder: False waits until another process has written the file.
         overlong: what becomes of longer rows (default: texts are split, other rows cut).
         seed: chooses the rows that a fractional weight takes.
-        processes: how many tokenise where there is much to do (default: one a core).
+        processes: how many tokenise if there is much to do (default: one a core).
 
     Raises:
         ChildProcessError: one of these has died; nothing is left behind.
@@ -301,41 +85,41 @@ def build_store(
     if isinstance(source, Iterator):
         source = list(source)
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
-    with _naming(cache_dir):
-        content = file_digests(source, cache_dir)
+    with _cache_errors(cache_dir):
+        digests = file_digests(source, cache_dir)
         made_of: list[Any] = [
             max_seq_length,
             overlong,
             tokenizer.fingerprint(),
             source_fingerprint(source, cache_dir, seed),
         ]
-        made_of += ["prompts once, answers of other prompts"] if _has_items(tokenizer) else []
-        key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
+        if _has_items(tokenizer):
+            made_of.append("prompts once, answers of other prompts")
+        key, *earlier_keys = [
+            hashlib.sha256(json.dumps([version, *made_of]).encode()).hexdigest()[:32]
+            for version in (STORE_FORMAT, *EARLIER_STORE_FORMATS)
+        ]
         path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
             encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
             rows = _unchanged(
-                read_unparsed(source, seed), content, lambda: file_digests(source, cache_dir)
+                read_unparsed(source, seed), digests, lambda: file_digests(source, cache_dir)
             )
             _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
         elif not builder:
             _wait_for(path)
-        return replace(TokenStore.open(path), earlier_keys=tuple(earlier))
+        return replace(TokenStore.open(path), earlier_keys=tuple(earlier_keys))
 
 
 def _has_items(tokenizer: Tokenizer) -> bool:
-    """Whether a row may become several documents that belong together."""
-    return not tokenizer.kinds <= {*TRAINED}
-
-
-def _key(made_of: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+    """Return whether a row may become several documents that belong together."""
+    return not tokenizer.kinds <= {*DOCUMENT_KINDS}
 
 
 @contextmanager
-def _naming(cache_dir: Path) -> Iterator[None]:
-    """Within: where the system refuses something of the cache, the field is named."""
+def _cache_errors(cache_dir: Path) -> Iterator[None]:
+    """Turn errors of the system about the cache into ones that name ``cache_dir``."""
     try:
         yield
     except OSError as error:
@@ -350,16 +134,21 @@ def _naming(cache_dir: Path) -> Iterator[None]:
 
 
 def _unchanged(
-    rows: Iterable[Unparsed], before: dict[Path, str], now: Callable[[], dict[Path, str]]
+    rows: Iterable[Unparsed], before: dict[Path, str], digests: Callable[[], dict[Path, str]]
 ) -> Iterator[Unparsed]:
-    """The rows, and at their end an error where the files they came from hold something else
-    than before.
+    """Yield the rows.
+
+    Args:
+        before: digests of the files that they come from.
+        digests: computes these anew.
+
+    Raises:
+        DataError: at the end, if a file has changed meanwhile.
     """
     yield from rows
-    after = now()
-    changed = sorted(
-        {str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file)}
-    )
+    after = digests()
+    files = before.keys() | after.keys()
+    changed = sorted({str(file) for file in files if before.get(file) != after.get(file)})
     if changed:
         raise DataError(
             f"{', '.join(changed)}: was written to while it was tokenised; start again when it is "
@@ -368,10 +157,12 @@ def _unchanged(
 
 
 def _wait_for(path: Path) -> None:
-    """Poll, and say so: no collective is held while another process tokenises.
+    """Poll until another process has written a store.
+
+    The poll is logged, and no collective operation is held meanwhile.
 
     Raises:
-        DataError: it has written nothing for half an hour.
+        DataError: nothing was written for ``QUIET_MINUTES``.
     """
     waited = 0.0
     quiet = 0
@@ -379,12 +170,16 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         if waited % MINUTE == 0:
             logger.info("waiting for another process to tokenise %s", path.name)
-            written = _bytes_aside(path)
-            quiet, before = (quiet + 1, before) if written == before else (0, written)
-            if quiet == PATIENCE:
+            written = 0
+            for aside in path.parent.glob(_aside(path, "*").name):
+                with suppress(FileNotFoundError):  # it got its name meanwhile
+                    written += aside.stat().st_size
+            quiet = quiet + 1 if written == before else 0
+            before = written
+            if quiet == QUIET_MINUTES:
                 raise DataError(
                     f"{path}: waited for another process to tokenise the data, which has written "
-                    f"nothing for {PATIENCE} "
+                    f"nothing for {QUIET_MINUTES} "
                     "minutes; its log says why, or start this one where it can build the store "
                     "itself"
                 )
@@ -393,39 +188,30 @@ def _wait_for(path: Path) -> None:
 
 
 def _aside(path: Path, name: str) -> Path:
-    """Where a store is written before it has its name."""
+    """Return the file that a store is written to before it gets its name."""
     return path.with_name(f".{path.stem}.{name}")
 
 
-def _bytes_aside(path: Path) -> int:
-    """That all who build the store have written so far."""
-    written = 0
-    for aside in path.parent.glob(_aside(path, "*").name):
-        with suppress(FileNotFoundError):  # it was done meanwhile
-            written += aside.stat().st_size
-    return written
-
-
 def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
-    """Write the tokens aside, then the description, and last give the tokens their name: who
-    sees it sees all.
+    """Tokenise rows and write their store.
+
+    The tokens are written aside, then the description; the tokens get their name last, so that
+    whoever sees it sees all.
     """
-    schema = SCHEMA
-    kinds = tokenising.encoder.tokenizer.kinds
-    if _has_items(tokenising.encoder.tokenizer):
-        for name in OF_ITEMS:
+    tokenizer = tokenising.encoder.tokenizer
+    schema = STORE_SCHEMA
+    if _has_items(tokenizer):
+        for name in ITEM_COLUMNS:
             schema = schema.append(pa.field(name, pa.int64()))
-    counts, aside = (
-        _Counts(),
-        _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}"),
-    )  # two machines may share a pid
+    counts = _Counts()
+    chunks = chunks_of(rows, ROWS_LOOKED_BACK if JUDGED in tokenizer.kinds else 0)
+    # Two machines that share a folder may have processes of the same number.
+    aside = _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
-        with _collecting_by_chunks(), tokenising, open(aside, "wb") as raw:
+        with _no_collection(), tokenising, open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
-                for chunk, encoded in tokenising.encoded(
-                    chunks_of(rows, EARLIER if JUDGED in kinds else 0)
-                ):
+                for chunk, encoded in tokenising.encoded(chunks):
                     counts.add(chunk, encoded)
                     if len(encoded.documents):
                         writer.write_batch(_record_batch(encoded, schema))
@@ -441,10 +227,8 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
 
 
 @contextmanager
-def _collecting_by_chunks() -> Iterator[None]:
-    """Keep Python's collector from walking through a chunk's thousands of rows, which hold no
-    cycles, many times over.
-    """
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector from walking through thousands of rows, which hold no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -455,22 +239,28 @@ def _collecting_by_chunks() -> Iterator[None]:
 
 
 def _record_batch(encoded: Encoded, schema: pa.Schema) -> pa.RecordBatch:
+    """Return the documents of a chunk as columns of a store's file."""
     documents = encoded.documents
     offsets = _column(documents.offsets.astype(np.int32))
-    lists = [
-        pa.ListArray.from_arrays(offsets, _column(values))
-        for values in (documents.ids, documents.trained)
+    columns = [
+        pa.ListArray.from_arrays(offsets, _column(documents.ids)),
+        pa.ListArray.from_arrays(offsets, _column(documents.trained)),
+        _column(documents.targets),
+        _column(documents.rows),
+        _column(encoded.hashes),
+        _column(encoded.row_kinds),
+        _column(documents.sides),
+        _column(documents.shared),
+        _column(documents.labels),
     ]
-    of_rows = documents.targets, documents.rows, encoded.hashes, encoded.row_kinds
-    numbers = [
-        _column(values)
-        for values in (*of_rows, documents.sides, documents.shared, documents.labels)
-    ]
-    return pa.RecordBatch.from_arrays([*lists, *numbers][: len(schema)], schema=schema)
+    return pa.RecordBatch.from_arrays(columns[: len(schema)], schema=schema)
 
 
 def _column(values: np.ndarray) -> pa.Array:
-    """Without a copy, and without pandas, which ``pa.array`` would import."""
+    """Return an Arrow array over ``values``, without a copy.
+
+    ``pa.array`` would import pandas.
+    """
     return pa.Array.from_buffers(
         pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
     )
@@ -478,49 +268,56 @@ def _column(values: np.ndarray) -> pa.Array:
 
 @dataclass
 class _Counts:
-    """What was counted of the chunks so far."""
+    """Counts over all chunks so far.
+
+    Attributes:
+        report: the gate's.
+        max_id: the largest token id, -1 without any.
+        hashes: uint64, of the tokens of each row that gave a document.
+        rows: int64, numbers of these rows.
+        places: int64, hashes of where they were read. A row that a weight repeats comes from the
+            same place, and is no duplicate.
+        labels: of judged rows, all that occur.
+    """
 
     report: DataReport = field(default_factory=DataReport)
     max_id: int = -1
     hashes: list[np.ndarray] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
     places: list[np.ndarray] = field(default_factory=list)
-    """Hashes of where each row was read: a row that a weight repeats comes from the same place."""
     labels: set[int] = field(default_factory=set)
-    """That any row has."""
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
+        """Count the documents of a chunk."""
+        documents = encoded.documents
         self.report.add(encoded.report)
-        self.max_id = max(self.max_id, int(encoded.documents.ids.max(initial=-1)))
-        self.labels.update(np.unique(encoded.documents.labels).tolist())
-        rows, first = np.unique(encoded.documents.rows, return_index=True)
+        self.max_id = max(self.max_id, int(documents.ids.max(initial=-1)))
+        self.labels.update(np.unique(documents.labels).tolist())
+        rows, first = np.unique(documents.rows, return_index=True)
+        places = [hash(chunk.places[at]) for at in (rows - chunk.first).tolist()]
         self.rows.append(rows)
         self.hashes.append(encoded.hashes[first])
-        self.places.append(
-            np.array([hash(chunk.wheres[at]) for at in (rows - chunk.first).tolist()], np.int64)
-        )
+        self.places.append(np.array(places, np.int64))
 
     def description(self) -> dict[str, Any]:
+        """Return what lies beside the store as JSON."""
         self._note_duplicates()
-        self._note_one_label()
+        labels = self.labels - {UNJUDGED}
+        if len(labels) == 1:
+            judgement = "good" if labels == {1} else "bad"
+            self.report.note("one_label", example=f"every answer is {judgement}")
         return {"report": self.report.to_dict(), "max_id": self.max_id}
-
-    def _note_one_label(self) -> None:
-        if len(judged := self.labels - {UNJUDGED}) == 1:
-            self.report.note(
-                "one_label", example=f"every answer is {'good' if judged == {1} else 'bad'}"
-            )
 
     def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])
-        rows, places = (
-            np.concatenate([*found, np.zeros(0, np.int64)]) for found in (self.rows, self.places)
-        )
+        rows = np.concatenate([*self.rows, np.zeros(0, np.int64)])
+        places = np.concatenate([*self.places, np.zeros(0, np.int64)])
         _, first, group = np.unique(hashes, return_index=True, return_inverse=True)
         earliest = first[group]
-        again = np.flatnonzero((earliest != np.arange(len(hashes))) & (places != places[earliest]))
-        for document in again[:EXAMPLES]:
-            example = f"row {rows[document] + 1} equals row {rows[earliest[document]] + 1}"
-            self.report.note("duplicate_row", int(rows[document]), example)
+        is_repeated = earliest != np.arange(len(hashes))
+        again = np.flatnonzero(is_repeated & (places != places[earliest]))
+        for at in again[:EXAMPLES]:
+            example = f"row {rows[at] + 1} equals row {rows[earliest[at]] + 1}"
+            self.report.note("duplicate_row", int(rows[at]), example)
         if len(again) > EXAMPLES:
             self.report.note("duplicate_row", count=len(again) - EXAMPLES)

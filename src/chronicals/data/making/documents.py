@@ -1,5 +1,4 @@
-"""Documents in flat arrays: rows fitted to the width, and what the gate can see in their tokens,
-many at a time.
+"""Documents in flat arrays: rows fitted to the width, and the gate's look at their tokens.
 
 Shapes: T tokens of N documents together; document n holds the positions ``offsets[n]`` to
 ``offsets[n + 1]``.
@@ -18,7 +17,8 @@ import numpy as np
 
 from chronicals.config import Overlong
 from chronicals.data.reading.gate import DataReport
-from chronicals.data.tokens.template import TemplateError, Tokenizer
+from chronicals.data.tokens.chat_template import TemplateError
+from chronicals.data.tokens.template import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Marks:
     """The tokens of a vocabulary that the gate looks for.
 
     Attributes:
-        bos, pad: ids, -1 where there is none (for ``pad`` also where it is one of ``stops``).
+        bos: id, -1 if there is none.
+        pad: id, -1 if there is none or it is one of ``stops``.
         stops: ids at which an answer ends.
         special: finds the writing of a special token in a text.
     """
@@ -41,32 +42,38 @@ class Marks:
         inner = tokenizer.tokenizer
         stops = {inner.eos_token_id} - {None}
         if inner.chat_template is not None:
-            with contextlib.suppress(
-                TemplateError
-            ):  # every conversation will be refused with the reason
+            # Without a stop token, every conversation will be refused with the reason.
+            with contextlib.suppress(TemplateError):
                 stops.add(tokenizer.stop_token())
-        names = {
-            str(token) for token in inner.added_tokens_decoder.values() if token.special
-        } | set(inner.all_special_tokens)
+        added = {str(token) for token in inner.added_tokens_decoder.values() if token.special}
+        names = added | set(inner.all_special_tokens)
         written = sorted((re.escape(name) for name in names if len(name) > 1), reverse=True)
         bos = -1 if inner.bos_token_id is None else inner.bos_token_id
-        pad = (
-            -1 if inner.pad_token_id is None or inner.pad_token_id in stops else inner.pad_token_id
-        )
+        pad = inner.pad_token_id
+        if pad is None or pad in stops:
+            pad = -1
         return cls(bos, pad, tuple(stops), re.compile("|".join(written)) if written else None)
 
 
 UNJUDGED = -1
-"""Label of a row that says nothing about its answer."""
+"""Label of a row that does not judge its answer."""
 
-MISMATCHED = 1
-"""Side of an answer to another prompt beside a judged one."""
+MISMATCHED_SIDE = 1
+"""Place in its item of an answer to another prompt, beside a judged answer."""
 
 
-class Piece(NamedTuple):
-    """A document by itself: the row it is from, its place in its item, token ids, for each
-    whether it is trained, what the column ``shared`` says (``shared_prompts.py``), and the row's
-    ``label``: 1 good, 0 bad, -1 where it has none."""
+class DocumentPiece(NamedTuple):
+    """A document by itself.
+
+    Attributes:
+        row: number of its row, from 0 in reading order.
+        side: its place in its item.
+        ids: int32 ``[tokens]``.
+        trained: uint8 ``[tokens]``, 1 if the token is trained.
+        shared: tokens of the item's shared prompt before it; -1 for that prompt
+            (``shared_prompts.py``).
+        label: the row's judgement of its answer: 1 good, 0 bad, -1 none.
+    """
 
     row: int
     side: int
@@ -77,19 +84,18 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Documents:
+class FlatDocuments:
     """Several documents end to end.
 
     Attributes:
         ids: int32 ``[T]``.
-        trained: uint8 ``[T]``, 1 where the token is trained.
-        offsets: int64 ``[N + 1]``.
+        trained: uint8 ``[T]``, 1 if the token is trained.
+        offsets: int64 ``[N + 1]``, bounds of the documents.
         rows: int64 ``[N]``, the row each came from, from 0 in reading order.
         sides: int64 ``[N]``, the place of each in its item, which begins at each 0.
         shared: int64 ``[N]``, tokens of the item's last document that stand before it; -1 for that
             document.
-        labels: int64 ``[N]``, 1 where the row calls its answer good, 0 where bad, -1 where it says
-            nothing.
+        labels: int64 ``[N]``, the row's judgement of its answer: 1 good, 0 bad, -1 none.
     """
 
     ids: np.ndarray
@@ -101,15 +107,19 @@ class Documents:
     labels: np.ndarray
 
     @classmethod
-    def joined(cls, pieces: Sequence[Piece]) -> Documents:
-        ids = np.concatenate([piece.ids for piece in pieces] or [np.zeros(0, np.int32)])
-        trained = np.concatenate([piece.trained for piece in pieces] or [np.zeros(0, np.uint8)])
+    def joined(cls, pieces: Sequence[DocumentPiece]) -> FlatDocuments:
+        """Return the documents that lie in ``pieces``, in their order."""
         offsets = np.zeros(len(pieces) + 1, np.int64)
         np.cumsum([len(piece.ids) for piece in pieces], out=offsets[1:])
-        rows, sides, shared, labels = (
-            np.array([piece[at] for piece in pieces], np.int64) for at in (0, 1, 4, 5)
+        return cls(
+            np.concatenate([piece.ids for piece in pieces] or [np.zeros(0, np.int32)]),
+            np.concatenate([piece.trained for piece in pieces] or [np.zeros(0, np.uint8)]),
+            offsets,
+            np.array([piece.row for piece in pieces], np.int64),
+            np.array([piece.side for piece in pieces], np.int64),
+            np.array([piece.shared for piece in pieces], np.int64),
+            np.array([piece.label for piece in pieces], np.int64),
         )
-        return cls(ids, trained, offsets, rows, sides, shared, labels)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -120,33 +130,34 @@ class Documents:
 
     @functools.cached_property
     def targets(self) -> np.ndarray:
-        """int64 ``[N]``: positions that predict a trained token; the first token of a document
-        is predicted by none.
+        """Positions that predict a trained token, int64 ``[N]``.
+
+        Nothing predicts the first token of a document.
         """
+        starts = self.offsets[:-1]
         running = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
-        filled = self.lengths > 0
-        first = np.where(
-            filled, self.trained[np.minimum(self.offsets[:-1], max(len(self.trained) - 1, 0))], 0
-        )
-        return running[self.offsets[1:]] - running[self.offsets[:-1]] - first
+        # An empty last document begins behind the last token.
+        first_tokens = np.minimum(starts, max(len(self.trained) - 1, 0))
+        first_trained = np.where(self.lengths > 0, self.trained[first_tokens], 0)
+        return running[self.offsets[1:]] - running[starts] - first_trained
 
     @property
     def prompts(self) -> int:
-        """How many are prompts that the answers of an item share."""
+        """Number of documents that are prompts, which the answers of an item share."""
         return int((self.shared < 0).sum())
 
     @property
     def mismatched(self) -> int:
-        """How many are answers to another prompt, beside judged ones."""
-        return int(((self.sides == MISMATCHED) & (self.labels != UNJUDGED)).sum())
+        """Number of answers to another prompt, beside judged ones."""
+        return int(((self.sides == MISMATCHED_SIDE) & (self.labels != UNJUDGED)).sum())
 
-    def trained_items(self) -> Documents:
-        """Without the items of which a document has no target; a shared prompt has none."""
+    def trained_items(self) -> FlatDocuments:
+        """Return the items whose documents all have targets; a shared prompt needs none."""
         item = np.cumsum(self.sides == 0)
         return self.only(~np.isin(item, item[(self.targets == 0) & (self.shared >= 0)]))
 
-    def only(self, kept: np.ndarray) -> Documents:
-        """Those where ``kept`` (bool ``[N]``) holds."""
+    def only(self, kept: np.ndarray) -> FlatDocuments:
+        """Return the documents for which ``kept`` (bool ``[N]``) is True."""
         if kept.all():
             return self
         positions = np.repeat(kept, self.lengths)
@@ -163,13 +174,13 @@ class Documents:
         )
 
     def hashes(self) -> np.ndarray:
-        """uint64 ``[N]``: the same where all tokens are the same (splitmix64 of token and place,
-        summed).
+        """Return a hash of the tokens of each document, uint64 ``[N]``.
+
+        It is splitmix64 of token and place, summed.
         """
         starts = self.offsets[:-1]
-        places = np.arange(len(self.ids), dtype=np.uint64) - np.repeat(starts, self.lengths).astype(
-            np.uint64
-        )
+        first = np.repeat(starts, self.lengths).astype(np.uint64)
+        places = np.arange(len(self.ids), dtype=np.uint64) - first
         mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
         running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         return _splitmix(
@@ -177,14 +188,16 @@ class Documents:
         )
 
     def hashes_of(self, rows: np.ndarray) -> np.ndarray:
-        """uint64, for each of ``rows`` the same where all tokens of all its documents are the
-        same; an answer to another prompt is not the row's."""
-        known, first = np.unique(self.rows, return_index=True)
+        """Return a hash of all documents of each of ``rows``, uint64.
+
+        An answer to another prompt does not count: it is not the row's.
+        """
+        row_numbers, first = np.unique(self.rows, return_index=True)
         by_side = self.hashes() * (2 * self.sides + 1).astype(np.uint64)
-        by_side[(self.labels != UNJUDGED) & (self.sides == MISMATCHED)] = 0
-        return (
-            np.add.reduceat(by_side, first)[np.searchsorted(known, rows)] if len(first) else by_side
-        )
+        by_side[(self.labels != UNJUDGED) & (self.sides == MISMATCHED_SIDE)] = 0
+        if not len(first):
+            return by_side
+        return np.add.reduceat(by_side, first)[np.searchsorted(row_numbers, rows)]
 
     def inspect(self, marks: Marks, report: DataReport) -> None:
         """Count what the gate finds in tokens."""
@@ -193,15 +206,14 @@ class Documents:
         for row in np.unique(self.rows[lengths == 1]):
             report.note("single_token", int(row))
         longer = np.flatnonzero(lengths > 1)
-        doubled = (self.ids[starts[longer]] == marks.bos) & (
-            self.ids[starts[longer] + 1] == marks.bos
-        )
+        first = self.ids[starts[longer]]
+        second = self.ids[starts[longer] + 1]
+        doubled = (first == marks.bos) & (second == marks.bos)
         for row in np.unique(self.rows[longer[doubled]]):
             report.note("double_bos", int(row))
         padding = (self.trained == 1) & (self.ids == marks.pad)
-        padding[starts[lengths > 0]] = (
-            False  # which nothing predicts, and where a BOS that pads as well stands
-        )
+        # Nothing predicts the first token, which may be a BOS that pads as well.
+        padding[starts[lengths > 0]] = False
         self._note_positions("trained_padding", padding, report)
         stop = np.isin(self.ids, marks.stops)
         masked = np.zeros(len(self.ids), bool)
@@ -209,25 +221,32 @@ class Documents:
         masked[starts[lengths > 0]] = False
         self._note_positions("masked_stop", masked, report)
 
-    def _note_positions(self, rule: str, found: np.ndarray, report: DataReport) -> None:
-        """Count the rows that hold a position where ``found`` (bool ``[T]``)."""
-        documents = np.searchsorted(self.offsets, np.flatnonzero(found), side="right") - 1
+    def _note_positions(self, rule: str, broken: np.ndarray, report: DataReport) -> None:
+        """Count the rows that hold a position for which ``broken`` (bool ``[T]``) is True."""
+        documents = np.searchsorted(self.offsets, np.flatnonzero(broken), side="right") - 1
         for row in np.unique(self.rows[documents]):
             report.note(rule, int(row))
 
 
-def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -> list[Piece]:
-    """A row's item, or the documents that a row without company is split into, in at most ``width``
-    tokens; what was done is counted.
+def fit(
+    item: list[DocumentPiece], width: int, overlong: Overlong, report: DataReport
+) -> list[DocumentPiece]:
+    """Return a row's item in at most ``width`` tokens; what was done is counted.
 
-    Pieces of a split row overlap by one token, so that every target keeps its place in exactly one
-    of them. Of an item whose documents are together too long, the longest are cut to one length; a
-    shared prompt is never cut, and an item is dropped where it leaves no room for an answer. An
-    answer to another prompt has what room is left beside the judged one, or goes.
+    A row of one document may be split. Its pieces overlap by one token, so that every target keeps
+    its place in exactly one of them. Of an item whose documents are together too long, the longest
+    are cut to one length. A shared prompt is never cut; if it leaves no room for an answer, the item
+    is dropped. An answer to another prompt gets the room that is left beside the judged one.
+
+    Args:
+        item: the documents of a row, a shared prompt last.
+        overlong: what becomes of an item that is too long.
     """
     if item[0].label != UNJUDGED:
         item = _judged_first(item, width, report)
-    row, _, ids, trained, *_ = item[0]
+    row = item[0].row
+    ids = item[0].ids
+    trained = item[0].trained
     total = sum(len(piece.ids) for piece in item)
     if total <= width:
         return item
@@ -237,8 +256,8 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     if overlong == "split" and width > 1 and len(item) == 1:
         report.note("split_row", row, f"{total:,} tokens")
         return [
-            Piece(row, 0, ids[i : i + width], trained[i : i + width])
-            for i in range(0, len(ids) - 1, width - 1)
+            DocumentPiece(row, 0, ids[start : start + width], trained[start : start + width])
+            for start in range(0, len(ids) - 1, width - 1)
         ]
     report.note("cut_row", row, f"{total:,} tokens")
     prompt = [piece for piece in item if piece.shared < 0]
@@ -247,64 +266,60 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     if room < 2 * len(answers):
         report.note("masked_by_cut", row, f"a prompt of {width - room:,} tokens")
         return []
-    most = _common_length([len(piece.ids) for piece in answers], room)
-    if any(piece.trained[most:].any() for piece in answers):
+    length = _common_length([len(piece.ids) for piece in answers], room)
+    if any(piece.trained[length:].any() for piece in answers):
         report.note("cut_stop", row)
-    return [
-        *(piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in answers),
-        *prompt,
+    cut = [
+        piece._replace(ids=piece.ids[:length], trained=piece.trained[:length]) for piece in answers
     ]
+    return [*cut, *prompt]
 
 
-def _judged_first(item: list[Piece], width: int, report: DataReport) -> list[Piece]:
-    """A judged answer as it is; of the one to another prompt, which is not trained, what fits
-    beside it, a target at least. Where there is no room for that the judged one stands alone,
-    unless it is too long by itself, and cut in any case."""
-    other = next(piece for piece in item if piece.side == MISMATCHED)
-    least = int(np.argmax(other.trained[1:])) + 2
+def _judged_first(item: list[DocumentPiece], width: int, report: DataReport) -> list[DocumentPiece]:
+    """Return a judged answer whole, and as much of the answer to another prompt as fits.
+
+    The other one keeps a target at least. If there is no room for that, the judged answer stands by
+    itself, behind its prompt; if that is too long by itself, ``fit`` cuts the item.
+    """
+    other = next(piece for piece in item if piece.side == MISMATCHED_SIDE)
+    up_to_target = int(np.argmax(other.trained[1:])) + 2
     room = width - sum(len(piece.ids) for piece in item if piece is not other)
     if len(other.ids) <= room:
         return item
-    if 0 <= room < least:
+    if 0 <= room < up_to_target:
         report.note("no_room_for_other", other.row, f"{width - room:,} tokens")
-        return [_with_prompt(item)]
-    most = max(room, least)
-    cut = other._replace(ids=other.ids[:most], trained=other.trained[:most])
+        judged = item[0]
+        prompt = item[-1]
+        if prompt.shared >= 0:
+            return [judged]
+        ids = np.concatenate((prompt.ids, judged.ids))
+        trained = np.concatenate((prompt.trained, judged.trained))
+        return [judged._replace(ids=ids, trained=trained, shared=0)]
+    length = max(room, up_to_target)
+    cut = other._replace(ids=other.ids[:length], trained=other.trained[:length])
     return [cut if piece is other else piece for piece in item]
 
 
-def _with_prompt(item: list[Piece]) -> Piece:
-    """The first document of an item, behind the prompt where it is shared."""
-    first = item[0]
-    last = item[-1]
-    if last.shared >= 0:
-        return first
-    ids, trained = (
-        np.concatenate(both) for both in ((last.ids, first.ids), (last.trained, first.trained))
-    )
-    return first._replace(ids=ids, trained=trained, shared=0)
-
-
-def are_identical(item: Sequence[Piece]) -> bool:
-    """Whether there are several answers, and all have the same tokens."""
+def are_identical(item: Sequence[DocumentPiece]) -> bool:
+    """Return whether there are several answers, and all have the same tokens."""
     answers = [piece.ids for piece in item if piece.shared >= 0]
     return len(answers) > 1 and all(np.array_equal(answers[0], other) for other in answers[1:])
 
 
 def _common_length(lengths: list[int], width: int) -> int:
-    """The most tokens that each document may keep so that all of them have ``width`` together."""
-    left = width
-    most = width
-    for done, length in enumerate(sorted(lengths)):
-        most = left // (len(lengths) - done)
-        if length > most:
+    """Return the most tokens that each document may keep so that all fit in ``width`` together."""
+    room = width
+    share = width
+    for shorter, length in enumerate(sorted(lengths)):
+        share = room // (len(lengths) - shorter)
+        if length > share:
             break
-        left -= length
-    return most
+        room -= length
+    return share
 
 
 def _splitmix(values: np.ndarray) -> np.ndarray:
-    """Steele, Lea and Flood (2014), the finalizer of SplitMix64; uint64, wraps."""
+    """Return SplitMix64's finalizer of uint64 values (Steele, Lea and Flood, 2014); it wraps."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

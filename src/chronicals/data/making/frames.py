@@ -1,8 +1,7 @@
-"""What goes between the process that builds a store and those that tokenise for it: chunks there,
-documents back.
+"""Messages between the process that builds a store and those that tokenise for it.
 
-A frame is two lengths (uint64), a header in JSON, and bytes: rows as JSON one behind the other, or
-arrays.
+Chunks go there, documents come back. A frame is two lengths (uint64), a header in JSON, and a body:
+rows as JSON one behind the other, or arrays.
 """
 
 from __future__ import annotations
@@ -14,16 +13,20 @@ from typing import IO, Any
 
 import numpy as np
 
-from chronicals.data.kinds.rows import MEDIA, READ, holds_media
-from chronicals.data.making.chunks import Chunk, Encoded
-from chronicals.data.making.documents import Documents
+from chronicals.data.kinds.messages import holds_media
+from chronicals.data.making.chunks import Chunk
+from chronicals.data.making.documents import FlatDocuments
+from chronicals.data.making.encoding import Encoded
 from chronicals.data.reading.gate import DataReport
 from chronicals.data.reading.records import BadRow, Line
+from chronicals.data.reading.row_fields import MEDIA_FIELDS, READ_FIELDS
 
 Frame = tuple[dict[str, Any], bytes]
+"""Header and body."""
 
 
 def write_frame(stream: IO[bytes], header: Mapping[str, Any], body: bytes = b"") -> None:
+    """Write a frame and flush it."""
     described = json.dumps(header).encode()
     stream.write(np.array([len(described), len(body)], np.uint64).tobytes())
     stream.write(described)
@@ -32,30 +35,30 @@ def write_frame(stream: IO[bytes], header: Mapping[str, Any], body: bytes = b"")
 
 
 def read_frame(stream: IO[bytes]) -> Frame | None:
-    """None at the end.
+    """Return the next frame; None at the end.
 
     Raises:
-        EOFError: the end came within a frame.
+        EOFError: the stream ends within a frame.
     """
     lengths = stream.read(16)
     if not lengths:
         return None
     if len(lengths) < 16:
         raise EOFError(f"{len(lengths)} of 16 bytes")
-    header, body = (_exactly(stream, int(length)) for length in np.frombuffer(lengths, np.uint64))
+    parts = []
+    for length in np.frombuffer(lengths, np.uint64).tolist():
+        part = stream.read(length)
+        if len(part) < length:
+            raise EOFError(f"{len(part)} of {length} bytes")
+        parts.append(part)
+    header, body = parts
     return json.loads(header), body
 
 
-def _exactly(stream: IO[bytes], length: int) -> bytes:
-    found = stream.read(length)
-    if len(found) < length:
-        raise EOFError(f"{len(found)} of {length} bytes")
-    return found
-
-
 def frame_of_chunk(chunk: Chunk) -> Frame | None:
-    """Its rows without the fields that nobody reads; None where one holds what JSON has no word
-    for.
+    """Return a chunk's rows without the fields that nobody reads.
+
+    None if a row holds what JSON has no form for: this process then tokenises the chunk itself.
     """
     records = [*chunk.earlier, *chunk.records]
     try:
@@ -65,36 +68,40 @@ def frame_of_chunk(chunk: Chunk) -> Frame | None:
     bad = {n: [row.reason, row.rule] for n, row in enumerate(records) if isinstance(row, BadRow)}
     header = {
         "first": chunk.first,
-        "wheres": chunk.wheres,
+        "places": chunk.places,
         "lengths": [*map(len, lines)],
         "bad": bad,
+        "earlier": len(chunk.earlier),
     }
-    header["earlier"] = len(chunk.earlier)
     return header, b"".join(lines)
 
 
 def _line(record: Any) -> bytes:
+    """Return a record as JSON.
+
+    Raises:
+        TypeError: JSON would not give the same record back.
+    """
     if isinstance(record, Line):
         return record
     if isinstance(record, BadRow):
         return b""
     if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
         raise TypeError("no object")
-    read = {
-        name: value if name in READ or value is None else _sign_of(name, value)
-        for name, value in record.items()
-    }
-    if any(isinstance(value, tuple) for value in read.values()):
+    fields = {}
+    for name, value in record.items():
+        if name in READ_FIELDS or value is None:
+            fields[name] = value
+        else:
+            # 1 for pictures and sound, which the other process refuses, 0 for what nobody reads
+            fields[name] = int(name in MEDIA_FIELDS and holds_media(value))
+    if any(isinstance(value, tuple) for value in fields.values()):
         raise TypeError("a tuple would come back as a list")
-    return json.dumps(read, ensure_ascii=False).encode()
-
-
-def _sign_of(name: str, value: Any) -> int:
-    """Return 1 for pictures and sound, which are refused, and 0 for whatever else nobody reads."""
-    return int(name in MEDIA and holds_media(value))
+    return json.dumps(fields, ensure_ascii=False).encode()
 
 
 def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
+    """Return the chunk that ``frame_of_chunk`` wrote."""
     records = list[Any]()
     end = 0
     for length in header["lengths"]:
@@ -103,10 +110,11 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
     for number, fault in header["bad"].items():
         records[int(number)] = BadRow(*fault)
     earlier = header["earlier"]
-    return Chunk(header["first"], header["wheres"], records[earlier:], earlier=records[:earlier])
+    return Chunk(header["first"], header["places"], records[earlier:], earlier=records[:earlier])
 
 
 def frame_of_encoded(encoded: Encoded) -> Frame:
+    """Return the documents of a chunk as a frame."""
     documents = encoded.documents
     arrays = [
         documents.offsets,
@@ -114,8 +122,11 @@ def frame_of_encoded(encoded: Encoded) -> Frame:
         documents.sides,
         documents.shared,
         documents.labels,
+        encoded.hashes,
+        documents.ids,
+        documents.trained,
+        encoded.row_kinds,
     ]
-    arrays += [encoded.hashes, documents.ids, documents.trained, encoded.row_kinds]
     header = {
         "documents": len(documents),
         "tokens": len(documents.ids),
@@ -125,15 +136,26 @@ def frame_of_encoded(encoded: Encoded) -> Frame:
 
 
 def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
+    """Return the documents that ``frame_of_encoded`` wrote, as views of ``body``."""
     documents = header["documents"]
     tokens = header["tokens"]
-    numbers = (np.int64, documents + 1), *[(np.int64, documents)] * 4, (np.uint64, documents)
-    kinds = *numbers, (np.int32, tokens), (np.uint8, tokens), (np.int8, documents)
+    contents = (
+        (np.int64, documents + 1),
+        *[(np.int64, documents)] * 4,
+        (np.uint64, documents),
+        (np.int32, tokens),
+        (np.uint8, tokens),
+        (np.int8, documents),
+    )
     arrays = []
     begin = 0
-    for kind, count in kinds:
-        arrays.append(np.frombuffer(body, kind, count, begin))
+    for dtype, count in contents:
+        arrays.append(np.frombuffer(body, dtype, count, begin))
         begin += arrays[-1].nbytes
     offsets, rows, sides, shared, labels, hashes, ids, trained, row_kinds = arrays
-    found = Documents(ids, trained, offsets, rows, sides, shared, labels)
-    return Encoded(found, hashes, row_kinds, DataReport.from_dict(header["report"]))
+    return Encoded(
+        FlatDocuments(ids, trained, offsets, rows, sides, shared, labels),
+        hashes,
+        row_kinds,
+        DataReport.from_dict(header["report"]),
+    )

@@ -1,14 +1,14 @@
-"""Processes that tokenise chunks for the one that builds a store, which by itself renders and
-checks on one core only.
+"""Processes that tokenise chunks for the one that builds a store.
 
-They are those of ``chronicals.data.making.worker``, a program of its own, so that neither the caller's
-script nor its threads nor its device come along. Whoever is free takes the next chunk; what chunks
-become comes back in their order.
+By itself that one renders and checks on one core only. The others run
+``chronicals.data.making.worker``, a program of its own, so that neither the caller's script nor its
+threads nor its device come along. Whoever is free takes the next chunk; the documents come back in
+the order of the chunks.
 
 A standard pool with an initializer starts later: it imports transformers and reads the tokenizer in
-every process, where the worker does so once and forks. Four processes, a tokenizer of 128 thousand
-tokens, 2 cores: 3.6 s of CPU and 185 MiB in all; of ``ProcessPoolExecutor`` with spawn 17 s and 719
-MiB, and ``forkserver`` is no better. Both also run the caller's script again.
+every process, while the worker does so once and forks. Four processes, a tokenizer of 128 thousand
+tokens, 2 cores: 3.6 s of CPU and 185 MiB in all; ``ProcessPoolExecutor`` with spawn takes 17 s and
+719 MiB, and ``forkserver`` is no better. Both also run the caller's script again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from chronicals.data.making.chunks import Chunk, ChunkEncoder, Encoded
+from chronicals.data.making.chunks import Chunk
+from chronicals.data.making.encoding import ChunkEncoder, Encoded
 from chronicals.data.making.frames import (
     Frame,
     encoded_of_frame,
@@ -40,43 +41,44 @@ from chronicals.data.making.frames import (
     read_frame,
     write_frame,
 )
-from chronicals.data.making.worker import HOW
+from chronicals.data.making.worker import WORKER_SETTINGS
 from chronicals.data.tokens.batch_encoding import is_plain
 
 logger = logging.getLogger(__name__)
 
 LETTERS_ALONE = 1 << 21
-BYTES_AT_LEAST = 1 << 24
-"""Letters that the building process takes before it asks for help, a second of work: a process
-starts in two. Of files that hold so many bytes it asks at once."""
+"""Letters that the building process tokenises before it starts others: a second of work, while a
+process starts in two."""
 
-MOST = 32
-"""Processes, unless told; beyond it, whoever reads the rows and writes the store is what they
-wait for.
-"""
+BYTES_FOR_HELP = 1 << 24
+"""Size of the files from which on it starts others at once."""
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MAX_TOKENIZING_PROCESSES = 32
+"""Processes by default. With more, they wait for the one that reads the rows and writes the store."""
+
+CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+"""Quota and period of a container (cgroup v2)."""
 
 
 def one_a_core() -> int:
-    """Processes for the cores that this one may use: by its affinity, and by its container's
-    quota (cgroup v2).
-    """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-        quota, period = map(int, QUOTA.read_text().split())
+    """Return the number of cores that this process may use, by its affinity and its quota."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # there is no quota, or it is "max"
+        quota, period = map(int, CPU_QUOTA_FILE.read_text().split())
         cores = min(cores, max(quota // period, 1))
-    return min(cores, MOST)
+    return min(cores, MAX_TOKENIZING_PROCESSES)
 
 
 class TokenizingProcesses:
-    """Processes with the tokenizer of ``encoder``, which begin when there is enough to do and end
-    with the context.
+    """Processes with the tokenizer of ``encoder``.
+
+    They start when there is enough to do, and end with the context.
 
     Args:
-        count: how many; by default ``one_a_core()``. With one there is no other.
+        encoder: makes documents of chunks.
+        count: number of processes; by default ``one_a_core()``. With one, no other is started.
         expected: bytes that the rows are made of, as far as that is known.
     """
 
@@ -111,21 +113,23 @@ class TokenizingProcesses:
             self._folder.cleanup()
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """What ``ChunkEncoder.encoded`` gives. This process begins, and hands over when the first
-        of the others is ready.
+        """Yield each chunk and its documents, as ``ChunkEncoder.encoded`` does.
+
+        This process begins, and hands over when the first of the others is ready.
 
         Raises:
-            ChildProcessError: one of them has died.
+            ChildProcessError: a process has died.
         """
         yield from self.encoder.encoded(self._until_helped(chunks))
         yield from self._by_others(chunks)
 
     def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield chunks until another process is free to take the next one."""
         letters = 0
         asked = self.count < 2
         for chunk in chunks:
             letters += chunk.letters
-            if not asked and (letters >= LETTERS_ALONE or self.expected >= BYTES_AT_LEAST):
+            if not asked and (letters >= LETTERS_ALONE or self.expected >= BYTES_FOR_HELP):
                 asked = True
                 self._threads.submit(self._start)
             yield chunk
@@ -133,19 +137,26 @@ class TokenizingProcesses:
                 return
 
     def _by_others(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Yield chunks and their documents, made by the others as far as they can read them."""
         waiting: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
+
+        def first_waiting() -> tuple[Chunk, Encoded]:
+            chunk, answer = waiting.popleft()
+            if answer is None:
+                return next(self.encoder.encoded([chunk]))
+            return chunk, answer.result()
+
         for chunk in chunks:
-            if frame := frame_of_chunk(chunk):
-                waiting.append((replace(chunk, records=[]), self._threads.submit(self._ask, frame)))
+            frame = frame_of_chunk(chunk)
+            if frame:
+                answer = self._threads.submit(self._ask, frame)
+                waiting.append((replace(chunk, records=[]), answer))
             else:
                 waiting.append((chunk, None))
             if len(waiting) > 2 * self.count:
-                yield self._answer(*waiting.popleft())
+                yield first_waiting()
         while waiting:
-            yield self._answer(*waiting.popleft())
-
-    def _answer(self, chunk: Chunk, answer: Future[Encoded] | None) -> tuple[Chunk, Encoded]:
-        return next(self.encoder.encoded([chunk])) if answer is None else (chunk, answer.result())
+            yield first_waiting()
 
     def _ask(self, frame: Frame) -> Encoded:
         process = self._free.get()
@@ -154,12 +165,10 @@ class TokenizingProcesses:
                 raise ChildProcessError("the processes that tokenise have ended")
             return encoded_of_frame(*process.answer(frame))
         finally:
-            self._free.put(
-                process
-            )  # also one that has died: whoever waits for one must learn of it
+            # A dead process goes back, too: whoever waits for one must learn of it.
+            self._free.put(process)
 
-    # --- their beginning, beside what this process does
-    # ----------------------------------------------------------
+    # --- the start of the others, in a thread beside what this process does
 
     def _start(self) -> None:
         try:
@@ -172,15 +181,16 @@ class TokenizingProcesses:
                 self._program = _Program(folder, self.count)
             for process in self._program.processes:
                 self._threads.submit(self._welcome, process)
-        except Exception as error:  # whatever a tokenizer of another's raises where it is written
+        except Exception as error:  # a user's tokenizer may raise anything when it is saved
             self._doubt(f"{type(error).__name__}: {error}")
 
     def _describe(self, folder: Path) -> None:
+        """Write the tokenizer and the settings that the worker reads."""
         import transformers
 
         tokenizer = self.encoder.tokenizer
         inner = tokenizer.tokenizer
-        kind = type(tokenizer.tokenizer)
+        kind = type(inner)
         changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
         if getattr(transformers, kind.__name__, None) is not kind or not is_plain(inner) or changed:
             raise TypeError(
@@ -188,7 +198,7 @@ class TokenizingProcesses:
                 "would read it"
             )
         inner.save_pretrained(folder)
-        how = {
+        settings = {
             "class": kind.__name__,
             "fingerprint": tokenizer.fingerprint(),
             "width": self.encoder.width,
@@ -200,20 +210,22 @@ class TokenizingProcesses:
             "kinds": sorted(tokenizer.kinds),
             "train_after_stop": tokenizer.train_after_stop,
         }
-        (folder / HOW).write_text(json.dumps(how))
+        (folder / WORKER_SETTINGS).write_text(json.dumps(settings))
 
     def _welcome(self, process: _Process) -> None:
+        """Make a process free to use, if it has read the same tokenizer."""
         try:
-            same = process.answer()[0]["same"]
+            header, _ = process.answer()
         except ChildProcessError as error:
             self._doubt(str(error).splitlines()[0])
             return
-        if same:
+        if header["same"]:
             self._free.put(process)
         else:
             self._doubt("the tokenizer that save_pretrained writes is another")
 
     def _doubt(self, reason: str) -> None:
+        """Say once why this process goes on by itself."""
         with self._changing:
             if not (self._ended or self._doubted):
                 self._doubted = True
@@ -224,7 +236,8 @@ class _Program:
     """``chronicals.data.making.worker``, which divides into ``processes``.
 
     Args:
-        folder: as the worker reads it; what it says of itself is kept there, too.
+        folder: what the worker reads; its output is kept there, too.
+        count: number of processes.
     """
 
     def __init__(self, folder: Path, count: int):
@@ -232,9 +245,8 @@ class _Program:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             questions = [_pipe(theirs, ours) for _ in range(count)]
             answers = [_pipe(ours, theirs) for _ in range(count)]
-            self._program = self._begun(
-                folder, [(question[0], answer[1]) for question, answer in zip(questions, answers)]
-            )
+            pipes = [(question[0], answer[1]) for question, answer in zip(questions, answers)]
+            self._program = self._begun(folder, pipes)
             ours.pop_all()
         self.processes = [
             _Process(self, os.fdopen(question[1], "wb"), os.fdopen(answer[0], "rb"))
@@ -242,7 +254,7 @@ class _Program:
         ]
 
     def _begun(self, folder: Path, pipes: list[tuple[int, int]]) -> subprocess.Popen[bytes]:
-        alone = {
+        one_thread = {
             "RAYON_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -257,26 +269,26 @@ class _Program:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **alone, **quiet, "PYTHONPATH": path},
+                env={**os.environ, **one_thread, **quiet, "PYTHONPATH": path},
                 start_new_session=True,
                 pass_fds=[*itertools.chain(*pipes)],
             )
 
     def last_words(self) -> str:
-        """What is to be said of it when one of its processes has ended."""
+        """Return an error text for when one of the processes has ended."""
         status = self._program.wait()
         status = 128 - status if status > 128 else status
-        said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+        output = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
         ended = (
             f"a process that tokenises has ended with status {status}: "
-            f"{(said or 'it said nothing').splitlines()[-1]}"
+            f"{(output or 'it said nothing').splitlines()[-1]}"
         )
         if status < 0:
             return (
                 f"{ended}; a machine short of memory ends them so: set dataset_num_proc to "
                 "fewer, 1 for none but this one"
             )
-        return f"{ended}\n{said}"
+        return f"{ended}\n{output}"
 
     def end(self) -> None:
         """End all of its processes, whatever they do."""
@@ -285,12 +297,12 @@ class _Program:
         self._program.wait()
         for process in self.processes:
             process.answers.close()
-            with contextlib.suppress(BrokenPipeError):  # of what it did not take any more
+            with contextlib.suppress(BrokenPipeError):  # it did not read all that was written
                 process.questions.close()
 
 
 def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
-    """Both ends of a new pipe, each closed with those of its side."""
+    """Return both ends of a new pipe, each closed with the stack of its side."""
     read, write = os.pipe()
     readers.callback(os.close, read)
     writers.callback(os.close, write)
@@ -299,14 +311,18 @@ def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple
 
 @dataclass(frozen=True, eq=False)
 class _Process:
-    """One of them, and the pipes to it and from it."""
+    """A process of ``program``, and the pipes to it and from it."""
 
     program: _Program
     questions: IO[bytes]
     answers: IO[bytes]
 
     def answer(self, question: Frame | None = None) -> Frame:
-        """The next frame that comes from it, after it has been given ``question``."""
+        """Return the next frame that comes from it, after it got ``question``.
+
+        Raises:
+            ChildProcessError: it has ended.
+        """
         try:
             if question is not None:
                 write_frame(self.questions, *question)

@@ -1,7 +1,7 @@
-"""Columns with a value for every target of a store, such as a teacher's stored predictions.
+"""Columns of values for every target of a store, which a Batch holds at the target's position.
 
 A column has a row for each target, document after document, so it may be a file that is mapped into
-memory. In a Batch the values lie at the positions of the targets.
+memory. A teacher's stored predictions are one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class TargetColumn:
 
     @classmethod
     def of(cls, values: np.ndarray, counts: np.ndarray) -> TargetColumn:
-        """Make a column of all documents of a store.
+        """Return the column of a store.
 
         Args:
-            values: ``[rows, ...]``.
-            counts: the store's ``targets``.
+            values: ``[targets in all, ...]``.
+            counts: int64 ``[documents]``, targets of each document.
 
         Raises:
             ValueError: there are more or fewer values than targets.
@@ -45,19 +45,18 @@ class TargetColumn:
         return replace(self, starts=self.starts[indices], counts=self.counts[indices])
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
-        """Return the rows of these documents' targets, int64, document after document."""
+        """Return the rows of these documents' targets, one behind the other, int64."""
         counts = self.counts[documents]
-        return np.repeat(self.starts[documents] - (np.cumsum(counts) - counts), counts) + np.arange(
-            counts.sum()
-        )
+        before = np.cumsum(counts) - counts
+        return np.repeat(self.starts[documents] - before, counts) + np.arange(counts.sum())
 
     def laid(self, documents: np.ndarray, is_target: np.ndarray) -> np.ndarray:
-        """Return the values of a Batch, ``[T, ...]``: zero where there is no target.
+        """Return the values at the targets of a Batch, zero elsewhere, ``[T, ...]``.
 
         Args:
             documents: int64, the documents of the Batch in their order.
             is_target: bool ``[T]``.
         """
-        values = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
-        values[is_target] = self.values[self.rows(documents)]
-        return values
+        column = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
+        column[is_target] = self.values[self.rows(documents)]
+        return column

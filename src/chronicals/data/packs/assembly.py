@@ -1,5 +1,4 @@
-"""Assembly: the documents of a step, written from the token store's file into the tensors of its
-Batches.
+"""Assembly: the documents of a step, written from the store's file into the tensors of its Batches.
 
 It runs in numba without the GIL. Ids, targets and positions of the micro-batches lie in one array,
 int64 ``[steps, batches, 3, T]``, the bounds of their documents in another, int32 ``[steps, batches,
@@ -15,29 +14,29 @@ import numpy as np
 from chronicals.batch import IGNORED
 from chronicals.data.packs.compiled import compiled
 
-BUCKETS = 8
-"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this
-many filler documents.
+WIDTH_BUCKETS = 8
+"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8, so that few values occur.
+
+The room that is left in a pack is then at most this many filler documents.
 """
 
 ENTRY_SHARES = 8
-"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward
-holds 128 rows more for each.
+"""Entries of the bounds come in multiples of this share of the most that can be.
+
+FlashAttention-4's backward holds 128 rows more for each entry.
 """
 
-FILLER = -1
+FILLER_DOCUMENT = -1
 """In the place of a document's number."""
 
-LONGEST = 0
-ENTRIES = 1
-TRAINED = 2
-"""What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its
-targets.
-"""
+MAX_SEQLEN_FACT = 0
+ENTRIES_FACT = 1
+TRAINED_FACT = 2
+"""Places in the facts of a micro-batch: ``max_seqlen``, entries of its bounds, targets."""
 
 
 class PackedDocuments(NamedTuple):
-    """Where tokens lie, and which documents a pack holds.
+    """The places of tokens in the file, and the documents of each pack.
 
     Attributes:
         ids: int32, the store's file.
@@ -45,8 +44,8 @@ class PackedDocuments(NamedTuple):
         id_starts, trained_starts: int64 ``[documents]``, where each begins in ``ids`` and in
             ``trained``.
         lengths: int64 ``[documents]``.
-        before: int64 ``[documents]``, the position of each one's first token: behind a shared
-            prompt not 0.
+        before: int64 ``[documents]``, the position of each one's first token; not 0 behind a shared
+            prompt.
         packed: int64, documents pack after pack.
         offsets: int64 ``[packs + 1]``: pack p holds ``packed[offsets[p]:offsets[p + 1]]``.
     """
@@ -90,15 +89,16 @@ class StepSizes(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What a step takes in memory."""
-        return self.batches * (24 * self.tokens + 4 * self.bounds)
+        """Memory of a step."""
+        # three columns of int64, and bounds of int32
+        return self.batches * (3 * 8 * self.tokens + 4 * self.bounds)
 
 
 @compiled(nogil=True)
 def assemble(
     columns: np.ndarray,
     bounds: np.ndarray,
-    held: np.ndarray,
+    numbers: np.ndarray,
     packs: np.ndarray,
     facts: np.ndarray,
     documents: PackedDocuments,
@@ -109,30 +109,29 @@ def assemble(
     Args:
         columns: int64 ``[steps, batches, 3, T]``, filled here: ids, targets and positions.
         bounds: int32 ``[steps, batches, bounds]``, filled here as far as they are used.
-        held: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each
-            bound, or ``FILLER``.
+        numbers: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each
+            bound, or ``FILLER_DOCUMENT``.
         packs: int64 ``[steps, batches · packs]``, by their number in the plan.
-        facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED``
-            of each micro-batch.
+        facts: int64 ``[steps, batches, 3]``, filled here: ``MAX_SEQLEN_FACT``, ``ENTRIES_FACT`` and
+            ``TRAINED_FACT`` of each micro-batch.
 
     Returns:
-        How many steps are written; and the document that lies outside the file or does not fit in
-        its pack, at which it stopped, or -1.
+        The number of steps that are written; and the document that lies outside the file or does
+        not fit in its pack, at which it stopped, or -1.
     """
     for step in range(len(packs)):
         for batch in range(sizes.batches):
-            mine = packs[step, batch * sizes.packs : (batch + 1) * sizes.packs]
-            wrong = _assemble_batch(
+            unreadable = _assemble_batch(
                 columns[step, batch],
                 bounds[step, batch],
-                held[step, batch],
-                mine,
+                numbers[step, batch],
+                packs[step, batch * sizes.packs : (batch + 1) * sizes.packs],
                 facts[step, batch],
                 documents,
                 sizes,
             )
-            if wrong >= 0:
-                return step, wrong
+            if unreadable >= 0:
+                return step, unreadable
     return len(packs), -1
 
 
@@ -140,22 +139,25 @@ def assemble(
 def _assemble_batch(
     columns: np.ndarray,
     bounds: np.ndarray,
-    held: np.ndarray,
+    numbers: np.ndarray,
     packs: np.ndarray,
     facts: np.ndarray,
     documents: PackedDocuments,
     sizes: StepSizes,
 ) -> int:
-    longest = _bucket(packs, documents, sizes.width)
+    """Write one micro-batch; return the document at which it stopped, or -1."""
+    longest = 1
+    for pack in packs:
+        for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
+            longest = max(longest, documents.lengths[document])
+    max_seqlen = width_bucket(longest, sizes.width)
     entries = trained = 0
     bounds[0] = 0
-    held[:] = FILLER
-    for number in range(packs.size):
-        at = number * sizes.width
-        end = (number + 1) * sizes.width
-        for document in documents.packed[
-            documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]
-        ]:
+    numbers[:] = FILLER_DOCUMENT
+    for place, pack in enumerate(packs):
+        at = place * sizes.width
+        end = (place + 1) * sizes.width
+        for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
             length = documents.lengths[document]
             first = documents.id_starts[document]
             first_trained = documents.trained_starts[document]
@@ -170,32 +172,30 @@ def _assemble_batch(
             trained += _write_document(
                 columns[:, at : at + length], ids, mask, documents.before[document]
             )
-            held[entries] = document
+            numbers[entries] = document
             at += length
             entries += 1
             bounds[entries] = at
         while at < end:
-            length = min(longest, end - at)
-            _write_filler(columns[:, at : at + length], sizes.filler)
+            length = min(max_seqlen, end - at)
+            columns[0, at : at + length] = sizes.filler
+            columns[1, at : at + length] = IGNORED
+            columns[2, at : at + length] = np.arange(length)
             at += length
             entries += 1
             bounds[entries] = at
     used = -(-entries // sizes.share) * sizes.share
     bounds[entries + 1 : used + 1] = columns.shape[1]
-    facts[LONGEST], facts[ENTRIES], facts[TRAINED] = longest, used, trained
+    facts[MAX_SEQLEN_FACT] = max_seqlen
+    facts[ENTRIES_FACT] = used
+    facts[TRAINED_FACT] = trained
     return -1
 
 
 @compiled(nogil=True)
-def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
-    """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every
-    document of the packs.
-    """
-    longest = 1
-    for pack in packs:
-        for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
-            longest = max(longest, documents.lengths[document])
-    share = BUCKETS
+def width_bucket(longest: int, width: int) -> int:
+    """Return the least of width / 8, / 4, / 2 and / 1, rounded up, that is at least ``longest``."""
+    share = WIDTH_BUCKETS
     while -(-width // share) < longest and share > 1:
         share //= 2
     return -(-width // share)
@@ -203,9 +203,8 @@ def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
 
 @compiled(nogil=True)
 def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray, before: int) -> int:
-    """Ids, targets (the next token where it is trained) and positions; three loops, for each
-    becomes vector code.
-    """
+    """Write ids, targets (the next token if it is trained) and positions; return the targets."""
+    # Three loops, for each becomes vector code.
     written = columns[0]
     targets = columns[1]
     positions = columns[2]
@@ -220,10 +219,3 @@ def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray, b
     for place in range(ids.size):
         positions[place] = before + place
     return count
-
-
-@compiled(nogil=True)
-def _write_filler(columns: np.ndarray, filler: int) -> None:
-    columns[0] = filler
-    columns[1] = IGNORED
-    columns[2] = np.arange(columns.shape[1])

@@ -1,55 +1,26 @@
-"""What numba compiles for a run's data: by which sources its machine code is told apart, and all of
-it at once.
+"""Program that compiles all numba functions of a run's data, so that the run finds them compiled.
 
 Compiling takes some ten seconds, once. ``chronicals.beforehand`` runs ``main`` as a process of its
-own, so this module imports what is heavy in functions.
+own while the run imports its libraries.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-from importlib.metadata import version
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2]
+import numpy as np
 
-SOURCES = "data/**/*.py", "config/*.py", "batch.py"
-"""Every file of ours that this room imports."""
-
-
-@functools.cache
-def sources() -> str:
-    """A hash of the source files; empty where there are none, as in a zip archive."""
-    files = [file for pattern in SOURCES for file in sorted(PACKAGE.glob(pattern))]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16] if files else ""
-
-
-def facts() -> list[str]:
-    """What else machine code depends on, and where it is kept."""
-    kept = (
-        os.environ.get(f"NUMBA_{name}", "") for name in ("CACHE_DIR", "CPU_NAME", "DISABLE_JIT")
-    )
-    return [sources(), str(PACKAGE), version("numba"), version("numpy"), *kept]
+from chronicals.config import ChronicalsConfig
+from chronicals.data.making.store import TokenStore
+from chronicals.data.packs.loader import BatchStream
+from chronicals.data.reading.gate import DataReport
 
 
 def main() -> None:
-    """Assemble one step of two documents: that calls, and so compiles, what any run calls."""
-    import numpy as np
-
-    from chronicals.config import ChronicalsConfig
-    from chronicals.data.making.store import TokenStore
-    from chronicals.data.packs.loader import BatchStream
-    from chronicals.data.reading.gate import DataReport
-
-    numbers, content = (
-        np.arange(2),
-        bytes(16),
-    )  # arrays over a file cannot be written, and numba tells them apart
+    """Assemble one step of two documents: this calls, and so compiles, what any run calls."""
+    numbers = np.arange(2)
+    # A store's arrays lie in a file and are read-only; numba compiles such arrays apart.
+    content = bytes(16)
     ids = np.frombuffer(content, np.int32)
     trained = np.frombuffer(content, np.uint8)
     lengths = np.full(2, 2)

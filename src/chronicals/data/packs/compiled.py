@@ -1,9 +1,9 @@
-"""Functions compiled by numba, and where their machine code is kept between processes.
+"""Decorator for functions that numba compiles, and the place of their machine code on disk.
 
-A cached function holds the code of everything that it calls and the values of the constants that it
-reads, but numba checks the function's own file only. So the code lies in a folder named by a hash
-of all the sources it may have been compiled from: after any change of them it is compiled again.
-Where no folder can be written, nothing is kept.
+numba's own cache holds the code of everything that a function calls and the values of the constants
+that it reads, but checks the function's own file only. So the code lies in a folder that is named by
+a hash of all sources it may have been compiled from: after any change it is compiled again. If no
+folder can be written, nothing is kept.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from chronicals import beforehand
-from chronicals.data.packs import compilation
-from chronicals.data.packs.compilation import sources
+from chronicals.data.packs.machine_code import COMPILING_MODULE, source_hash
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "chronicals-"
+"""Beginning of the names of folders with machine code."""
+
 DAYS_KEPT = 7
 """Folders of other sources that are older are deleted when a new one is made."""
 
+POLL_SECONDS = 0.02
+"""Pause between two looks for machine code that another process is making."""
+
 
 def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False) -> Any:
-    """Decorator: compile the function on its first call for the types it is given.
+    """Decorate a function that numba compiles on its first call for the types it gets.
 
     Args:
         nogil: release the GIL while it runs.
@@ -41,61 +45,55 @@ def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False)
     if function is None:
         return functools.partial(compiled, nogil=nogil)
     dispatcher = numba.njit(nogil=nogil)(function)
-    if sources():
+    if source_hash():
         try:
             dispatcher._cache = _Cache(function)
-        except RuntimeError:  # of numba
+        except RuntimeError:  # numba finds no folder that it can write
             _warn("neither the package's folder nor the user's cache can be written")
     return dispatcher
 
 
-LOOKS_AGAIN = 0.02
-"""Seconds between two looks for machine code that another process is making."""
+class _SourceFolder:
+    """numba's cache locator, with a subfolder for the present sources."""
 
-
-class _Folder:
-    """A place of numba's for machine code, and in it a folder for these sources."""
-
-    def __init__(self, place: Any):
-        self._place = place
-        self._path = os.path.join(place.get_cache_path(), PREFIX + sources())
+    def __init__(self, locator: Any):
+        self._locator = locator
+        self._path = os.path.join(locator.get_cache_path(), PREFIX + source_hash())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._place, name)
+        return getattr(self._locator, name)
 
     def get_cache_path(self) -> str:
         return self._path
 
     def ensure_cache_path(self) -> None:
-        if not os.path.isdir(self._path):
-            _delete_old(Path(self._path).parent)
-            os.makedirs(self._path, exist_ok=True)
-
-
-def _delete_old(place: Path) -> None:
-    with suppress(OSError):  # another process deletes them, too
-        for folder in place.glob(f"{PREFIX}*"):
-            if folder.stat().st_mtime < time.time() - DAYS_KEPT * 86400:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Make the folder, and delete those of other sources that are old."""
+        if os.path.isdir(self._path):
+            return
+        with suppress(OSError):  # another process may delete them at the same time
+            for folder in Path(self._path).parent.glob(f"{PREFIX}*"):
+                if folder.stat().st_mtime < time.time() - DAYS_KEPT * 86400:
+                    shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(self._path, exist_ok=True)
 
 
 class _Implementation(CompileResultCacheImpl):
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        self._locator: Any = _Folder(self.locator)
+        self._locator: Any = _SourceFolder(self.locator)
 
 
 class _Cache(FunctionCache):
     _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """None where there is no machine code, also none that is being made by another process."""
+        """Return the machine code, waiting for the process that makes it; None if there is none."""
         try:
-            while (
-                found := super().load_overload(sig, target_context)
-            ) is None and beforehand.running(compilation.__name__):
-                time.sleep(LOOKS_AGAIN)
-            return found
+            code = super().load_overload(sig, target_context)
+            while code is None and beforehand.running(COMPILING_MODULE):
+                time.sleep(POLL_SECONDS)
+                code = super().load_overload(sig, target_context)
+            return code
         except OSError as error:
             _warn(error.strerror or type(error).__name__)
             return None

@@ -1,4 +1,4 @@
-"""Packing: which documents share a row of ``max_seq_length`` tokens.
+"""Packing: which documents share a row of ``max_seq_length`` tokens, a pack.
 
 - ``best-fit``: longest documents first, each into the fullest pack that still holds it (best-fit
   decreasing; Johnson, 1973). Lengths are small integers, so packs are kept by the room they have
@@ -6,44 +6,38 @@
   each.
 - ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit
   decreasing). A tree of the most room in each half of the packs finds it: O(n log n).
-- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit).
-  Nothing is sorted, and packs are not shuffled: what stands together in the data stays together,
-  and steps take it in its order.
+- ``in-order``: documents as they come, a new pack if the next one does not fit (next-fit).
+  Nothing is sorted, and packs are not shuffled: documents that stand together in the data stay
+  together, and steps take them in their order.
 
 Plans run in numba without the GIL.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numba.core import types
 from numba.extending import intrinsic
-from torch import Tensor
 
 from chronicals.data.packs.compiled import compiled
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Which documents go into which pack, and into which part of it where several processes share
-    it.
+    """The documents of each pack, and of each part of it if several processes share it.
 
     Attributes:
         documents: int64 ``[n]``, indices of all documents, pack after pack.
         offsets: int64 ``[packs + 1]``: pack p holds ``documents[offsets[p]:offsets[p + 1]]``.
         tokens: documents' tokens in all packs.
         max_seq_length: width of a pack.
-        parts: of a pack, of equal width (``parts.py``).
+        parts: number of parts of a pack, of equal width (``parts.py``).
         part_of: int64 ``[n]``, the part in which each of ``documents`` lies whole, or ``SPLIT``;
-            None of packs with one part.
+            None for packs of one part.
     """
 
     documents: np.ndarray
@@ -64,7 +58,7 @@ class PackPlan:
 
     @property
     def max_documents(self) -> int:
-        """Documents in the pack that has the most."""
+        """Number of documents in the pack that has the most."""
         return int(np.diff(self.offsets).max(initial=0))
 
     @property
@@ -80,7 +74,7 @@ def plan_packs(
     strategy: str = "best-fit",
     items: np.ndarray | None = None,
 ) -> PackPlan:
-    """Assign every document to a pack; those of an item share one.
+    """Assign every document to a pack; the documents of an item share one.
 
     Args:
         lengths: tokens of each document, 1 to ``max_seq_length``.
@@ -133,7 +127,13 @@ def plan_packs(
 def documents_of(
     items: np.ndarray, packed: np.ndarray, offsets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents pack after pack and where packs begin, from the same of items."""
+    """Return documents pack after pack and the bounds of packs, from the same of items.
+
+    Args:
+        items: int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``.
+        packed: int64 ``[items]``, items pack after pack.
+        offsets: int64 ``[packs + 1]``, bounds of the packs in ``packed``.
+    """
     counts = np.diff(items)[packed]
     ends = np.append(0, np.cumsum(counts))
     documents = np.arange(ends[-1]) + np.repeat(items[packed] - ends[:-1], counts)
@@ -148,14 +148,20 @@ def _count_trailing_zeros(_context, bits):  # type: ignore[no-untyped-def]
 
 
 _trailing_zeros: Any = intrinsic(_count_trailing_zeros)
-"""``_trailing_zeros(bits)`` of a uint64, one instruction; a search by halves is mispredicted at
-every other branch.
+"""``_trailing_zeros(bits)`` of a uint64, one instruction.
+
+Every other branch of a search by halves would be mispredicted.
 """
 
 
 @compiled(nogil=True)
 def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> int:
-    """First set bit at or after ``start`` of a two-level bitmap, or -1."""
+    """Return the first set bit at or after ``start`` of a two-level bitmap, or -1.
+
+    Args:
+        words: uint64, the bits.
+        summary: uint64, a bit for each word that is not 0.
+    """
     word = start >> 6
     bits = words[word] & (~np.uint64(0) << np.uint64(start & 63))
     if not bits:
@@ -179,19 +185,19 @@ def _best_fit_decreasing(
     sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     order, decreasing = _longest_first(sizes, width)
-    n = sizes.size + rooms.size
-    head = np.full(
-        width + 1, -1, np.int32
-    )  # head[room]: a pack with that room left, chained by `below`
-    below = np.empty(n, np.int32)
-    held = np.zeros(n, np.int32)
+    most_packs = sizes.size + rooms.size
+    # head[room] is a pack with that room left, below[pack] the next pack with the same room.
+    head = np.full(width + 1, -1, np.int32)
+    below = np.empty(most_packs, np.int32)
+    documents_in = np.zeros(most_packs, np.int32)
+    # Bit `room` is set if there is a pack with that room left.
     words = np.zeros((width >> 6) + 2, np.uint64)
     summary = np.zeros((words.size >> 6) + 1, np.uint64)
     pack_of = np.empty(sizes.size, np.int32)
     packs = rooms.size
     for pack in range(packs):
         left = rooms[pack]
-        held[pack] = taken[pack]
+        documents_in[pack] = taken[pack]
         if left > 0 and taken[pack] < limit:
             below[pack] = head[left]
             head[left] = pack
@@ -211,15 +217,15 @@ def _best_fit_decreasing(
                 if not words[room >> 6]:
                     summary[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
         pack_of[rank] = pack
-        held[pack] += 1
+        documents_in[pack] += 1
         left = room - size
-        if left > 0 and held[pack] < limit:
+        if left > 0 and documents_in[pack] < limit:
             below[pack] = head[left]
             head[left] = pack
             words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
             summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
-    held[: rooms.size] -= taken
-    return _pack_after_pack(order, pack_of, held[:packs])
+    documents_in[: rooms.size] -= taken
+    return _pack_after_pack(order, pack_of, documents_in[:packs])
 
 
 @compiled(nogil=True)
@@ -229,20 +235,19 @@ def _first_fit_decreasing(
     order, decreasing = _longest_first(sizes, width)
     # Two packs that were not closed at the limit hold more than one width: that bounds their
     # number.
-    most_packs = rooms.size + min(
-        sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2
-    )
+    new_packs = min(sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2)
+    most_packs = rooms.size + new_packs
     leaves = 1
     while leaves < most_packs:
         leaves *= 2
     # most[leaves + pack] is the room of a pack (all of it before it is opened), most[node] the most
     # below a node.
     most = np.full(2 * leaves, width, np.int32)
-    held = np.zeros(leaves, np.int32)
+    documents_in = np.zeros(leaves, np.int32)
     pack_of = np.empty(sizes.size, np.int32)
     packs = rooms.size
     for pack in range(packs):
-        held[pack] = taken[pack]
+        documents_in[pack] = taken[pack]
         most[leaves + pack] = rooms[pack] if taken[pack] < limit else 0
     if packs:
         for node in range(leaves - 1, 0, -1):
@@ -254,16 +259,16 @@ def _first_fit_decreasing(
         pack = node - leaves
         packs = max(packs, pack + 1)
         pack_of[rank] = pack
-        held[pack] += 1
-        most[node] = most[node] - size if held[pack] < limit else 0
+        documents_in[pack] += 1
+        most[node] = most[node] - size if documents_in[pack] < limit else 0
         while node > 1:
             node //= 2
             left = max(most[2 * node], most[2 * node + 1])
             if most[node] == left:
                 break
             most[node] = left
-    held[: rooms.size] -= taken
-    return _pack_after_pack(order, pack_of, held[:packs])
+    documents_in[: rooms.size] -= taken
+    return _pack_after_pack(order, pack_of, documents_in[:packs])
 
 
 @compiled(nogil=True)
@@ -286,8 +291,9 @@ def _next_fit(
 
 @compiled(nogil=True)
 def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices by decreasing size, equal sizes in their first order (counting sort), and the
-    sizes in that order.
+    """Return indices by decreasing size, and the sizes in that order.
+
+    Equal sizes stay in their order (counting sort).
     """
     start = np.zeros(width + 2, np.int64)
     for size in sizes:
@@ -305,13 +311,17 @@ def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarra
 
 @compiled(nogil=True)
 def _pack_after_pack(
-    order: np.ndarray, pack_of: np.ndarray, held: np.ndarray
+    order: np.ndarray, pack_of: np.ndarray, documents_in: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of pack 0, of pack 1 and so on, from documents in an order and the pack of each;
-    where packs begin.
+    """Return the documents of pack 0, of pack 1 and so on, and the bounds of packs.
+
+    Args:
+        order: documents in the order in which they were packed.
+        pack_of: the pack of each.
+        documents_in: number of documents of each pack.
     """
-    offsets = np.zeros(held.size + 1, np.int64)
-    offsets[1:] = np.cumsum(held)
+    offsets = np.zeros(documents_in.size + 1, np.int64)
+    offsets[1:] = np.cumsum(documents_in)
     place = offsets[:-1].copy()
     documents = np.empty(order.size, np.int64)
     for rank, document in enumerate(order):
@@ -326,111 +336,12 @@ STRATEGIES = {
     "first-fit": _first_fit_decreasing,
     "in-order": _next_fit,
 }
-"""From lengths, width, most documents in a pack, and of packs that are there already the room
-that is left and the documents in each, to documents and offsets of a plan; those packs come
-first. ``in-order`` goes back to none and takes ``NO_PACKS``."""
+"""Functions from sizes to documents and offsets of a plan, by name.
+
+They take (sizes, width of a pack, most documents in a pack, rooms, taken). The last two are room and
+number of documents of packs that exist already, which come first in the plan. ``in-order`` goes back
+to no pack and takes ``NO_PACKS``.
+"""
 
 NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-
-class SequencePacker:
-    """Packs tokenised rows into rows of exactly ``max_seq_length`` tokens, for loops that are not
-    ours.
-
-    Args:
-        max_seq_length: width of a packed row; longer documents are cut there, counted and warned
-            about.
-        padding_token_id: what fills the tail of a row.
-    """
-
-    PADDING = -1
-    """``sequence_ids`` of positions that hold no document; documents count from 0 in each row."""
-
-    def __init__(self, max_seq_length: int, padding_token_id: int = 0):
-        if max_seq_length < 1:
-            raise ValueError(f"max_seq_length={max_seq_length}: must be at least 1")
-        self.max_seq_length = max_seq_length
-        self.padding_token_id = padding_token_id
-        self.original_tokens = 0
-        self.packed_tokens = 0
-        self.truncated_documents = 0
-
-    @property
-    def efficiency(self) -> float:
-        """Documents' tokens as a share of the positions in the packed rows, after the last
-        ``pack``.
-        """
-        return self.original_tokens / self.packed_tokens if self.packed_tokens else 0.0
-
-    def pack(self, dataset: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
-        """Rows of ``input_ids``, ``labels``, ``position_ids`` and ``sequence_ids``, each
-        ``max_seq_length`` long.
-
-        Args:
-            dataset: rows with ``input_ids`` and optionally ``labels`` (aligned, not shifted, -100
-                where nothing is trained). The first label of every document becomes -100: nothing
-                precedes it.
-
-        Raises:
-            ValueError: a row is empty, or its labels are not as long as its ids.
-        """
-        self.truncated_documents = 0
-        ids = []
-        labels = []
-        for number, row in enumerate(dataset):
-            tokens = list(row["input_ids"])
-            marks = list(row.get("labels", row["input_ids"]))
-            if not tokens or len(tokens) != len(marks):
-                raise ValueError(
-                    f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, "
-                    "non-zero counts"
-                )
-            self.truncated_documents += len(tokens) > self.max_seq_length
-            ids.append(tokens[: self.max_seq_length])
-            labels.append([-100, *marks[1 : self.max_seq_length]])
-        if self.truncated_documents:
-            logger.warning(
-                "%d documents were cut at max_seq_length=%d",
-                self.truncated_documents,
-                self.max_seq_length,
-            )
-        plan = plan_packs([len(tokens) for tokens in ids], self.max_seq_length)
-        self.original_tokens = plan.tokens
-        self.packed_tokens = len(plan) * self.max_seq_length
-        return [self._row([(ids[n], labels[n]) for n in pack]) for pack in plan]
-
-    def _row(self, documents: list[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
-        row: dict[str, list[int]] = {
-            "input_ids": [],
-            "labels": [],
-            "position_ids": [],
-            "sequence_ids": [],
-        }
-        for number, (tokens, marks) in enumerate(documents):
-            row["input_ids"] += tokens
-            row["labels"] += marks
-            row["position_ids"] += range(len(tokens))
-            row["sequence_ids"] += [number] * len(tokens)
-        tail = self.max_seq_length - len(row["input_ids"])
-        row["input_ids"] += [self.padding_token_id] * tail
-        row["labels"] += [-100] * tail
-        row["position_ids"] += range(tail)
-        row["sequence_ids"] += [self.PADDING] * tail
-        return row
-
-    def create_attention_mask(
-        self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True
-    ) -> Tensor:
-        """bool ``[B, 1, S, S]`` from ``sequence_ids`` ``[B, S]``; True where the row's position may
-        attend to the column's.
-
-        A position attends to its own document, with ``causal`` no further than itself. Padding
-        attends to itself alone, so that no row of the softmax is empty; nothing attends to padding.
-        """
-        ids = torch.as_tensor(sequence_ids)
-        if ids.ndim == 1:
-            ids = ids[None]
-        allowed = (ids[:, :, None] == ids[:, None, :]) & (ids != self.PADDING)[:, None, :]
-        if causal:
-            allowed = allowed.tril()
-        return (allowed | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device))[:, None]
+"""Room and number of documents of no packs."""

@@ -1,15 +1,14 @@
-"""Packs in parts: documents that stay whole on one of the processes that share a pack, and those
-that are split over all.
+"""Packs in parts, one or more for each of the processes that share a pack.
 
-A pack of W tokens has P parts of W / P. A document that fits in a part lies whole in one, and
-whoever has the part needs nothing from others to attend to it. A longer one of L tokens is cut into
-2 P chunks of ⌈L / 2P⌉, of which every part takes two; so the parts of a pack have the same room
-left for others. Long documents are packed first, the others into the room of parts.
+A pack of W tokens has P parts of W / P. A document that fits in a part lies whole in one, and the
+process that has the part needs nothing from others to attend to it. A longer document of L tokens
+is split into 2 P chunks of ⌈L / 2P⌉, of which every part takes two; so the parts of a pack have the
+same room left for others. Long documents are packed first, the others into the room of parts.
 
-Where the strategy sorts documents, parts are made even: attention in a part costs the sum of its
-whole documents' squared lengths. Parts without a long document share a pack with those next to them
-in cost; then the documents of a pack are dealt to its parts anew, longest first, each to the least
-costly part with room (Graham's rule), where that is more even.
+If the strategy sorts documents, parts are made even: attention in a part costs the sum of its whole
+documents' squared lengths. Parts without a long document share a pack with those next to them in
+cost. Then the documents of a pack are dealt to its parts anew, longest first, each to the least
+costly part with room (Graham's rule), if that is more even.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from chronicals.data.packs.compiled import compiled
 from chronicals.data.packs.packing import NO_PACKS, STRATEGIES, PackPlan, documents_of, plan_packs
 
 SPLIT = -1
-"""In the place of a part's number: a document that every part has two chunks of."""
+"""In the place of a part's number: a document of which every part has two chunks."""
 
 IN_ORDER = "in-order"
+"""The strategy that keeps the order of documents."""
 
 
 def plan_parts(
@@ -33,8 +33,10 @@ def plan_parts(
     items: np.ndarray | None,
     parts: int,
 ) -> PackPlan:
-    """As ``plan_packs``, of packs with ``parts``. A part holds ``max_documents // parts`` documents
-    at most.
+    """Assign every document to a pack and to a part of it; arguments as of ``plan_packs``.
+
+    Args:
+        parts: of a pack. Each holds ``max_documents // parts`` documents at most.
 
     Raises:
         ValueError: as ``plan_packs``; the width is no multiple of twice the parts, a part can hold
@@ -48,7 +50,7 @@ def plan_parts(
             "pack_parts) need a multiple of "
             f"{2 * parts}"
         )
-    plan_packs(lengths[:0], max_seq_length, max_documents, strategy)  # its checks
+    plan_packs(lengths[:0], max_seq_length, max_documents, strategy)  # checks the arguments
     sizes = np.ascontiguousarray(lengths, np.int64)
     width = max_seq_length // parts
     if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
@@ -59,9 +61,11 @@ def plan_parts(
     bounds = np.arange(sizes.size + 1) if items is None else items
     totals = np.add.reduceat(sizes, bounds[:-1]) if sizes.size else sizes
     counts = np.diff(bounds)
-    if (wrong := np.flatnonzero((totals > width) & (counts > 1))).size:
+    too_long = np.flatnonzero((totals > width) & (counts > 1))
+    if too_long.size:
+        item = too_long[0]
         raise ValueError(
-            f"item {wrong[0]} has {totals[wrong[0]]} tokens in {counts[wrong[0]]} documents, "
+            f"item {item} has {totals[item]} tokens in {counts[item]} documents, "
             "which one process must have: at "
             f"most max_seq_length / {parts} = {width}; raise max_seq_length, or lower "
             "context_parallel (pack_parts)"
@@ -76,7 +80,7 @@ def plan_parts(
         order, pack_of, part_of = _in_order(totals, width, limit, parts)
     else:
         costs = np.add.reduceat(sizes**2, bounds[:-1]) if sizes.size else sizes
-        packed = _sorted(totals, costs, width, limit, parts, strategy)
+        packed = _packed_by_size(totals, costs, width, limit, parts, strategy)
         order, pack_of, part_of = _evened(*packed, totals, costs, width, limit, parts)
     offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=1 if sizes.size else 0)))
     documents, offsets = documents_of(bounds, order, offsets)
@@ -91,36 +95,46 @@ def plan_parts(
 
 
 def _split_size(totals: np.ndarray, parts: int) -> np.ndarray:
-    """What a split document takes of each part."""
+    """Return the tokens that split documents take of each part."""
     return 2 * -(-totals // (2 * parts))
 
 
-def _sorted(
+def _packed_by_size(
     totals: np.ndarray, costs: np.ndarray, width: int, limit: int, parts: int, strategy: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Items, and the pack and the part of each."""
+    """Return items, and the pack and the part of each.
+
+    Args:
+        totals: int64 ``[items]``, tokens of each.
+        costs: int64 ``[items]``, what attention costs in each.
+        width: tokens of a part.
+        limit: most items in a part.
+    """
     long = np.flatnonzero(totals > width)
     short = np.flatnonzero(totals <= width)
+    # Split documents take as much of every part, so they are packed as into parts of one pack.
     sizes = _split_size(totals[long], parts)
     placed, offsets = STRATEGIES[strategy](sizes, width, limit, *NO_PACKS)
-    first = len(offsets) - 1
-    of_long = np.repeat(np.arange(first), np.diff(offsets))
-    held = np.bincount(of_long, minlength=first)
-    rooms = width - np.bincount(of_long, sizes[placed], first).astype(np.int64)
+    split_packs = len(offsets) - 1
+    pack_of_long = np.repeat(np.arange(split_packs), np.diff(offsets))
+    items_in = np.bincount(pack_of_long, minlength=split_packs)
+    used = np.bincount(pack_of_long, sizes[placed], split_packs).astype(np.int64)
+    # The others go into the parts of these packs, then into new parts.
     filled, ends = STRATEGIES[strategy](
-        totals[short], width, limit, np.repeat(rooms, parts), np.repeat(held, parts)
+        totals[short], width, limit, np.repeat(width - used, parts), np.repeat(items_in, parts)
     )
     bins = len(ends) - 1
     bin_of = np.repeat(np.arange(bins), np.diff(ends))
     items = short[filled]
+    # New parts of like cost share a pack.
+    first_new = split_packs * parts
     cost = np.bincount(bin_of, costs[items], bins)
-    place = np.arange(bins)  # new parts of like cost share a pack
-    place[first * parts + np.argsort(-cost[first * parts :], kind="stable")] = np.arange(
-        first * parts, bins
-    )
+    place = np.arange(bins)
+    by_cost = first_new + np.argsort(-cost[first_new:], kind="stable")
+    place[by_cost] = np.arange(first_new, bins)
     return (
         np.append(long[placed], items),
-        np.append(of_long, place[bin_of] // parts),
+        np.append(pack_of_long, place[bin_of] // parts),
         np.append(np.full(long.size, SPLIT), place[bin_of] % parts),
     )
 
@@ -135,7 +149,8 @@ def _evened(
     limit: int,
     parts: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same pack after pack, the longest items of each first, dealt to its parts evenly."""
+    """Return items pack after pack, and the pack and the part of each, evenly dealt to parts."""
+    # The longest items of each pack are dealt first.
     by_pack = np.lexsort((-totals[order], pack_of))
     order = order[by_pack]
     pack_of = pack_of[by_pack]
@@ -157,50 +172,52 @@ def _deal(
     limit: int,
     parts: int,
 ) -> None:
-    """Change ``part_of`` in each pack where all items fit and the costliest part costs less."""
+    """Change ``part_of`` in each pack in which all items fit and the costliest part costs less."""
     for pack in range(offsets.size - 1):
         first = offsets[pack]
         end = offsets[pack + 1]
-        before = np.zeros(parts, np.int64)
+        cost_before = np.zeros(parts, np.int64)
         cost = np.zeros(parts, np.int64)
         room = np.full(parts, width)
-        held = np.zeros(parts, np.int64)
+        items_in = np.zeros(parts, np.int64)
         dealt = part_of[first:end].copy()
         for item in range(first, end):
             if part_of[item] < 0:
                 room -= sizes[item]
-                held += 1
+                items_in += 1
             else:
-                before[part_of[item]] += costs[item]
+                cost_before[part_of[item]] += costs[item]
         fits = True
         for item in range(first, end):
             if part_of[item] < 0:
                 continue
             chosen = -1
             for part in range(parts):
-                free = room[part] >= sizes[item] and held[part] < limit
-                if free and (chosen < 0 or cost[part] < cost[chosen]):
+                has_room = room[part] >= sizes[item] and items_in[part] < limit
+                if has_room and (chosen < 0 or cost[part] < cost[chosen]):
                     chosen = part
             if chosen < 0:
                 fits = False
                 break
             dealt[item - first] = chosen
             room[chosen] -= sizes[item]
-            held[chosen] += 1
+            items_in[chosen] += 1
             cost[chosen] += costs[item]
-        if fits and cost.max() < before.max():
+        if fits and cost.max() < cost_before.max():
             part_of[first:end] = dealt
 
 
 def _in_order(
     totals: np.ndarray, width: int, limit: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Items as they come, each in the first part from the last one's on that has room, a new
-    pack where there is none.
+    """Return items as they come, and the pack and the part of each.
+
+    An item goes into the first part from that of the last item on that has room, or into a new
+    pack.
     """
     pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
-    in_packs = np.lexsort((np.arange(totals.size), pack_of))
-    return in_packs, pack_of, part_of
+    by_pack = np.lexsort((np.arange(totals.size), pack_of))
+    return by_pack, pack_of, part_of
 
 
 @compiled(nogil=True)
@@ -210,29 +227,29 @@ def _next_parts(
     pack_of = np.empty(sizes.size, np.int64)
     part_of = np.empty(sizes.size, np.int64)
     room = np.full(parts, width)
-    held = np.zeros(parts, np.int64)
+    items_in = np.zeros(parts, np.int64)
     pack = last = 0
     for item, size in enumerate(sizes):
         if size > width:
-            if room.min() < split[item] or held.max() >= limit:
+            if room.min() < split[item] or items_in.max() >= limit:
                 pack = pack + 1
                 last = 0
                 room[:] = width
-                held[:] = 0
+                items_in[:] = 0
             room -= split[item]
-            held += 1
+            items_in += 1
             pack_of[item] = pack
             part_of[item] = -1
             continue
-        while last < parts and (room[last] < size or held[last] >= limit):
+        while last < parts and (room[last] < size or items_in[last] >= limit):
             last += 1
         if last == parts:
             pack = pack + 1
             last = 0
             room[:] = width
-            held[:] = 0
+            items_in[:] = 0
         room[last] -= size
-        held[last] += 1
+        items_in[last] += 1
         pack_of[item] = pack
         part_of[item] = last
     return pack_of, part_of

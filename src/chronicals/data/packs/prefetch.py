@@ -12,11 +12,13 @@ Result = TypeVar("Result")
 
 
 def prefetch(tasks: Iterable[Callable[[], Result]], depth: int) -> Generator[Result, None, None]:
-    """The results of ``tasks`` in their order, ``depth`` of them computed, or being computed,
-    before they are asked for.
+    """Yield the results of ``tasks`` in their order.
 
     One thread calls the tasks; they are taken from their iterable in the consumer's thread. Closing
     the iterator waits for the task that runs and drops the others.
+
+    Args:
+        depth: results that are computed, or being computed, before they are asked for.
 
     Raises:
         Exception: what a task raised, in the place of its result.
@@ -31,7 +33,6 @@ def prefetch(tasks: Iterable[Callable[[], Result]], depth: int) -> Generator[Res
         while waiting:
             yield waiting.popleft().result()
     finally:
-        if (
-            not sys.is_finalizing()
-        ):  # the interpreter has already joined the thread, and its modules may be gone
+        # An interpreter that ends has already joined the thread, and its modules may be gone.
+        if not sys.is_finalizing():
             thread.shutdown(cancel_futures=True)

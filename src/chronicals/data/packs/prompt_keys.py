@@ -1,4 +1,4 @@
-"""What the documents of a Batch attend to where answers share a prompt (``shared_prompts.py``)."""
+"""Keys that the documents of a Batch attend to if answers share a prompt (``shared_prompts.py``)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import torch
 
 from chronicals.batch import SharedKeys
 from chronicals.data.making.shared_prompts import IS_SHARED
-from chronicals.data.packs.assembly import BUCKETS
+from chronicals.data.packs.assembly import width_bucket
 
 KEY_SHARES = 16
-"""Keys of a Batch are filled up to a multiple of such a share of its tokens, so that few numbers
-occur.
-"""
+"""Keys are filled up to a multiple of such a share of a Batch's tokens: few numbers then occur."""
 
 
 def shared_keys(
     shared: np.ndarray, sides: np.ndarray, bounds: np.ndarray, width: int
 ) -> SharedKeys:
-    """What the documents of a Batch attend to.
+    """Return the keys that the documents of a Batch attend to.
+
+    The keys of a document are the tokens of its prompt, then its own.
 
     Args:
         shared: int64 ``[N]``, the column of each document, 0 for filler.
@@ -30,29 +30,27 @@ def shared_keys(
     lengths = np.diff(bounds).astype(np.int64)
     tokens = int(bounds[-1])
     before = np.maximum(shared, 0)
+    # The prompt of an item is the next one behind its answers.
     number = np.arange(len(shared))
     prompts = np.where(shared == IS_SHARED, number, len(shared) - 1)
-    prompt = starts[
-        np.minimum.accumulate(prompts[::-1])[::-1]
-    ]  # an item's is the next one behind its answers
+    prompt_starts = starts[np.minimum.accumulate(prompts[::-1])[::-1]]
+    # For each key: its document, and its place among the keys of that document.
     ends = np.append(0, np.cumsum(before + lengths))
     document = np.repeat(number, before + lengths)
-    within = np.arange(ends[-1]) - ends[document]
-    own = within >= before[document]
-    index = np.where(own, starts[document] + within - before[document], prompt[document] + within)
+    place = np.arange(ends[-1]) - ends[document]
+    is_own = place >= before[document]
+    own_tokens = starts[document] + place - before[document]
+    index = np.where(is_own, own_tokens, prompt_starts[document] + place)
+    # For each token: its key as a document's own (row 0), and as part of each answer's prompt.
     places = np.full((int(sides[before > 0].max(initial=-1)) + 2, tokens), -1, np.int64)
-    row = np.where(own, 0, sides[document] + 1)
+    row = np.where(is_own, 0, sides[document] + 1)
     places[row, index] = np.arange(len(index))
     share = -(-tokens // KEY_SHARES)
     filled = np.zeros(-(-len(index) // share) * share, np.int64)
     filled[: len(index)] = index
-    longest = int((before + lengths).max(initial=1))
-    divisor = BUCKETS
-    while -(-width // divisor) < longest and divisor > 1:
-        divisor //= 2
     return SharedKeys(
         torch.as_tensor(filled),
         torch.as_tensor(ends.astype(np.int32)),
         torch.as_tensor(places),
-        -(-width // divisor),
+        width_bucket(int((before + lengths).max(initial=1)), width),
     )

@@ -1,4 +1,4 @@
-"""Steps: what a run trains on, an optimizer step at a time, and where it stands in that."""
+"""Steps: the data of a run, an optimizer step at a time, and its place in them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from chronicals.batch import Batch
 
-Counts = Mapping[str, int | float]
-"""What a step holds on all ranks together, by name, known before it is computed. Always there:
+StepCounts = Mapping[str, int | float]
+"""Numbers of a step on all ranks together, by name, known before it is computed.
+
+Always there are:
 
 - ``targets``: positions that are trained;
 - ``tokens``: documents' tokens, filler not counted;
@@ -18,9 +20,9 @@ Counts = Mapping[str, int | float]
 - ``packs``: those with a document;
 - ``slots``: positions, filler included.
 
-``weight``, the sum of the weights of the targets, is there where Batches have weights;
-``good_items`` and ``bad_items`` where rows may judge their answers, with ``mismatched_items``:
-those that have an answer to another prompt.
+If Batches have weights, there is ``weight``, the sum of the weights of the targets. If rows may
+judge their answers, there are ``good_items``, ``bad_items``, and ``mismatched_items``: those that
+have an answer to another prompt.
 """
 
 
@@ -29,19 +31,20 @@ class Step:
     """This rank's micro-batches of one optimizer step.
 
     Attributes:
-        batches: as many as there are accumulation steps.
+        batches: one for each accumulation step.
         counts: of the whole step, all ranks.
-        began, state: where it begins and where it ends, for ``Steps``.
+        began: state at its beginning.
+        state: state at its end.
     """
 
     batches: list[Batch]
-    counts: Counts
+    counts: StepCounts
     began: Any
     state: Any
 
 
 class Steps(Protocol):
-    """Where a run's steps come from: packs of a store, or what a model itself writes.
+    """A source of a run's steps: packs of a store, or texts that a model itself writes.
 
     A state says how far the run has come. It can be written as JSON, and only the ``Steps`` that
     gave it reads it; None is the beginning.
@@ -49,7 +52,7 @@ class Steps(Protocol):
 
     @property
     def data(self) -> str:
-        """A name of what the steps are made of: another content has another name."""
+        """Name of the content that the steps are made of: another content has another name."""
 
     @property
     def earlier_data(self) -> Collection[str]:
@@ -57,15 +60,13 @@ class Steps(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the order in which data come; a state means the same wherever the fingerprint is
-        the same.
-        """
+        """Hash of the order in which data come: with the same one, a state means the same."""
 
     def steps(self, state: Any = None, count: int | None = None) -> Iterator[Step]:
-        """The steps from ``state`` on; they end after ``count``, if given."""
+        """Yield the steps from ``state`` on; they end after ``count``, if given."""
 
     def epoch(self, state: Any) -> float:
-        """Passes over the data up to ``state``."""
+        """Return the passes over the data up to ``state``."""
 
     def left(self, state: Any) -> int | None:
-        """Steps from ``state`` to the last; None without end."""
+        """Return the steps from ``state`` to the last; None without end."""

@@ -13,22 +13,28 @@ from typing import Any
 
 import numpy as np
 
-PLAIN = frozenset({str, int, bool, type(None)})
-"""Types of values that JSON has, and that hold no others."""
+_JSON_SCALARS = frozenset({str, int, bool, type(None)})
+"""Types of JSON's values that hold no others."""
 
-NEVER_NULL = frozenset({str, int, bool, bytes, list, dict})
+_NEVER_NULL = frozenset({str, int, bool, bytes, list, dict})
 """The usual types of a row's values, of which none is null."""
 
-NULLS_OF_PANDAS = ("NAType", "NaTType")
-"""Types of ``pandas.NA`` and ``pandas.NaT``, by name: pandas need not be there."""
+_PANDAS_NULLS = ("NAType", "NaTType")
+"""Types of ``pandas.NA`` and ``pandas.NaT``, by name: pandas need not be installed."""
+
+
+def is_object(value: Any) -> bool:
+    """Return True for a value with named fields."""
+    # The test for a dict is much faster than the one for a Mapping.
+    return type(value) is dict or isinstance(value, Mapping)
 
 
 def is_null(value: Any) -> bool:
-    """Return True for every spelling of a value that is not there."""
+    """Return True for every spelling of a null."""
     kind = type(value)
     if value is None:
         return True
-    if kind in NEVER_NULL:
+    if kind in _NEVER_NULL:
         return False
     if isinstance(value, (float, np.floating)):
         return bool(value != value)
@@ -38,16 +44,15 @@ def is_null(value: Any) -> bool:
         return value.is_nan()
     if isinstance(value, np.ndarray) and value.shape == ():
         return is_null(value.item())
-    if _is_scalar_of_arrow(value):
+    if _is_arrow_scalar(value):
         return not value.is_valid
-    return kind.__name__ in NULLS_OF_PANDAS and kind.__module__.startswith("pandas.")
+    return kind.__name__ in _PANDAS_NULLS and kind.__module__.startswith("pandas.")
 
 
 def is_missing(value: Any) -> bool:
-    """Return True where a field holds nothing: a null in any spelling, or an empty list, array or
-    object.
+    """Return True if a field holds nothing: a null, or an empty list, array or object.
 
-    Empty text is text: an empty answer is refused, and not passed over.
+    Empty text counts as text: an empty answer must be refused, not passed over.
     """
     if type(value) is str:
         return False
@@ -55,14 +60,19 @@ def is_missing(value: Any) -> bool:
         return True
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         return False
-    return (
-        getattr(value, "shape", None) != () and len(value) == 0
-    )  # without dimensions an array has no length
+    has_length = getattr(value, "shape", None) != ()  # an array without dimensions has none
+    return has_length and len(value) == 0
+
+
+def is_filled(value: Any) -> bool:
+    """Return True if an optional field says something: neither missing nor empty text."""
+    return not is_missing(value) and not (isinstance(value, str) and value == "")
 
 
 def items_of(value: Any) -> list[Any] | None:
-    """Return what a list, tuple, array or column holds, as a list; None where ``value`` is no
-    sequence, as text is none.
+    """Return the items of a list, tuple, array or column as a list; None for anything else.
+
+    Text is no sequence here.
     """
     if type(value) is list:
         return value
@@ -75,13 +85,14 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it, with None for every null; what JSON has no word for stays
-    what it is.
+    """Return ``value`` as JSON has it, with None for every null.
+
+    A value that JSON has no form for is returned unchanged.
 
     Raises:
         RecursionError: it is nested too deeply.
     """
-    if type(value) in PLAIN:
+    if type(value) in _JSON_SCALARS:
         return value
     if is_null(value):
         return None
@@ -90,13 +101,11 @@ def plain(value: Any) -> Any:
     items = items_of(value)
     if items is not None:
         return [plain(item) for item in items]
-    if _is_scalar_of_arrow(value):
+    if _is_arrow_scalar(value):
         return plain(value.as_py())
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _is_scalar_of_arrow(value: Any) -> bool:
-    """Return True for a ``pyarrow.Scalar``, without importing pyarrow: processes that tokenise
-    start sooner.
-    """
+def _is_arrow_scalar(value: Any) -> bool:
+    """Return True for a ``pyarrow.Scalar``, without the import of pyarrow, which takes long."""
     return type(value).__module__ == "pyarrow.lib" and hasattr(value, "as_py")

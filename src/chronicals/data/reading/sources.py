@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import DataSource
-from chronicals.data.kinds.rows import KINDS, TELLING
 from chronicals.data.reading.digests import FileDigests
 from chronicals.data.reading.formats import READERS, is_text, read_file, reader_of
 from chronicals.data.reading.gate import DataError
@@ -26,6 +25,7 @@ from chronicals.data.reading.nulls import cleaner, without_nulls
 from chronicals.data.reading.own_files import own_files
 from chronicals.data.reading.plain_values import is_null
 from chronicals.data.reading.records import BadRow, Record, Row, Unparsed, parsed
+from chronicals.data.reading.row_fields import IDENTIFYING_FIELDS, KIND_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +213,8 @@ def _of_another_kind(named: Mapping[str, str]) -> frozenset[str]:
     if {"chosen", "rejected"} <= named.keys():
         return frozenset()
     return (
-        TELLING
-        if any(fields <= named.keys() for kind, fields in KINDS if kind != "prompt")
+        IDENTIFYING_FIELDS
+        if any(fields <= named.keys() for kind, fields in KIND_FIELDS if kind != "prompt")
         else frozenset()
     )
 

@@ -1,4 +1,4 @@
-"""Where the added tokens of a tokenizer lie in a text and among its ids."""
+"""Added tokens of a tokenizer: their places in a text and among its ids."""
 
 from __future__ import annotations
 
@@ -12,46 +12,52 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Cuts:
+class AddedTokens:
     """The added tokens of a tokenizer, which it cuts out of a text before anything else.
 
     Attributes:
-        contents: what each is written as, by id.
-        among: for each id, whether it is one of them.
-        reversible: no two texts have the same tokens, unless normalised by ``composes``.
+        contents: text of each, by id.
+        is_added: bool, by id.
+        reversible: no two texts have the same tokens, unless they are equal in NFC.
         composes: the tokenizer composes letters and their accents (NFC).
     """
 
     contents: dict[int, str]
-    among: np.ndarray
+    is_added: np.ndarray
     reversible: bool
     composes: bool
-    _alone: dict[int, bool] = field(default_factory=dict)
+    _unmistakable: dict[int, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Cuts | None:
-        """None where they cannot be followed in a text: some are taken only between words, or
-        take the blanks around.
+    def of(cls, tokenizer: Any) -> AddedTokens | None:
+        """Return the tokens that are not normalised; None if they cannot be followed in a text.
+
+        They cannot if some are recognised only between words, or take the blanks around them.
         """
         added = tokenizer.added_tokens_decoder
         plain = {id: token for id, token in added.items() if not token.normalized}
-        stripping = any(token.lstrip or token.rstrip for token in plain.values())
-        if not plain or any(
-            token.single_word or (stripping and token.content.isspace()) for token in plain.values()
-        ):
+        if not plain:
             return None
-        among = np.zeros(max(max(plain) + 1, len(tokenizer)), bool)
-        among[list(plain)] = True
+        stripping = any(token.lstrip or token.rstrip for token in plain.values())
+        for token in plain.values():
+            if token.single_word or (stripping and token.content.isspace()):
+                return None
+        is_added = np.zeros(max(max(plain) + 1, len(tokenizer)), bool)
+        is_added[list(plain)] = True
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         reversible = len(plain) == len(added) and not stripping and _is_byte_level(described)
-        composes = described["normalizer"] is not None
-        return cls({id: token.content for id, token in plain.items()}, among, reversible, composes)
+        contents = {id: token.content for id, token in plain.items()}
+        return cls(contents, is_added, reversible, described["normalizer"] is not None)
 
-    def find(self, text: str, ids: np.ndarray, places: list[int]) -> Row | None:
-        """Where each of them lies in the text, given its places among the ids.
+    def find(self, text: str, ids: np.ndarray, places: list[int]) -> CutText | None:
+        """Return the places of the added tokens in a text; None if they do not lie there.
 
         Each is the first of its kind after the one before it: an earlier one would have been cut
-            out, too.
+        out, too.
+
+        Args:
+            ids: of the text.
+            places: of the added tokens among the ids.
         """
         begins = []
         ends = []
@@ -64,33 +70,35 @@ class Cuts:
             end = begin + len(content)
             begins.append(begin)
             ends.append(end)
-        return Row(self, text, ids, places, begins, ends)
+        return CutText(self, text, ids, places, begins, ends)
 
     def is_exact(self, text: str) -> bool:
-        """Whether no other text has this one's tokens."""
+        """Return whether no other text has this one's tokens."""
         return self.reversible and (not self.composes or unicodedata.is_normalized("NFC", text))
 
-    def stands_alone(self, token: int) -> bool:
-        """Whether this is one of them, and no other contains its text: what follows cannot make
-        it another.
+    def is_unmistakable(self, token: int) -> bool:
+        """Return whether this is an added token whose text no other one contains.
+
+        What follows it then cannot make it another token.
         """
-        if token not in self._alone:
+        if token not in self._unmistakable:
             content = self.contents.get(token)
-            found = (
-                content is not None
-                and sum(content in other for other in self.contents.values()) == 1
-            )
-            self._alone[token] = found
-        return self._alone[token]
+            others = self.contents.values()
+            holding = [other for other in others if content is not None and content in other]
+            self._unmistakable[token] = content is not None and len(holding) == 1
+        return self._unmistakable[token]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A text, its ids, and its added tokens: the place of each among the ids, and where it
-    begins and ends in the text.
+class CutText:
+    """A text, its ids, and its added tokens.
+
+    Attributes:
+        places: of the added tokens among the ids.
+        begins, ends: of each in the text.
     """
 
-    cuts: Cuts
+    added_tokens: AddedTokens
     text: str
     ids: np.ndarray
     places: list[int]
@@ -99,28 +107,34 @@ class Row:
 
     @functools.cached_property
     def is_exact(self) -> bool:
-        return self.cuts.is_exact(self.text)
+        """True if no other text has these tokens."""
+        return self.added_tokens.is_exact(self.text)
 
 
 def _is_byte_level(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer, as its file describes it, maps every byte to a token, and nothing
-    else before (but NFC).
+    """Return whether a tokenizer maps every byte to a token, after nothing else but NFC.
+
+    Args:
+        described: the tokenizer as its file describes it.
     """
-    steps = described["pre_tokenizer"] or {}
-    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    known = all(
-        (step.get("type") == "Split" and step["behavior"] != "Removed")
-        or step.get("type") == "Digits"
-        or (step.get("type") == "ByteLevel" and not step["add_prefix_space"])
-        for step in steps
-    )
     from tokenizers.pre_tokenizers import ByteLevel
 
+    steps = described["pre_tokenizer"] or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    for step in steps:
+        kind = step.get("type")
+        lossless = (
+            (kind == "Split" and step["behavior"] != "Removed")
+            or kind == "Digits"
+            or (kind == "ByteLevel" and not step["add_prefix_space"])
+        )
+        if not lossless:
+            return False
+    normalizer = described["normalizer"]
     return (
-        known
-        and any(step.get("type") == "ByteLevel" for step in steps)
+        any(step.get("type") == "ByteLevel" for step in steps)
         and described["model"]["type"] == "BPE"
         and described["model"]["vocab"].keys() >= set(ByteLevel.alphabet())
-        and (described["normalizer"] is None or described["normalizer"]["type"] == "NFC")
+        and (normalizer is None or normalizer["type"] == "NFC")
         and (described["decoder"] or {}).get("type") == "ByteLevel"
     )

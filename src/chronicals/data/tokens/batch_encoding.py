@@ -1,33 +1,36 @@
-"""Many rows at once: what ``Tokenizer.encode`` gives for each, from one call of the fast tokenizer's own threads.
+"""Encoding of many rows at once: the tokens that ``Tokenizer.encode`` gives for each, by one call of
+the fast tokenizer's own threads.
 
-Only the whole rendering of a conversation is tokenised, and the bounds of what is trained are found in its text. With
-T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before p:
+Only the whole rendering of a conversation is tokenised. The bounds of its answers are found in its
+text. With T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before p:
 
-    T(x) = T(up to s) + T(from s on)      because added tokens are cut out before anything else sees the text
-    T(x[:p]) is a prefix of T(x)          if T(from s to p), by itself, is what T(x) holds from s on
+    T(x) = T(up to s) + T(from s on)   added tokens are cut out before anything else sees the text
+    T(x[:p]) is a prefix of T(x)       if T(from s to p), by itself, is what T(x) holds from s on
 
-so the bound's place among the tokens is that of s plus the length of T(from s to p), which is a short text such as
-``<|im_start|>assistant\\n``, the same in every row, and tokenised once. Whatever this cannot decide (a bound inside a
-token, another rendering of the last turn under a tokenizer that normalises, roles other than the assistant, any refusal)
-is left to ``Tokenizer.encode``, row by row: it is the definition, and its errors are the errors.
+So the bound's place among the tokens is that of s plus the length of T(from s to p). This is a short
+text such as ``<|im_start|>assistant\\n``, the same in every row, and is tokenised once.
+
+Some rows are not decided so: a bound inside a token, another rendering of the last turn under a
+tokenizer that normalises, roles other than the assistant, any refusal. They are left to
+``Tokenizer.encode``, row by row, which is the definition; its errors are the errors.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from chronicals.data.kinds.rows import NormalRow, Record
+from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.reading.gate import DataError
-from chronicals.data.tokens.added_tokens import Cuts, Row
+from chronicals.data.reading.records import Record
+from chronicals.data.tokens.added_tokens import AddedTokens, CutText
 from chronicals.data.tokens.byte_pairs import BytePairs, HasIds
-from chronicals.data.tokens.chat_template import Asked
+from chronicals.data.tokens.chat_template import RenderRequest
 from chronicals.data.tokens.conversation import Conversation, first_unsaid, texts_said
 from chronicals.data.tokens.prefixes import Prefixes
 from chronicals.data.tokens.spans import followed_by_another, not_said
@@ -38,139 +41,123 @@ from chronicals.data.tokens.texts import (
     without_double_beginning,
     without_end,
 )
-from chronicals.data.tokens.tokenised_texts import Texts
+from chronicals.data.tokens.tokenised_texts import TextPlace, TokenisedTexts
 
 TokenArrays = tuple[np.ndarray, np.ndarray]
 """Token ids (int32), and for each whether it is trained (uint8)."""
 
-Rows = tuple[Sequence[NormalRow], Sequence[str]]
-"""Rows, and what errors call each."""
+EncodedRows = list[TokenArrays | DataError]
+"""Tokens of each row, or the error that ``Tokenizer.encode`` raises for it."""
+
+NamedRows = tuple[Sequence[NormalRow], Sequence[str]]
+"""Rows, and the names that errors call them."""
 
 T = TypeVar("T")
 
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
 
-LETTERS_AT_ONCE = 1 << 22
-"""Of the parts of conversations that are rendered at once."""
+RENDERED_LETTERS = 1 << 22
+"""Letters of the parts of conversations that are rendered at once."""
 
 MANY_ANSWERS = 12
-"""From so many on it is worth looking how the template comes to its parts."""
+"""A conversation with so many answers is worth a look at how the template writes its parts."""
 
-LONGEST_KEPT = 64
-"""Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody
-said.
-"""
+MAX_CACHED_LETTERS = 64
+"""Letters of the longest text before a bound whose ids are kept. Longer ones hold what somebody
+said, and do not come again."""
 
 
 class BatchEncoder:
-    """The rows of a ``Tokenizer``, many at once."""
+    """Encodes rows as a ``Tokenizer`` does, many at once."""
 
     def __init__(self, encoder: Tokenizer):
         self.encoder = encoder
         self.fast = is_plain(encoder.tokenizer)
-        self.cuts = Cuts.of(encoder.tokenizer) if self.fast else None
+        self.added_tokens = AddedTokens.of(encoder.tokenizer) if self.fast else None
         self.beginning = encoder.tokenizer.bos_token_id
         self.ending = encoder.tokenizer.eos_token_id
-        self._begin_kind: dict[str, Callable[[Record, str, Texts], Finish | Conversation]] = {}
-        if self.fast:
-            self._begin_kind = {
-                "text": self._text,
-                "completion": self._completion,
-                "chat": self._conversation,
-            }
-        self._before: dict[str, list[int]] = {}
+        self._ids_before: dict[str, list[int]] = {}
         self._byte_pairs: BytePairs | None = None
 
     def on_one_core(self) -> None:
-        """From now on tokenise in the caller's own thread by tiktoken, and as before what that
-        may give other ids.
-        """
+        """Tokenise in the caller's own thread from now on, by tiktoken where it gives the same ids."""
         self.encoder.template.copy_globals_once()
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
-    def encode_batch(
-        self, rows: Sequence[NormalRow], wheres: Sequence[str]
-    ) -> list[TokenArrays | DataError]:
-        """What ``Tokenizer.encode_normalised`` gives for each row, or the error it raises.
+    def encode_batch(self, rows: Sequence[NormalRow], places: Sequence[str]) -> EncodedRows:
+        """Return the tokens of each row, or its error.
 
         Args:
-            wheres: what errors call the rows.
+            places: what errors call the rows.
         """
-        return next(self.encode([(rows, wheres)]))
+        return next(self.encode([(rows, places)]))
 
-    def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
-        """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for
-        them.
+    def encode(self, batches: Iterable[NamedRows]) -> Iterator[EncodedRows]:
+        """Yield the tokens of each batch of rows.
 
         While a batch is tokenised, without the GIL, the next is rendered and the one before is the
         caller's.
         """
         if self._byte_pairs is not None:
-            for rows, wheres in batches:
-                texts = Texts(self.cuts)
-                begun = self._begun(rows, wheres, texts)
+            for rows, places in batches:
+                texts = TokenisedTexts(self.added_tokens)
+                begun = self._begun(rows, places, texts)
                 texts.tokenise(self._byte_pairs.encode)
                 yield self._finished(begun, texts)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-            earlier: Callable[[], list[TokenArrays | DataError]] | None = None
-            for rows, wheres in batches:
-                texts = Texts(self.cuts)
-                begun = self._begun(rows, wheres, texts)
+            earlier: tuple[Future[None], list[Finish | DataError], TokenisedTexts] | None = None
+            for rows, places in batches:
+                texts = TokenisedTexts(self.added_tokens)
+                begun = self._begun(rows, places, texts)
                 tokenised = beside.submit(texts.tokenise, self._by_rust)
                 if earlier is not None:
-                    yield earlier()
-                earlier = functools.partial(self._awaited, tokenised, begun, texts)
+                    earlier[0].result()
+                    yield self._finished(*earlier[1:])
+                earlier = tokenised, begun, texts
             if earlier is not None:
-                yield earlier()
-
-    def _awaited(
-        self, tokenised: Future[None], begun: list[Finish | DataError], texts: Texts
-    ) -> list[TokenArrays | DataError]:
-        tokenised.result()
-        return self._finished(begun, texts)
+                earlier[0].result()
+                yield self._finished(*earlier[1:])
 
     def _by_rust(self, texts: Sequence[str], special: bool) -> Sequence[HasIds]:
-        """Without what the last caller left in the tokenizer, which calling it by transformers
-        would reset, too.
-        """
+        """Tokenise texts by the fast tokenizer's Rust part."""
         backend = self.encoder.tokenizer.backend_tokenizer
+        # Whoever used the tokenizer last may have left these; transformers would reset them, too.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
         return backend.encode_batch_fast(texts, add_special_tokens=special)
 
-    def _finished(
-        self, begun: list[Finish | DataError], texts: Texts
-    ) -> list[TokenArrays | DataError]:
+    def _finished(self, begun: list[Finish | DataError], texts: TokenisedTexts) -> EncodedRows:
         texts.collect(self.beginning, self.ending)
         return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
     def _begun(
-        self, rows: Sequence[NormalRow], wheres: Sequence[str], texts: Texts
+        self, rows: Sequence[NormalRow], places: Sequence[str], texts: TokenisedTexts
     ) -> list[Finish | DataError]:
-        """Hand the texts of the rows to the tokenizer; what is returned makes the rows of their
-        ids.
-        """
-        begun = [_caught(self._begin, *row, texts) for row in zip(rows, wheres, strict=True)]
+        """Add the texts of the rows to ``texts``; return functions that make rows of their ids."""
+        begun = [_caught(self._begin, *row, texts) for row in zip(rows, places, strict=True)]
         chats = {n: row for n, row in enumerate(begun) if isinstance(row, Conversation)}
-        for number, chat in self._rendered(chats, wheres).items():
+        for number, chat in self._rendered(chats, places).items():
             if isinstance(chat, RenderedChat):
-                begun[number] = self._chat(chat, wheres[number], texts)
+                begun[number] = self._chat(chat, places[number], texts)
             else:
                 begun[number] = chat
         return begun
 
-    def _begin(self, row: NormalRow, where: str, texts: Texts) -> Finish | Conversation:
-        begin = self._begin_kind.get(row.kind)
-        if begin is None:
-            return lambda: _arrays(self.encoder.encode_normalised(row, where))
-        return begin(row.record, where, texts)
+    def _begin(self, row: NormalRow, place: str, texts: TokenisedTexts) -> Finish | Conversation:
+        if self.fast and row.kind == "text":
+            return self._text(row.record, place, texts)
+        if self.fast and row.kind == "completion":
+            return self._completion(row, place, texts)
+        if self.fast and row.kind == "chat":
+            return self.encoder.conversation(row.record, place)
+        return lambda: _arrays(self.encoder.encode_normalised(row, place))
 
-    def _text(self, record: Record, where: str, texts: Texts) -> Finish:
-        self._check_end(where)
+    def _text(self, record: Record, where: str, texts: TokenisedTexts) -> Finish:
+        self.encoder.end(where)
         place = texts.add(check_text(record["text"], "text", where), special=True, whole=True)
 
         def finish() -> TokenArrays:
@@ -178,118 +165,78 @@ class BatchEncoder:
 
         return finish
 
-    def _completion(self, record: Record, where: str, texts: Texts) -> Finish:
-        self._check_end(where)
-        behind = self.encoder.continuation
-        mark, mark_ids = (behind.mark, behind.mark_ids) if record["prompt"] else ("", [])
-        asked = texts.add(check_text(record["prompt"], "prompt", where), special=True)
-        said = texts.add(
-            mark + check_text(record["completion"], "completion", where), special=False, whole=True
-        )
+    def _completion(self, row: NormalRow, where: str, texts: TokenisedTexts) -> Finish:
+        self.encoder.end(where)
+        record = row.record
+        mark = ""
+        mark_ids: list[int] = []
+        if record["prompt"]:
+            mark = self.encoder.continuation.mark
+            mark_ids = self.encoder.continuation.mark_ids
+        prompt = texts.add(check_text(record["prompt"], "prompt", where), special=True)
+        text = mark + check_text(record["completion"], "completion", where)
+        completion = texts.add(text, special=False, whole=True)
 
         def finish() -> TokenArrays:
-            before = without_end(
-                without_double_beginning(texts[asked], self.beginning), self.ending
-            )
-            if mark and texts[said][: len(mark_ids)].tolist() != mark_ids:
-                return _arrays(
-                    self.encoder.encode_normalised(NormalRow("completion", record), where)
-                )
-            ids = np.concatenate((before, texts[said][len(mark_ids) :]))
+            ids = without_double_beginning(texts[prompt], self.beginning)
+            before = without_end(ids, self.ending)
+            behind = texts[completion]
+            if mark and behind[: len(mark_ids)].tolist() != mark_ids:
+                return _arrays(self.encoder.encode_normalised(row, where))
+            ids = np.concatenate((before, behind[len(mark_ids) :]))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.train_on == "all"
             return ids, trained
 
         return finish
 
-    def _check_end(self, where: str) -> None:
-        """Raises where the tokenizer has no token that ends texts and completions."""
-        if self.ending is None:
-            self.encoder.end(where)
-
     # --- conversations
-    # -------------------------------------------------------------------------------------------
-
-    def _conversation(self, record: Record, where: str, texts: Texts) -> Conversation:
-        return self.encoder.conversation(record, where)
 
     def _rendered(
-        self, chats: Mapping[int, Conversation], wheres: Sequence[str]
+        self, chats: Mapping[int, Conversation], places: Sequence[str]
     ) -> dict[int, RenderedChat | DataError]:
-        """The conversations by number of row, rendered together, with their parts that tell
-        where the answers lie.
+        """Return the conversations as text, by number of row, with their parts before and through
+        each answer; many are rendered at once.
         """
         template = self.encoder.template
         wholes = template.texts(
-            [(chat.messages, chat.tools, wheres[n]) for n, chat in chats.items()]
+            [(chat.messages, chat.tools, places[n]) for n, chat in chats.items()]
         )
-        rendered: dict[int, RenderedChat | DataError] = {
-            n: whole if isinstance(whole, DataError) else RenderedChat(chat, whole)
-            for (n, chat), whole in zip(chats.items(), wholes, strict=True)
-        }
-        answers = list[tuple[RenderedChat, int, str]]()
-        for n, chat in rendered.items():
-            if isinstance(chat, RenderedChat):
-                numbers = self._answers(chat.conversation)
-                self._prove(chat, numbers if len(numbers) >= MANY_ANSWERS else [])
-                answers += [(chat, number, wheres[n]) for number in numbers]
-        for some in _grouped(answers, lambda answer: len(answer[0].whole)):
-            asked = [answer for answer in some if answer[1] not in answer[0].before]
-            before = template.texts(
-                [chat.up_to(number, where) for chat, number, where in asked], generation=True
+        rendered: dict[int, RenderedChat | DataError] = {}
+        answers = list[_Answer]()
+        for (n, conversation), whole in zip(chats.items(), wholes, strict=True):
+            if isinstance(whole, DataError):
+                rendered[n] = whole
+                continue
+            chat = RenderedChat(conversation, whole)
+            rendered[n] = chat
+            numbers = self._answers(conversation)
+            if len(numbers) >= MANY_ANSWERS:
+                self._prove(chat, numbers)
+            answers += [_Answer(chat, number, places[n]) for number in numbers]
+        for group in _grouped(answers, lambda answer: len(answer.chat.whole)):
+            unknown = [answer for answer in group if answer.number not in answer.chat.before]
+            parts = template.texts(
+                [answer.chat.up_to(answer.number, answer.place) for answer in unknown],
+                generation=True,
             )
-            for (chat, number, _), text in zip(asked, before, strict=True):
-                chat.before[number] = self._shared(text, chat.whole)
-            asked = [
+            for answer, text in zip(unknown, parts, strict=True):
+                answer.chat.before[answer.number] = self._shared(text, answer.chat.whole)
+            unknown = [
                 answer
-                for answer in some
-                if answer[0].is_early(answer[1]) and answer[1] not in answer[0].through
+                for answer in group
+                if answer.chat.is_early(answer.number) and answer.number not in answer.chat.through
             ]
-            through = template.texts(
-                [chat.up_to(number + 1, where) for chat, number, where in asked]
+            parts = template.texts(
+                [answer.chat.up_to(answer.number + 1, answer.place) for answer in unknown]
             )
-            for (chat, number, _), text in zip(asked, through, strict=True):
-                chat.through[number] = self._shared(text, chat.whole)
+            for answer, text in zip(unknown, parts, strict=True):
+                answer.chat.through[answer.number] = self._shared(text, answer.chat.whole)
         return rendered
 
-    def _prove(self, chat: RenderedChat, numbers: list[int]) -> None:
-        """Tell ``before`` and ``through`` of a long conversation without rendering its parts, as
-        far as that can be proved.
-        """
-        if not numbers:
-            return
-        prefixes = Prefixes(
-            self.encoder.template, chat.conversation.messages, chat.conversation.tools, chat.whole
-        )
-        exact = self.cuts is not None and self.cuts.is_exact(chat.whole)
-        for number in numbers:
-            for found, count, generation in (
-                (chat.before, number, True),
-                (chat.through, number + 1, False),
-            ):
-                part = (
-                    prefixes.part(count, generation)
-                    if generation or chat.is_early(number)
-                    else None
-                )
-                shared = part and _shared_part(chat.whole, *part, exact)
-                if shared is not None:
-                    found[number] = shared
-
-    def _shared(self, text: str | DataError, whole: str) -> Shared | None:
-        """What a rendering of a part has in common with that of the whole conversation; None
-        where the part is refused.
-        """
-        if isinstance(text, DataError):
-            return None
-        if whole.startswith(text):
-            return Shared(len(text), True, True)
-        exact = self.cuts is not None and self.cuts.is_exact(text) and self.cuts.is_exact(whole)
-        return Shared(_common_prefix(text, whole), False, exact)
-
     def _answers(self, chat: Conversation) -> list[int]:
-        """Numbers of the trained messages whose place the text may tell."""
-        if self.encoder.train_on == "all" or self.cuts is None:
+        """Return the numbers of the trained messages whose place the text may tell."""
+        if self.encoder.train_on == "all" or self.added_tokens is None:
             return []
         return [
             number
@@ -297,7 +244,38 @@ class BatchEncoder:
             if number and chat.messages[number]["role"] == "assistant"
         ]
 
-    def _chat(self, chat: RenderedChat, where: str, texts: Texts) -> Finish:
+    def _prove(self, chat: RenderedChat, numbers: list[int]) -> None:
+        """Fill ``before`` and ``through`` of a long conversation without rendering its parts.
+
+        Only parts that are proved are filled in.
+        """
+        conversation = chat.conversation
+        template = self.encoder.template
+        prefixes = Prefixes(template, conversation.messages, conversation.tools, chat.whole)
+        exact = self.added_tokens is not None and self.added_tokens.is_exact(chat.whole)
+
+        def prove(known: dict[int, Shared | None], number: int, count: int, asks: bool) -> None:
+            part = prefixes.part(count, asks)
+            shared = None if part is None else _shared_part(chat.whole, *part, exact)
+            if shared is not None:
+                known[number] = shared
+
+        for number in numbers:
+            prove(chat.before, number, number, True)
+            if chat.is_early(number):
+                prove(chat.through, number, number + 1, False)
+
+    def _shared(self, text: str | DataError, whole: str) -> Shared | None:
+        """Return the common beginning of a part's rendering and the whole; None for a refused part."""
+        if isinstance(text, DataError):
+            return None
+        if whole.startswith(text):
+            return Shared(len(text), True, True)
+        added = self.added_tokens
+        exact = added is not None and added.is_exact(text) and added.is_exact(whole)
+        return Shared(_common_prefix(text, whole), False, exact)
+
+    def _chat(self, chat: RenderedChat, where: str, texts: TokenisedTexts) -> Finish:
         def by_definition() -> TokenArrays:
             return _arrays(self.encoder.encode_conversation(chat.conversation, where))
 
@@ -312,76 +290,75 @@ class BatchEncoder:
         return finish
 
     def _mask(
-        self, chat: RenderedChat, texts: Texts, place: tuple[bool, int], where: str
+        self, chat: RenderedChat, texts: TokenisedTexts, place: TextPlace, where: str
     ) -> np.ndarray | None:
-        """What is trained, or None where the text does not decide it."""
+        """Return the mask of a conversation, or None if the text does not decide it."""
         ids = texts[place]
         if self.encoder.train_on == "all":
             return np.ones(len(ids), np.uint8)
         trained = np.zeros(len(ids), np.uint8)
         if not chat.conversation.trained:
             return trained
-        row = None if self.cuts is None else self.cuts.find(chat.whole, ids, texts.added(place))
+        if self.added_tokens is None:
+            return None
+        row = self.added_tokens.find(chat.whole, ids, texts.added(place))
         for number in chat.conversation.trained:
             span = None if row is None else self._answer(chat, number, row, where)
             if span is None:
                 return None
-            trained[
-                span[0] : self.encoder.end_of_answer(chat.conversation, number, ids, span[1])
-            ] = 1
+            start, end = span
+            end = self.encoder.end_of_answer(chat.conversation, number, ids, end)
+            trained[start:end] = 1
         return trained
 
     def _answer(
-        self, chat: RenderedChat, number: int, row: Row, where: str
+        self, chat: RenderedChat, number: int, row: CutText, where: str
     ) -> tuple[int, int] | None:
-        """What ``trained_span`` gives for this message, or None where the text does not decide
-        it.
-        """
+        """Return what ``trained_span`` gives for a message, or None if the text does not decide it."""
         before = chat.before.get(number)
-        message = chat.conversation.messages[number]
-        template = self.encoder.template
-        whole = row.text
         if before is None or not before.entire:
             return None
         start = self._place(row, before.letters)
-        closed = self._closing(chat, number, row, before.letters, where)
-        if start is None or closed is None:
+        closing = self._closing(chat, number, row, before.letters, where)
+        if start is None or closing is None:
             return None
-        span = start, row.places[closed] + 1
+        end = row.places[closing] + 1
+        message = chat.conversation.messages[number]
         if row.is_exact:
-            said = whole[before.letters : row.ends[closed]]
-            complete = first_unsaid(texts_said(message), said) is None
+            answer = row.text[before.letters : row.ends[closing]]
+            unsaid = first_unsaid(texts_said(message), answer)
         else:
-            complete = not_said(template, message, row.ids[slice(*span)].tolist()) is None
-        return span if complete else None
+            unsaid = not_said(self.encoder.template, message, row.ids[start:end].tolist())
+        return (start, end) if unsaid is None else None
 
-    def _place(self, row: Row, bound: int) -> int | None:
-        """How many tokens the text up to ``bound`` has, if they are the first of the row's."""
+    def _place(self, row: CutText, bound: int) -> int | None:
+        """Return the number of tokens before ``bound``, a place in the text.
+
+        None if the tokens of the text up to there are not the first of the row's.
+        """
         last = bisect.bisect_right(row.ends, bound) - 1
         if last + 1 < len(row.ends) and row.begins[last + 1] < bound:
             return None
-        text, place = (
-            (row.text[row.begins[last] : bound], row.places[last])
-            if last >= 0
-            else (row.text[:bound], 0)
-        )
-        ids = self._before.get(text)
+        place = row.places[last] if last >= 0 else 0
+        text = row.text[row.begins[last] if last >= 0 else 0 : bound]
+        ids = self._ids_before.get(text)
         if ids is None:
-            ids = self.encoder.tokenizer.backend_tokenizer.encode(
-                text, add_special_tokens=False
-            ).ids
-            if len(text) <= LONGEST_KEPT:
-                self._before[text] = ids
+            backend = self.encoder.tokenizer.backend_tokenizer
+            ids = backend.encode(text, add_special_tokens=False).ids
+            if len(text) <= MAX_CACHED_LETTERS:
+                self._ids_before[text] = ids
         return place + len(ids) if row.ids[place : place + len(ids)].tolist() == ids else None
 
     def _closing(
-        self, chat: RenderedChat, number: int, row: Row, bound: int, where: str
+        self, chat: RenderedChat, number: int, row: CutText, bound: int, where: str
     ) -> int | None:
-        """Which of the row's added tokens is the stop token that closes the answer beginning at
-        ``bound``.
+        """Return which of the row's added tokens is the stop token that closes an answer.
+
+        Args:
+            bound: where the answer begins in the text.
         """
         stop = self.encoder.template.stop
-        if not row.cuts.stands_alone(stop):
+        if not row.added_tokens.is_unmistakable(stop):
             return None
         for shared in self._through(chat, number, where):
             if shared is None or not shared.exact:
@@ -394,27 +371,24 @@ class BatchEncoder:
         return None
 
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
-        """What is rendered of the conversation up to and with an answer, alone and followed by a
-        stand-in.
-        """
+        """Yield what is rendered up to and with an answer, alone and followed by a stand-in."""
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if chat.is_early(number):
             conversation = chat.conversation
-            seen = followed_by_another(conversation.messages, number)
-            yield self._shared(
-                self.encoder.template.text(seen, conversation.tools, where=where), chat.whole
-            )
+            messages = followed_by_another(conversation.messages, number)
+            text = self.encoder.template.text(messages, conversation.tools, where=where)
+            yield self._shared(text, chat.whole)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What a text has in common with the rendering of a whole conversation, at the beginning.
+    """The common beginning of a text and the rendering of a whole conversation.
 
     Attributes:
-        letters: how many.
+        letters: their number.
         entire: the text has no others.
-        exact: their tokens are as different as the texts: what follows in either does not change
-            the ids of what is shared.
+        exact: the tokens of the two texts differ as the texts do: what follows in either does not
+            change the ids of the common letters.
     """
 
     letters: int
@@ -427,9 +401,10 @@ class RenderedChat:
     """A conversation as text.
 
     Attributes:
-        before: for the number of an answer, how much of ``whole`` the template writes before it.
-        through: for those that are not the last message, what it writes of the conversation up to
-            and with them.
+        whole: the text.
+        before: by number of answer, what the template writes before it.
+        through: by number of answer, for those that are not the last message, what it writes of the
+            conversation up to and with them.
     """
 
     conversation: Conversation
@@ -438,15 +413,24 @@ class RenderedChat:
     through: dict[int, Shared | None] = field(default_factory=dict)
 
     def is_early(self, number: int) -> bool:
-        """Whether a message follows it."""
+        """Return whether a message follows it."""
         return number + 1 < len(self.conversation.messages)
 
-    def up_to(self, number: int, where: str) -> Asked:
+    def up_to(self, number: int, where: str) -> RenderRequest:
+        """Return a request for the first ``number`` messages."""
         return self.conversation.messages[:number], self.conversation.tools, where
 
 
+class _Answer(NamedTuple):
+    """A trained message, and what errors call its row."""
+
+    chat: RenderedChat
+    number: int
+    place: str
+
+
 def is_plain(tokenizer: Any) -> bool:
-    """Whether calling the tokenizer is calling its Rust part and nothing more."""
+    """Return whether calling the tokenizer is calling its Rust part and nothing more."""
     if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
         return False
     names = ("__call__", "_encode_plus", "apply_chat_template")
@@ -455,12 +439,13 @@ def is_plain(tokenizer: Any) -> bool:
 
 
 def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | None:
-    """Of a part that begins as ``whole`` does up to ``place`` and goes on with ``rest``; None where
-    tokens may say otherwise.
+    """Return the common beginning of a part and the whole; None if tokens may say otherwise.
 
     Args:
-        exact: no other text has the tokens of ``whole``; with ASCII letters behind some of it this
-            stays so.
+        place: letters of the part that are known to be those of ``whole``.
+        rest: letters of the part behind these.
+        exact: no other text has the tokens of ``whole``. ASCII letters behind some of it do not
+            change that.
     """
     if whole.startswith(rest, place):
         return Shared(place + len(rest), True, True)
@@ -469,16 +454,16 @@ def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | Non
 
 
 def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in order, as many at a time as have ``LETTERS_AT_ONCE``."""
+    """Yield the items in order, as many at a time as have ``RENDERED_LETTERS``."""
     group = list[T]()
-    held = 0
+    total = 0
     for item in items:
         group.append(item)
-        held += letters(item)
-        if held >= LETTERS_AT_ONCE:
+        total += letters(item)
+        if total >= RENDERED_LETTERS:
             yield group
             group = []
-            held = 0
+            total = 0
     if group:
         yield group
 
@@ -489,6 +474,7 @@ def _arrays(tokens: Tokens) -> TokenArrays:
 
 
 def _caught(step: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a call, or the DataError that it raises."""
     try:
         return step(*arguments)
     except DataError as error:
@@ -496,9 +482,8 @@ def _caught(step: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _common_prefix(left: str, right: str) -> int:
-    """Letters that two texts have in common at their beginning, by halving: slices are compared
-    at once.
-    """
+    """Return the number of letters that two texts have in common at their beginning."""
+    # By halving: slices are compared at once.
     low = 0
     high = min(len(left), len(right))
     while low < high:

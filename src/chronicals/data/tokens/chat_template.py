@@ -14,12 +14,10 @@ from typing import Any
 
 import jinja2
 
-from chronicals.data.kinds.rows import THOUGHTS
+from chronicals.data.kinds.messages import THOUGHT_FIELDS, Message
 from chronicals.data.reading.gate import DataError
 
-Message = dict[str, Any]
-
-Asked = tuple[Sequence[Message], Any, str]
+RenderRequest = tuple[Sequence[Message], Any, str]
 """Messages already in form, tools, and what errors call the row."""
 
 
@@ -46,7 +44,9 @@ class Dialect:
         that templates read.
         """
         formed = {name: value for name, value in message.items() if name != "train"}
-        thought = next((formed[name] for name in THOUGHTS if formed.get(name) is not None), None)
+        thought = next(
+            (formed[name] for name in THOUGHT_FIELDS if formed.get(name) is not None), None
+        )
         if thought is not None:
             formed = {"thinking": thought, **formed, "reasoning_content": thought}
         if self.parts and isinstance(formed.get("content"), str):
@@ -175,7 +175,9 @@ class ChatTemplate:
         """What ``ids`` are the ids of."""
         return self._apply(formed, tools, generation, where, tokenize=False)
 
-    def texts(self, asked: Sequence[Asked], generation: bool = False) -> list[str | TemplateError]:
+    def texts(
+        self, asked: Sequence[RenderRequest], generation: bool = False
+    ) -> list[str | TemplateError]:
         """``text`` of each, or the error it raises; many at a time, which is faster."""
         found: list[str | TemplateError] = []
         for without_tools, part in itertools.groupby(asked, lambda one: not one[1]):
@@ -184,7 +186,7 @@ class ChatTemplate:
         return found
 
     def _texts_together(
-        self, asked: Sequence[Asked], generation: bool
+        self, asked: Sequence[RenderRequest], generation: bool
     ) -> list[str | TemplateError]:
         """Of conversations without tools; where one is refused, each half by itself."""
         try:
@@ -200,7 +202,9 @@ class ChatTemplate:
                 asked[half:], generation
             )
 
-    def _texts_alone(self, asked: Sequence[Asked], generation: bool) -> list[str | TemplateError]:
+    def _texts_alone(
+        self, asked: Sequence[RenderRequest], generation: bool
+    ) -> list[str | TemplateError]:
         found: list[str | TemplateError] = []
         for formed, tools, where in asked:
             try:

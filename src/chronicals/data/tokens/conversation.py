@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from chronicals.config import Turns
-from chronicals.data.kinds.rows import THOUGHTS, Record
+from chronicals.data.kinds.messages import THOUGHT_FIELDS, Message
 from chronicals.data.reading.gate import DataError
-from chronicals.data.tokens.chat_template import Message
+from chronicals.data.reading.records import Record
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def texts_said(message: Message) -> list[str]:
     inside, _, answer = content.rpartition("</think>")
     if not inside and message.keys() == {"role", "content"}:
         return [answer.strip()]
-    thoughts = (message.get(name) for name in THOUGHTS)
+    thoughts = (message.get(name) for name in THOUGHT_FIELDS)
     calls = message.get("tool_calls") or []
     return [
         *dict.fromkeys(

@@ -27,7 +27,8 @@ from jinja2 import nodes
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
-from chronicals.data.tokens.chat_template import ChatTemplate, Message
+from chronicals.data.kinds.messages import Message
+from chronicals.data.tokens.chat_template import ChatTemplate
 
 MOST_STATES = 16
 """Namespaces' states whose rests are rendered; with more of them there is no gain, and no more

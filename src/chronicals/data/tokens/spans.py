@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chronicals.data.tokens.chat_template import ChatTemplate, Message, TemplateError
+from chronicals.data.kinds.messages import Message
+from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
 from chronicals.data.tokens.conversation import Conversation, first_unsaid, texts_said
 
 REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"

@@ -17,17 +17,12 @@ from typing import Any, get_args
 import numpy as np
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
-from chronicals.data.kinds.rows import (
-    TRAINED,
-    NormalRow,
-    Record,
-    as_instruction,
-    kind_of,
-    plain_row,
-    with_conversations,
-)
+from chronicals.data.kinds.json_fields import with_conversations
+from chronicals.data.kinds.messages import Message
+from chronicals.data.kinds.rows import DOCUMENT_KINDS, NormalRow, as_instruction, kind_of, plain_row
 from chronicals.data.reading.gate import DataError
-from chronicals.data.tokens.chat_template import ChatTemplate, Message, TemplateError
+from chronicals.data.reading.records import Record
+from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
 from chronicals.data.tokens.continuation import Continuation
 from chronicals.data.tokens.conversation import Conversation, chosen, messages_of
 from chronicals.data.tokens.spans import trained_span
@@ -76,7 +71,7 @@ class Tokenizer:
         train_on_roles: Collection[str] = ("assistant",),
         train_on_turns: Turns = "all",
         completions_as_chat: bool = False,
-        kinds: Collection[str] = TRAINED,
+        kinds: Collection[str] = DOCUMENT_KINDS,
         train_after_stop: bool = False,
     ):
         if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
@@ -104,7 +99,7 @@ class Tokenizer:
 
     @classmethod
     def configured(
-        cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = TRAINED
+        cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = DOCUMENT_KINDS
     ) -> Tokenizer:
         """As a run's configuration has it."""
         trained = config.trained_tokens, config.train_on_roles, config.train_on_turns
@@ -157,7 +152,7 @@ class Tokenizer:
             [True] if self.completions_as_chat else []
         )  # without it the tokens, and so the name, are those of before
         trained += ["after stop"] if self.train_after_stop else []
-        trained += [] if self.kinds == frozenset(TRAINED) else [sorted(self.kinds)]
+        trained += [] if self.kinds == frozenset(DOCUMENT_KINDS) else [sorted(self.kinds)]
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps(
             [inner.chat_template, inner.special_tokens_map, splits, *trained],

@@ -18,22 +18,27 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Those that can be changed; tensors of others are copied as they are."""
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes whose values can be changed; tensors of others are copied unchanged."""
 
-WRITTEN = {
-    **DTYPES,
+WRITABLE_DTYPES = {
+    **FLOAT_DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
 }
-"""Those that can be written."""
+"""Dtypes that can be written."""
 
-PIECE = 1 << 20
+COPY_BYTES = 1 << 20
 """Bytes that are copied at a time."""
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,9 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-        dtype: as safetensors names it.
-        begin, end: bytes in the file.
+        dtype: in the names of safetensors.
+        begin: of its bytes in the file.
+        end: of its bytes in the file.
     """
 
     file: Path
@@ -57,22 +63,22 @@ class StoredTensor:
         return self.end - self.begin
 
     def read(self) -> Tensor:
-        """Raises ValueError where its dtype is not one of ``DTYPES``."""
-        if self.dtype not in DTYPES:
+        """Return the tensor; raises ValueError if its dtype is not one of ``FLOAT_DTYPES``."""
+        if self.dtype not in FLOAT_DTYPES:
             raise ValueError(
-                f"{self.file}: {self.name} is {self.dtype}, not one of {', '.join(DTYPES)}"
+                f"{self.file}: {self.name} is {self.dtype}, not one of {', '.join(FLOAT_DTYPES)}"
             )
         with self.file.open("rb") as file:
             file.seek(self.begin)
             content = bytearray(file.read(self.end - self.begin))
         return (
-            torch.frombuffer(content, dtype=DTYPES[self.dtype]).view(self.shape)
+            torch.frombuffer(content, dtype=FLOAT_DTYPES[self.dtype]).view(self.shape)
             if content
             else torch.empty(self.shape)
         )
 
     def content(self) -> Tensor:
-        """Its bytes, uint8, whatever its dtype."""
+        """Return its bytes, uint8, of any dtype."""
         content = bytearray(self.bytes)
         with self.file.open("rb") as file:
             file.seek(self.begin)
@@ -84,11 +90,11 @@ class StoredTensor:
         )
 
     def copy_to(self, out: BinaryIO) -> None:
-        """Its bytes, a few at a time."""
+        """Copy its bytes, ``COPY_BYTES`` at a time."""
         with self.file.open("rb") as file:
             file.seek(self.begin)
             left = self.end - self.begin
-            while left and (piece := file.read(min(left, PIECE))):
+            while left and (piece := file.read(min(left, COPY_BYTES))):
                 out.write(piece)
                 left -= len(piece)
         if left:
@@ -96,12 +102,12 @@ class StoredTensor:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a model, those of its index where it has one.
+    """Return the safetensors files of a model: those of its index, if it has one.
 
     Raises:
         ValueError: there are none, or one that the index names is missing.
     """
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if index.exists():
         files = [
             folder / name
@@ -118,7 +124,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def tensors_in(file: Path) -> Iterator[StoredTensor]:
-    """In the order of their bytes.
+    """Yield the tensors of a file in the order of their bytes.
 
     Raises:
         ValueError: it is no safetensors file, or was cut.
@@ -145,8 +151,8 @@ class NewTensor:
     """A tensor that is to be written.
 
     Attributes:
-        dtype: as safetensors names it.
-        made: gives it when its turn comes, in any dtype, or what is stored, to be copied.
+        dtype: in the names of safetensors.
+        made: returns the tensor, in any dtype, when its turn comes; or a stored one, to be copied.
     """
 
     name: str
@@ -156,8 +162,8 @@ class NewTensor:
 
     @property
     def bytes(self) -> int:
-        if self.dtype in WRITTEN:
-            return torch.Size(self.shape).numel() * WRITTEN[self.dtype].itemsize
+        if self.dtype in WRITABLE_DTYPES:
+            return torch.Size(self.shape).numel() * WRITABLE_DTYPES[self.dtype].itemsize
         made = self.made()
         assert isinstance(made, StoredTensor), (
             f"{self.name}: a tensor of {self.dtype} can only be copied"
@@ -165,15 +171,13 @@ class NewTensor:
         return made.bytes
 
     def cast(self) -> Tensor:
-        """The tensor in its dtype, in memory; raises ValueError where a value is too large for
-        that.
-        """
+        """Return the tensor in its dtype; raises ValueError if a value is too large for that."""
         made = self.made()
         if not isinstance(made, StoredTensor):
             return _cast(made, self)
-        if made.dtype in DTYPES:
+        if made.dtype in FLOAT_DTYPES:
             return _cast(made.read(), self)
-        return made.content().view(WRITTEN.get(self.dtype, torch.uint8))
+        return made.content().view(WRITABLE_DTYPES.get(self.dtype, torch.uint8))
 
 
 def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
@@ -205,7 +209,7 @@ def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
 
 
 def _cast(made: Tensor, tensor: NewTensor) -> Tensor:
-    cast = made.to(WRITTEN[tensor.dtype])
+    cast = made.to(WRITABLE_DTYPES[tensor.dtype])
     if tensor.dtype == "F16" and not torch.isfinite(cast).all() and torch.isfinite(made).all():
         largest = float(made.abs().max())
         raise ValueError(
@@ -224,10 +228,10 @@ def write_file(
     """Write a file with the same names, one tensor after the other.
 
     Args:
-        tensors: what the file holds.
-        changed: called for each in turn; the tensor that is written in its place, or None.
-        shapes: of those that ``changed`` gives another shape.
-        dtype_of: the dtype that a tensor is written in, as safetensors names it.
+        tensors: contents of the file.
+        changed: called for each tensor in turn; returns the one to write in its place, or None.
+        shapes: of tensors that ``changed`` gives another shape.
+        dtype_of: returns the dtype that a tensor is written in, in the names of safetensors.
     """
 
     def made(stored: StoredTensor) -> Tensor | StoredTensor:

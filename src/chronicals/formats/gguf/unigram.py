@@ -1,9 +1,10 @@
-"""A unigram vocabulary (SentencePiece's, Kudo 2018) in the words of GGUF, where llama.cpp gives the
-tokenizer's ids.
+"""A unigram vocabulary (SentencePiece's, Kudo 2018) in the words of GGUF.
+
+Only tokenizers whose ids llama.cpp gives too can be described.
 
 llama.cpp (its kind ``t5``) normalises by the same map of characters, looks for the best sum of
-scores over the whole text, and writes the unknown token for what no piece covers; it has no bytes
-to fall back to. What it does with blanks are two settings:
+scores over the whole text, and writes the unknown token for text that no piece covers; it has no
+bytes to fall back to. Its handling of blanks are two settings:
 
     merged    one blank for several, none at the ends, and one in front of every text
     prefix    a blank in front of every text, whatever it begins with; blanks stay as they are
@@ -18,40 +19,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from chronicals.models.gguf_families import NotExpressible
+from chronicals.formats.gguf.errors import NotExpressible
 
 BLANK = "▁"
 
 UNUSED_SCORE = -1e4
-"""Of rows of the embedding that are no tokens, so that no text is made of them."""
+"""Score of rows of the embedding that are no tokens, so that no text is made of them."""
 
-REMEDY = (
+SERVE_MERGED = (
     "export merged weights (--to merged) and serve those with transformers or vLLM, which "
     "read tokenizer.json itself"
 )
 
-LEFT_OUT = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
-"""Steps that llama.cpp does not do, which is reported."""
+UNSUPPORTED_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
+"""Steps of a normalizer that llama.cpp does not do; the proof reports them."""
 
-STEPS: dict[tuple[str, str], str] = {
+BLANK_STEPS: dict[tuple[str, str], str] = {
     (" {2,}", " "): "several are one",
     (" {2,}", BLANK): "several are one",
     (r"\A +| +\z", ""): "none at the ends",
     (" ", BLANK): "",
     (rf"\A{BLANK}", BLANK * 2): "prefix before blanks",
 }
-"""What replacing does to blanks, by the expression or text that is replaced and by what."""
+"""Effect on blanks of a replacement, by the expression or text that is replaced and its new text."""
 
 
 @dataclass(frozen=True)
 class Unigram:
-    """What a file says of one beside its tokens.
+    """The settings of a file for a unigram vocabulary, besides its tokens.
 
     Attributes:
-        scores: natural logarithms, by id, of as many as there are rows.
-        unknown: id of the token for what no piece covers.
-        charsmap: SentencePiece's compiled map of characters; None where there is none.
-        merges_blanks, space_prefix: what is done with blanks.
+        scores: natural logarithms by id, one for each row of the embedding.
+        unknown: id of the token for text that no piece covers.
+        charsmap: SentencePiece's compiled map of characters; None if there is none.
+        merges_blanks: several blanks become one, and a text has none at its ends.
+        space_prefix: a text gets a blank in front.
     """
 
     scores: list[float]
@@ -62,7 +64,7 @@ class Unigram:
 
     @property
     def notes(self) -> list[str]:
-        """What llama.cpp does otherwise, in texts that are rare."""
+        """Differences of llama.cpp that show only in rare texts."""
         if self.space_prefix and not self.merges_blanks:
             return [
                 "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer "
@@ -72,7 +74,7 @@ class Unigram:
 
 
 def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
-    """Of a tokenizer as ``tokenizer.json`` describes it.
+    """Describe a unigram tokenizer, given as in ``tokenizer.json``, in the words of GGUF.
 
     Args:
         rows: of the embedding.
@@ -99,10 +101,9 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
         raise _other(
             "a map of characters (Precompiled) that is not the first step of its normalizer"
         )
-    done = {_of_blanks(step, bool(maps)) for step in normalizers} | {
-        _of_splitting(step, model) for step in splitters
-    }
-    merges, prefix = _blanks(done)
+    effects = {_normalizer_effect(step, bool(maps)) for step in normalizers}
+    effects |= {_splitting_effect(step, model) for step in splitters}
+    merges, prefix = _blank_settings(effects)
     scores = [float(score) for _, score in model["vocab"]]
     return Unigram(
         scores + [UNUSED_SCORE] * (rows - len(scores)),
@@ -114,7 +115,7 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
 
 
 def _steps(step: dict[str, Any] | None, inside: str) -> Iterator[dict[str, Any]]:
-    """One after the other, out of their sequences."""
+    """Yield the steps one after the other, out of their sequences."""
     if step is None:
         return
     if step["type"] == "Sequence":
@@ -124,15 +125,15 @@ def _steps(step: dict[str, Any] | None, inside: str) -> Iterator[dict[str, Any]]
         yield step
 
 
-def _of_blanks(step: dict[str, Any], mapped: bool) -> str:
-    """What a step of the normalizer does to blanks."""
+def _normalizer_effect(step: dict[str, Any], mapped: bool) -> str:
+    """Return the effect of a step of the normalizer on blanks (a value of ``BLANK_STEPS``)."""
     kind = step["type"]
-    if kind == "Precompiled" or kind in LEFT_OUT:
+    if kind == "Precompiled" or kind in UNSUPPORTED_FORMS:
         return ""
     if kind == "Replace":
         asked = step["pattern"].get("Regex", step["pattern"].get("String")), step["content"]
-        if asked in STEPS:
-            return STEPS[asked]
+        if asked in BLANK_STEPS:
+            return BLANK_STEPS[asked]
     if kind == "Prepend" and step["prepend"] == BLANK:
         return "prefix before blanks"
     if kind == "Strip" and mapped and step["strip_right"] and not step["strip_left"]:
@@ -140,8 +141,8 @@ def _of_blanks(step: dict[str, Any], mapped: bool) -> str:
     raise _other(f"normalizer {step}: llama.cpp has no such step")
 
 
-def _of_splitting(step: dict[str, Any], model: dict[str, Any]) -> str:
-    """What a step of the pre-tokenizer does to blanks."""
+def _splitting_effect(step: dict[str, Any], model: dict[str, Any]) -> str:
+    """Return the effect of a step of the pre-tokenizer on blanks."""
     if step["type"] != "Metaspace" or step["replacement"] != BLANK:
         raise _other(
             f"pre_tokenizer {step}: llama.cpp splits a text nowhere before it looks for pieces"
@@ -168,19 +169,19 @@ def _of_splitting(step: dict[str, Any], model: dict[str, Any]) -> str:
     return "" if scheme == "never" else "prefix"
 
 
-def _blanks(done: set[str]) -> tuple[bool, bool]:
-    """Whether llama.cpp is to merge blanks, and to put one in front."""
+def _blank_settings(effects: set[str]) -> tuple[bool, bool]:
+    """Return two settings of llama.cpp: blanks are merged, and a text gets one in front."""
     merges = {"several are one", "none at the ends"}
-    prefix = bool(done & {"prefix", "prefix before blanks"})
-    if merges <= done and prefix:
+    prefix = bool(effects & {"prefix", "prefix before blanks"})
+    if merges <= effects and prefix:
         return True, True
-    if merges & done:
-        ways = ", ".join(sorted(done - {""}))
+    if merges & effects:
+        ways = ", ".join(sorted(effects - {""}))
         raise _other(
             f"blanks ({ways}): where llama.cpp merges them it leaves none at the ends and puts "
             "one in front of a text"
         )
-    if "prefix" in done and "prefix before blanks" not in done:
+    if "prefix" in effects and "prefix before blanks" not in effects:
         raise _other(
             "pre_tokenizer Metaspace: no blank in front of a text that begins with one, where "
             "llama.cpp puts one, too"
@@ -189,4 +190,6 @@ def _blanks(done: set[str]) -> tuple[bool, bool]:
 
 
 def _other(reason: str) -> NotExpressible:
-    return NotExpressible(f"the unigram tokenizer has {reason}, and ids would be others; {REMEDY}")
+    return NotExpressible(
+        f"the unigram tokenizer has {reason}, and ids would be others; {SERVE_MERGED}"
+    )

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from chronicals import beforehand
-from chronicals.data.packs import compilation
+from chronicals.data.packs import machine_code
 
 RUN = """
 from numba.core import event
 from chronicals import beforehand
-from chronicals.data import compilation
+from chronicals.data.packs import compilation, machine_code
 if {starts}:
-    beforehand.start(compilation.__name__, [], compilation.facts())
+    beforehand.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
 with event.install_recorder("numba:compile") as compiled:
     compilation.main()
 print(sum(made.is_start for _, made in compiled.buffer))
@@ -41,6 +41,6 @@ def test_another_process_compiles_and_the_run_waits_for_it(tmp_path):
 
 
 def test_the_facts_tell_sources_and_places_apart(monkeypatch):
-    before = compilation.facts()
+    before = machine_code.facts()
     monkeypatch.setenv("NUMBA_CACHE_DIR", "elsewhere")
-    assert compilation.facts() != before and compilation.sources() in before
+    assert machine_code.facts() != before and machine_code.source_hash() in before

@@ -1,0 +1,290 @@
+"""Recognition: what the rows of a chunk are, and the documents they are to become.
+
+A row that cannot be used is left out, and counted under one of the gate's rules.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from chronicals.data.kinds.json_fields import refuse_printed_messages, with_conversations
+from chronicals.data.kinds.judged_answers import (
+    JUDGED,
+    judged_completion,
+    label_of,
+    nearest_other_prompts,
+    with_answer_of,
+)
+from chronicals.data.kinds.messages import check_answers, conversation_oddities, refuse_media
+from chronicals.data.kinds.preferences import PREFERENCE, SIDES, sides_of
+from chronicals.data.kinds.rows import (
+    DOCUMENT_KINDS,
+    NormalRow,
+    as_instruction,
+    kind_of,
+    known_kind,
+    pair_of,
+    plain_row,
+    texts_of,
+    unread_fields,
+)
+from chronicals.data.kinds.unusable_rows import refuse_halves, refuse_other_kind
+from chronicals.data.making.chunks import Chunk
+from chronicals.data.making.documents import MISMATCHED_SIDE
+from chronicals.data.reading.gate import DataError, DataReport
+from chronicals.data.reading.records import BadRow, Record, parsed
+from chronicals.data.tokens.conversation import chosen, messages_of
+from chronicals.data.tokens.template import Tokenizer
+
+REPEATED_PROMPT_WORDS = 3
+"""A completion that begins with a prompt of fewer words may well be a greeting returned."""
+
+
+class Draft(NamedTuple):
+    """A document before it is tokenised.
+
+    Attributes:
+        row: number of its row, from 0 in reading order.
+        side: its place in the row's item.
+        place: where the row was read, as errors call it.
+        normal: what is tokenised.
+    """
+
+    row: int
+    side: int
+    place: str
+    normal: NormalRow
+
+
+@dataclass
+class RecognisedChunk:
+    """The documents that a chunk is to become.
+
+    Attributes:
+        chunk: the rows.
+        report: what was counted of them so far.
+        drafts: the documents.
+        labels: of judged rows, by number of row: 1 good, 0 bad.
+        judged: judged rows as prompt and completion, by number of row.
+        row_kinds: by number of row, for all rows that are of a kind.
+        left_out: by number of row, the gate's rule for which it is left out.
+    """
+
+    chunk: Chunk
+    report: DataReport
+    drafts: list[Draft] = field(default_factory=list)
+    labels: dict[int, int] = field(default_factory=dict)
+    judged: dict[int, Record] = field(default_factory=dict)
+    row_kinds: dict[int, str] = field(default_factory=dict)
+    left_out: dict[int, str] = field(default_factory=dict)
+
+    def leave_out(self, rows: set[int], rule: str) -> None:
+        """Drop the documents of ``rows``."""
+        self.left_out |= dict.fromkeys(rows, rule)
+        self.drafts = [draft for draft in self.drafts if draft.row not in rows]
+
+
+@dataclass
+class _RowFindings:
+    """Counts findings in the documents of a row: each rule once, and the first document's kind."""
+
+    report: DataReport
+    row: int
+    rules: set[str] = field(default_factory=set)
+    kind: str | None = None
+
+    def note(self, rule: str, example: str) -> None:
+        if rule not in self.rules:
+            self.rules.add(rule)
+            self.report.note(rule, self.row, example)
+
+    def take_kind(self, kind: str) -> None:
+        if self.kind is None:
+            self.kind = kind
+            self.report.forms[kind] = self.report.forms.get(kind, 0) + 1
+
+
+class Recogniser:
+    """Recognises rows for one objective.
+
+    Args:
+        tokenizer: says which kinds the objective takes and what it trains.
+        special_tokens: finds the writing of a special token in a text; None if there is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_tokens: re.Pattern[str] | None):
+        self.tokenizer = tokenizer
+        self.special_tokens = special_tokens
+        self.requested = tokenizer.kinds - {*DOCUMENT_KINDS}
+
+    def recognised(self, chunk: Chunk) -> RecognisedChunk:
+        """Return the documents that a chunk is to become; its faults are counted."""
+        report = DataReport(
+            rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(DOCUMENT_KINDS)
+        )
+        recognised = RecognisedChunk(chunk, report)
+        rows = zip(chunk.places, chunk.records, strict=True)
+        for row, (place, record) in enumerate(rows, chunk.first):
+            try:
+                documents = self._documents(row, parsed(record), place, recognised)
+            except DataError as fault:
+                report.note(fault.rule, row, str(fault))
+                recognised.left_out[row] = fault.rule
+                continue
+            self._inspect_texts(row, documents, place, report)
+            for side, normal in enumerate(documents):
+                recognised.drafts.append(Draft(row, side, place, normal))
+        if JUDGED in self.tokenizer.kinds:
+            self._add_mismatched(recognised)
+        return recognised
+
+    def _documents(
+        self, row: int, record: Record | BadRow, place: str, recognised: RecognisedChunk
+    ) -> list[NormalRow]:
+        """Return what a row's documents are made of, and count what is odd in it.
+
+        Raises:
+            DataError: the row cannot be used.
+        """
+        if isinstance(record, BadRow):
+            raise DataError(f"{place}: {record.reason}", record.rule)
+        kinds = self.tokenizer.kinds
+        record = plain_row(with_conversations(record), place)
+        kind = known_kind(record, self.requested)
+        if kind is not None:
+            recognised.row_kinds[row] = kind
+        refuse_media(record, place)
+        refuse_printed_messages(record, place)
+        refuse_halves(record, place, kinds)
+        kind = kind_of(record, place, self.requested)
+        if kind not in kinds:
+            refuse_other_kind(kind, record, place, kinds)
+        findings = _RowFindings(recognised.report, row)
+
+        def note_prompt_field(name: str) -> None:
+            findings.note("columns_recognised", f"{place}: {name} is the prompt")
+
+        if kind == PREFERENCE and kind in kinds:
+            documents = []
+            sides = sides_of(record, place, note_prompt_field)
+            for name, side in zip(SIDES, sides, strict=True):
+                side_kind = kind_of(side, place)
+                documents.append(self._normal(side_kind, side, f"{place} ({name})", findings))
+            return documents
+        if kind == JUDGED and kind in kinds:
+            recognised.labels[row] = label_of(record, place)
+            record = judged_completion(record, place, note_prompt_field)
+            recognised.judged[row] = record
+            kind = kind_of(record, place)
+        return [self._normal(kind, record, place, findings)]
+
+    def _normal(self, kind: str, record: Record, place: str, findings: _RowFindings) -> NormalRow:
+        """Return one document of a row in the form in which it is encoded."""
+        if kind == "completion":
+            pair = pair_of(record)
+            if pair is not None and pair[0] != "prompt":
+                findings.note(
+                    "columns_recognised",
+                    f"{place}: {pair[0]} is the prompt, {pair[1]} the completion",
+                )
+            if self.tokenizer.completions_as_chat:
+                kind = "instruction"
+                record = as_instruction(record)
+        findings.take_kind(kind)
+        for name in unread_fields(record, kind):
+            findings.note("unread_field", f"{place}: {name}")
+        normal = NormalRow.of(record, kind, place)
+        if self.tokenizer.train_on == "answers":
+            self._check_answers(normal, place, findings)
+            if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
+                findings.note("plain_completion", place)
+            if kind == "completion" and _repeats_prompt(normal.record):
+                findings.note("repeated_prompt", place)
+        return normal
+
+    def _check_answers(self, normal: NormalRow, place: str, findings: _RowFindings) -> None:
+        """Count what is odd in a conversation.
+
+        Raises:
+            DataError: an answer is empty, or there is none.
+        """
+        kind, record = normal
+        if kind == "completion":
+            completion = record["completion"]
+            if isinstance(completion, str) and not completion.strip():
+                raise DataError(f"{place}: completion is empty", "empty_answer")
+        if kind != "chat":
+            return
+        messages, prompt = messages_of(record)
+        roles = self.tokenizer.train_on_roles
+        turns = self.tokenizer.train_on_turns
+        answered = check_answers(messages, prompt, place)
+        if not answered and not chosen(messages, prompt, roles, turns, place):
+            raise DataError(
+                f"{place}: no message of the assistant among {len(messages) - prompt}",
+                "no_assistant_turn",
+            )
+        for rule in conversation_oddities(messages):
+            findings.note(rule, place)
+
+    def _inspect_texts(
+        self, row: int, documents: list[NormalRow], place: str, report: DataReport
+    ) -> None:
+        """Count what the gate finds in what people wrote."""
+        texts = [text for normal in documents for text in texts_of(normal.record)]
+        if documents[0].kind == "text" and sum(map(len, texts)) == 1:
+            report.note("single_token", row, place)
+        garbled = False
+        written = None
+        for text in texts:
+            garbled = garbled or "\ufffd" in text
+            written = written or (self.special_tokens and self.special_tokens.search(text))
+        if garbled:
+            report.note("byte_garbage", row, place)
+        if written:
+            report.note("special_token_in_text", row, f"{place} holds {written.group()!r}")
+
+    def _add_mismatched(self, recognised: RecognisedChunk) -> None:
+        """Add to each judged answer a document of its prompt with the answer to another prompt.
+
+        KTO estimates its divergence on these. Rows near which all have one prompt are left out.
+        """
+        earlier = []
+        before = RecognisedChunk(recognised.chunk, DataReport())
+        for row, record in enumerate(map(parsed, recognised.chunk.earlier)):
+            with suppress(DataError):
+                self._documents(row, record, "", before)
+                earlier.append(before.judged[row])
+        drafts = [*recognised.drafts]
+        others = nearest_other_prompts([recognised.judged[draft.row] for draft in drafts], earlier)
+        without_other = set[int]()
+        for draft, other in zip(drafts, others, strict=True):
+            if other is None:
+                recognised.report.note("no_other_prompt", draft.row, draft.place)
+                without_other.add(draft.row)
+                continue
+            mismatched = self.mismatched(recognised.judged[draft.row], other, draft.place)
+            recognised.drafts.append(Draft(draft.row, MISMATCHED_SIDE, draft.place, mismatched))
+        recognised.leave_out(without_other, "no_other_prompt")
+
+    def mismatched(self, row: Record, other: Record, place: str) -> NormalRow:
+        """Return the prompt of one judged row with the answer of another."""
+        record = with_answer_of(row, other)
+        kind = kind_of(record, place)
+        if kind == "completion" and self.tokenizer.completions_as_chat:
+            kind = "instruction"
+            record = as_instruction(record)
+        return NormalRow.of(record, kind, place)
+
+
+def _repeats_prompt(record: Record) -> bool:
+    """Return whether a completion, a text, begins with a prompt of several words."""
+    prompt = record["prompt"]
+    completion = record["completion"]
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        return False
+    words = prompt.split(None, REPEATED_PROMPT_WORDS)
+    return completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS

@@ -1,0 +1,356 @@
+"""Tokenizers of transformers in the words of GGUF, and back.
+
+llama.cpp splits a text by rules that it knows by name. Here the name is found by the regular
+expressions of ``tokenizer.json``. llama.cpp's script hashes what a tokenizer makes of one text
+instead, but a vocabulary with added tokens, or of one's own, has another hash.
+
+Back, a byte-level BPE has its merges in the file. BPE with byte fallback has only scores there:
+every way to put a token together from two others is a merge, and those of higher scores come first
+(as transformers converts SentencePiece's models). Files hold no normaliser, and llama.cpp applies
+none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import GGUFFile
+from chronicals.formats.gguf.splits import BY_EXPRESSIONS, WITHOUT_MERGED_WORDS
+from chronicals.formats.gguf.unigram import SERVE_MERGED, UNSUPPORTED_FORMS, unigram_of
+from chronicals.formats.gguf.vocabulary import Vocabulary, read_vocabulary
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens (``gguf.TokenType``)."""
+
+WHOLE_WORD_SPLITS = ("llama-bpe", "tekken")
+"""Pre-tokenizers under which a word that is a token is taken whole, whatever merges make of it."""
+
+TOKENIZER_FILE = "tokenizer.json"
+BLANK = "▁"
+TAKE_TOKENIZER = f"put the model's own {TOKENIZER_FILE} and tokenizer_config.json beside the file"
+
+
+# --- from a tokenizer to a file
+
+
+def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
+    """Describe a fast tokenizer in the words of GGUF.
+
+    Args:
+        rows: of the embedding: as many tokens are written, unused ones behind the tokenizer's.
+        stops: ids at which generation ends.
+
+    Raises:
+        NotExpressible: llama.cpp has no such tokenizer, or there are more tokens than rows.
+    """
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = described["model"]
+    if model["type"] not in ("BPE", "Unigram"):
+        raise NotExpressible(
+            f"a tokenizer of kind {model['type']!r}: only byte-level BPE, BPE with byte fallback "
+            f"and unigram vocabularies are proved; {SERVE_MERGED}"
+        )
+    by_id = {number: text for text, number in tokenizer.get_vocab().items()}
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
+        by_id.pop(tokenizer.pad_token_id, None)  # it needs no row, for nothing reads it
+    if by_id and max(by_id) >= rows:
+        raise NotExpressible(
+            f"token {by_id[max(by_id)]!r} has id {max(by_id)}, the embedding {rows} rows; resize "
+            "it first"
+        )
+    byte_fallback = bool(model.get("byte_fallback"))
+    template = tokenizer.chat_template
+    common: dict[str, Any] = {
+        "tokens": [by_id.get(number, f"[PAD{number}]") for number in range(rows)],
+        "types": [_type_of(number, by_id, tokenizer, byte_fallback) for number in range(rows)],
+        "special": _special_ids(tokenizer, stops, rows),
+        "adds_bos": _adds(tokenizer, tokenizer.bos_token_id, 0),
+        "adds_eos": _adds(tokenizer, tokenizer.eos_token_id, -1),
+        "template": template if isinstance(template, str) else None,
+    }
+    if model["type"] == "Unigram":
+        unigram = unigram_of(described, rows)
+        common["types"][unigram.unknown] = UNKNOWN
+        common["special"]["unk"] = unigram.unknown
+        return Vocabulary(
+            model="t5",
+            pre="default",
+            merges=[],
+            scores=unigram.scores,
+            space_prefix=unigram.space_prefix,
+            merges_blanks=unigram.merges_blanks,
+            charsmap=unigram.charsmap,
+            notes=_notes(described, UNSUPPORTED_FORMS) + unigram.notes,
+            **common,
+        )
+    notes = _notes(described, (*UNSUPPORTED_FORMS, "Strip"))
+    if byte_fallback:
+        return Vocabulary(
+            model="llama",
+            pre="default",
+            merges=[],
+            scores=[-float(number) for number in range(rows)],
+            space_prefix=_has_space_prefix(described),
+            notes=notes,
+            **common,
+        )
+    pairs = model["merges"]
+    return Vocabulary(
+        model="gpt2",
+        pre=_pre_tokenizer(described),
+        merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in pairs],
+        scores=[],
+        space_prefix=None,
+        notes=notes,
+        **common,
+    )
+
+
+def _pre_tokenizer(described: dict[str, Any]) -> str:
+    """Return llama.cpp's name of the rules that split a text."""
+    splits = tuple(_splits(described.get("pre_tokenizer")))
+    name = BY_EXPRESSIONS.get(splits)
+    if name is None:
+        raise NotExpressible(
+            f"the tokenizer splits texts by {list(splits)}, for which llama.cpp has no name that "
+            "is proved here; export merged weights (--to merged) and convert those with "
+            "llama.cpp's own script"
+        )
+    return name if described["model"].get("ignore_merges") else WITHOUT_MERGED_WORDS.get(name, name)
+
+
+def _splits(step: dict[str, Any] | None) -> list[str]:
+    """Return the rules of a pre-tokenizer in their order, as ``BY_EXPRESSIONS`` names them."""
+    if step is None:
+        return []
+    kind = step["type"]
+    if kind == "Sequence":
+        return [split for inner in step["pretokenizers"] for split in _splits(inner)]
+    if kind == "ByteLevel" and not step.get("add_prefix_space"):
+        return ["words"] if step.get("use_regex", True) else []
+    if kind == "Digits" and step.get("individual_digits"):
+        return ["digits"]
+    if kind == "Split" and "Regex" in step["pattern"] and not step.get("invert"):
+        return [step["pattern"]["Regex"]]
+    return [json.dumps(step)]
+
+
+def _type_of(number: int, by_id: dict[int, str], tokenizer: Any, byte_fallback: bool) -> int:
+    text = by_id.get(number)
+    if text is None:
+        return UNUSED
+    added = tokenizer.added_tokens_decoder.get(number)
+    if number == tokenizer.unk_token_id and byte_fallback:
+        return UNKNOWN
+    if added is not None:
+        return CONTROL if added.special else USER_DEFINED
+    if byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return BYTE
+    return NORMAL
+
+
+def _special_ids(tokenizer: Any, stops: list[int], rows: int) -> dict[str, int]:
+    """Return special ids by name.
+
+    The token that ends a turn is ``eot``, if it is another than the one that ends a text.
+    """
+    ids = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None and number < rows:
+            ids[name] = number
+    if stops and "eos" not in ids:
+        ids["eos"] = stops[0]
+    turn_ends = [stop for stop in stops if stop != ids.get("eos")]
+    if turn_ends:
+        ids["eot"] = turn_ends[0]
+    return ids
+
+
+def _adds(tokenizer: Any, token: int | None, place: int) -> bool:
+    """Return whether the tokenizer puts a token at a place (0 or -1) of every text."""
+    ids = tokenizer("a")["input_ids"]
+    return token is not None and len(ids) > 1 and ids[place] == token
+
+
+def _has_space_prefix(described: dict[str, Any]) -> bool:
+    """Return whether the normalizer or the pre-tokenizer puts a blank in front of a text."""
+    steps = [described.get("normalizer"), described.get("pre_tokenizer")]
+    while steps:
+        step = steps.pop()
+        if step is None:
+            continue
+        steps += step.get("normalizers", []) + step.get("pretokenizers", [])
+        if step["type"] == "Prepend" or (
+            step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+        ):
+            return True
+    return False
+
+
+def _notes(described: dict[str, Any], unsupported: Iterable[str]) -> list[str]:
+    """Describe the steps of the normalizer that llama.cpp does not do."""
+    normalizer = json.dumps(described.get("normalizer") or {})
+    forms = [form for form in unsupported if f'"{form}"' in normalizer]
+    if not forms:
+        return []
+    return [f"llama.cpp does not normalise text, which the tokenizer does ({', '.join(forms)})"]
+
+
+# --- from a file to a tokenizer
+
+
+def tokenizer_of(file: GGUFFile) -> Any:
+    """Return the tokenizer of a file: the one beside it, if there is one, else made of the file.
+
+    Raises:
+        ValueError: the one beside it has other tokens; or there is none, and the file's is of a
+            kind that is not proved here.
+    """
+    vocabulary = read_vocabulary(file)
+    folder = file.path.parent
+    if (folder / TOKENIZER_FILE).exists():
+        return _tokenizer_beside(file.path, folder, vocabulary.tokens)
+    if vocabulary.model == "gpt2":
+        made = _byte_level(file.path, vocabulary)
+    elif vocabulary.model == "llama":
+        made = _with_byte_fallback(file.path, vocabulary)
+    else:
+        raise ValueError(
+            f"{file.path}: its tokenizer is of kind {vocabulary.model!r}, which cannot be read "
+            f"from a GGUF file; {TAKE_TOKENIZER}"
+        )
+    return _with_special_tokens(made, vocabulary)
+
+
+def _tokenizer_beside(path: Path, folder: Path, tokens: list[str]) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text, number in tokenizer.get_vocab().items():
+        if number >= len(tokens) or tokens[number] != text:
+            raise ValueError(
+                f"{folder / TOKENIZER_FILE}: token {text!r} is not that of {path.name} at its id, "
+                "so it is of another model; take it away, or put the right one there"
+            )
+    return tokenizer
+
+
+def _ids_in_use(vocabulary: Vocabulary) -> dict[str, int]:
+    unused = {number for number, kind in enumerate(vocabulary.types) if kind == UNUSED}
+    return {text: n for n, text in enumerate(vocabulary.tokens) if n not in unused}
+
+
+def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
+    """Make a byte-level BPE (``tokenizers.Tokenizer``) by its merges and its splits."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = vocabulary.pre
+    names = {merging: name for name, merging in WITHOUT_MERGED_WORDS.items()}
+    name = names.get(pre, pre)
+    expressions = {known: splits for splits, known in reversed(BY_EXPRESSIONS.items())}
+    if name not in expressions:
+        known = ", ".join([*dict.fromkeys(BY_EXPRESSIONS.values()), *WITHOUT_MERGED_WORDS.values()])
+        raise ValueError(
+            f"{path}: tokenizer.ggml.pre={pre!r}: how it splits a text is known here for {known}; "
+            f"{TAKE_TOKENIZER}"
+        )
+    splits = expressions[name]
+    model = models.BPE(
+        vocab=_ids_in_use(vocabulary),
+        merges=[tuple(merge.split(" ", 1)) for merge in vocabulary.merges],
+        ignore_merges=pre in WHOLE_WORD_SPLITS,
+    )
+    made = Tokenizer(model)
+    steps: list[Any] = []
+    for split in splits:
+        if split == "digits":
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        elif split != "words":
+            steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="words" in splits))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _with_byte_fallback(path: Path, vocabulary: Vocabulary) -> Any:
+    """Make a BPE with byte fallback (``tokenizers.Tokenizer``) by the scores of its tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    if not vocabulary.scores:
+        raise ValueError(f"{path}: has no tokenizer.ggml.scores; {TAKE_TOKENIZER}")
+    types = vocabulary.types
+    ids = _ids_in_use(vocabulary)
+    normal = {text: number for text, number in ids.items() if types[number] == NORMAL}
+    unknown = vocabulary.tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
+    model = models.BPE(
+        vocab=ids,
+        merges=_merges_by_score(normal, vocabulary.scores),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    made = Tokenizer(model)
+    prefix = vocabulary.space_prefix is not False
+    prepends = [normalizers.Prepend(BLANK)] if prefix else []
+    strips = [decoders.Strip(" ", 1, 0)] if prefix else []
+    made.normalizer = normalizers.Sequence([*prepends, normalizers.Replace(" ", BLANK)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
+    )
+    return made
+
+
+def _merges_by_score(normal: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token, in the order in which they are merged.
+
+    They are ordered by the score of the token that they make, then by the ids of the two.
+    """
+    merges = []
+    for text, number in normal.items():
+        for cut in range(1, len(text)):
+            left = text[:cut]
+            right = text[cut:]
+            if left in normal and right in normal:
+                merges.append((-scores[number], normal[left], normal[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _with_special_tokens(made: Any, vocabulary: Vocabulary) -> Any:
+    """Wrap a tokenizer for transformers, with special tokens, BOS and EOS, and the template."""
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made.add_tokens(
+        [
+            AddedToken(text, special=kind == CONTROL, normalized=False)
+            for text, kind in zip(vocabulary.tokens, vocabulary.types)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    names = [name for name in ("bos", "eos", "unk", "pad") if name in vocabulary.special]
+    special = {name: vocabulary.tokens[vocabulary.special[name]] for name in names}
+    adds_bos = vocabulary.adds_bos
+    if adds_bos is None:
+        adds_bos = vocabulary.model == "llama"  # llama.cpp's default of the kind
+    begin = [special["bos"]] if adds_bos and "bos" in special else []
+    end = [special["eos"]] if vocabulary.adds_eos and "eos" in special else []
+    if begin or end:
+        around = [name for name, texts in (("bos", begin), ("eos", end)) if texts]
+        made.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end],
+            pair=[*begin, "$A", *end, *begin, "$B:1", *end],
+            special_tokens=[(special[name], vocabulary.special[name]) for name in around],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        clean_up_tokenization_spaces=False,
+        chat_template=vocabulary.template,
+        **{f"{name}_token": text for name, text in special.items()},
+    )
