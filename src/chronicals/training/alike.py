@@ -54,7 +54,7 @@ def shared_settings(config: ChronicalsConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of the bits of tensors in their order.
+    """Digests of the bits of tensors in their order.
 
     Attributes:
         values: the same wherever elements lie within a tensor, and among however many ranks it is
@@ -69,12 +69,16 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of tensors and of their places, as this rank has them. Waits for the device."""
+    """Return the digest of the bits and places of tensors, as this rank has them; waits for the
+    device.
+    """
     return fingerprint_over(tensors).places
 
 
 def fingerprint_over(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> Fingerprint:
-    """Of tensors that may be divided among ``ranks``, which all ask. Waits for the device."""
+    """Return the digests of tensors that may be divided among ``ranks``, which must all call it;
+    waits for the device.
+    """
     given = list(tensors)
     ranks = ranks or Mesh()
     if not given:

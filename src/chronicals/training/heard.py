@@ -26,7 +26,7 @@ class Stderr(logging.StreamHandler):
 
 @contextmanager
 def heard(first: bool = True) -> Iterator[None]:
-    """Within: where no logger above has a handler, ours writes to stderr.
+    """Return a context in which our logger writes to stderr if no logger above it has a handler.
 
     Args:
         first: whether this is the first rank; others write warnings alone.
@@ -49,5 +49,5 @@ def heard(first: bool = True) -> Iterator[None]:
 
 
 def is_heard(logger: logging.Logger) -> bool:
-    """Whether anybody sees what ``logger`` says at level INFO."""
+    """Return whether messages of ``logger`` at level INFO are shown anywhere."""
     return logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
