@@ -111,11 +111,13 @@ def _attach(
             "use_lora=False: the model's weights are quantised and cannot be trained; set "
             "use_lora=True"
         )
-    elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
-        logger.warning(
-            "%s: set, but use_lora is off, so no adapters are attached; set use_lora",
-            ", ".join(unused),
-        )
+    else:
+        unused = [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]
+        if unused:
+            logger.warning(
+                "%s: set, but use_lora is off, so no adapters are attached; set use_lora",
+                ", ".join(unused),
+            )
 
 
 def shape_of(config: ChronicalsConfig) -> LoRAConfig:
@@ -266,12 +268,14 @@ def _check_what_is_trained(model: Any) -> None:
     elif theirs := getattr(model, "peft_config", None):
         from peft import get_peft_model_state_dict
 
-        if prompts := [name for name, kind in theirs.items() if kind.is_prompt_learning]:
+        prompts = [name for name, kind in theirs.items() if kind.is_prompt_learning]
+        if prompts:
             raise ConfigurationError(
                 f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every "
                 "document and fits no pack; take LoRA"
             )
-        if refused := next((kind for kind in kinds(model) if kind in REFUSED), None):
+        refused = next((kind for kind in kinds(model) if kind in REFUSED), None)
+        if refused:
             raise ConfigurationError(f"PEFT's {refused} {REFUSED[refused]}")
         kind = unfused_kind(model)
         if kind:
