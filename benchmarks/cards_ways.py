@@ -63,7 +63,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
     from chronicals.distributed import Mesh
     from chronicals.objectives import build_objective
-    from chronicals.training.context import sharing_packs
+    from chronicals.policies.context_parallel import sharing_packs
     from chronicals.training.session import prepared
 
     row = ROWS[plan.row]

@@ -82,10 +82,7 @@ def _torchs_adamw_(tensors: Tensors, lr, betas, eps, weight_decay, factor=None, 
 _order = choice.order
 WITHOUT = {
     "parts": [mock.patch("chronicals.training.session.patch_parts", _no_parts)],
-    "layers": [
-        mock.patch(f"chronicals.training.{module}.why_not_fused", _not_fused)
-        for module in ("session", "decisions")
-    ],
+    "layers": [mock.patch("chronicals.policies.facts.why_not_fused", _not_fused)],
     "attention": [mock.patch("chronicals.attention.choice.order", _torchs_attention)],
     "optimizer": [
         mock.patch("chronicals.optimizers.adamw.fused_adamw_", _torchs_adamw_),

@@ -31,8 +31,8 @@ import transformers
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
+from chronicals.policies.memory_check import logger as memory_log
 from chronicals.training import Callback
-from chronicals.training.memory_check import logger as memory_log
 
 GIB = 2**30
 

@@ -13,6 +13,7 @@ FLOORS = [
     {"cli", "ui", "tuning"},
     {"benchmark", "export", "verification", "planning"},
     {"training"},
+    {"policies"},
     {"objectives", "generation", "distributed"},
     {"patching", "saving"},
     {"lora", "moe"},

@@ -275,7 +275,9 @@ def test_settings_of_objectives_over_answers_are_documented():
                 documented |= {(objective, name): others[1] for objective in objectives}
     for setting, _, default in (row for row in table_rows("reward.md") if len(row) == 3):
         documented["reward", setting.strip("`")] = default
-    answers = [name for name, cls in IN_TREE.items() if not set(cls.row_kinds) <= set(DOCUMENT_KINDS)]
+    answers = [
+        name for name, cls in IN_TREE.items() if not set(cls.row_kinds) <= set(DOCUMENT_KINDS)
+    ]
     assert answers
     for objective in answers:
         for field in dataclasses.fields(OBJECTIVES[objective].Settings):

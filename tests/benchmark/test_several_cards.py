@@ -13,8 +13,9 @@ import transformers
 from torch import nn
 
 from chronicals.models import quantise_layers
+from chronicals.policies import Facts
+from chronicals.policies.needed_memory import expected_memory
 from chronicals.training.adapters import attach_adapters
-from chronicals.training.needed_memory import expected_memory
 from comparison import equal
 
 rows, ways, models = (scripts.script(name) for name in ("cards_rows", "cards_ways", "cards_models"))
@@ -113,7 +114,8 @@ def test_memory_is_expected_as_it_was_measured(name, way, tmp_path):
     if row.base == "nf4":
         quantise_layers(model)
     attach_adapters(model, config, None)
-    _, expected = expected_memory(config, model, 1 if way == "1x" else 2, 1, True, total=80 * 10**9)
+    ranks = 1 if way == "1x" else 2
+    _, expected = expected_memory(Facts(config, model, ranks, total=80 * 10**9))
     measured = max(MEASURED[name][way]["peaks_gib"])
     most = 1.3 if way != "weights" and "use_lora" not in row.fields else 1.1
     assert 0.9 < expected.needed("nothing") / 2**30 / measured < most

@@ -21,10 +21,10 @@ from chronicals.distributed import (
     gathers_of,
     shard_frozen,
 )
+from chronicals.distributed.alike import fingerprint_over
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
+from chronicals.policies import divided_weights
 from chronicals.quantization import Linear4bit, Packed
-from chronicals.training import weight_sharding
-from chronicals.training.alike import fingerprint_over
 
 
 def packed_of(rows, width, seed):
@@ -287,6 +287,6 @@ def test_products_that_are_not_side_by_side_are_said_once(rank, monkeypatch, cap
         "weight_mesh": None,
     }
     for name, value in {**given, "shard_weights": 1}.items():
-        monkeypatch.setattr(weight_sharding, name, lambda *_, value=value: value)
-    weight_sharding.divide_weights(nn.Linear(4, 4), ChronicalsConfig(), Mesh(rank, 2), 2)
+        monkeypatch.setattr(divided_weights, name, lambda *_, value=value: value)
+    divided_weights.divide_weights(nn.Linear(4, 4), ChronicalsConfig(), Mesh(rank, 2), 2)
     assert ("1 of 2 products take their weights one by one" in caplog.text) == (rank == 0)

@@ -13,8 +13,9 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh, on_each_machine
 from chronicals.models import present
-from chronicals.training import needed_memory, session
-from chronicals.training.needed_memory import sharing_of, with_sharding
+from chronicals.policies import Facts, facts, weight_copies
+from chronicals.policies.weight_copies import ranks_per_copy, with_sharding
+from chronicals.training import session
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,15 @@ def test_neighbours_on_a_machine(ranks, expected):
 def test_machines_hold_copies_whatever_started_the_processes(tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = runs.config(tmp_path, sharding="weights")
-    assert sharing_of(config, tiny.llama(), 8, here=on_each_machine(started(*"aaaabbbb"))) == 4
+    here = on_each_machine(started(*"aaaabbbb"))
+    assert ranks_per_copy(Facts(config, tiny.llama(), 8, here=here)) == 4
 
 
 def decided(monkeypatch, ranks, here, **fields):
     monkeypatch.setattr(session, "on_each_machine", lambda _: here)
-    return session._decide(
+    return session.decide_together(
         present(tiny.llama()), runs.config(ranks.told[0], sharding="weights", **fields), ranks
-    )["sharding"]
+    )[1]["sharding"]
 
 
 class Alike(Told):
@@ -74,7 +76,7 @@ def test_a_decision_says_what_machines_share(tmp_path, monkeypatch):
     assert decided(monkeypatch, ranks, 8).reason.endswith("1/8 in each process")
     spread = decided(monkeypatch, ranks, 4, sharding_ranks=8).reason
     assert spread.endswith("1/8 in each process, each over 2 machines")
-    monkeypatch.setattr(needed_memory, "_memory_of", lambda _: 1)
+    monkeypatch.setattr(facts, "card_memory", lambda _: 1)
     made = decided(
         monkeypatch, ranks, 4, check_memory=False
     )  # which would refuse a card of one byte
@@ -103,8 +105,8 @@ def test_the_smallest_card_decides(tmp_path, monkeypatch):
     ranks = Told(0, 2, told=[1 << 40, 1 << 20])
     free = runs.config(tmp_path)
     monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
-    monkeypatch.setattr(needed_memory, "card_memory", lambda _: 1 << 40)
-    monkeypatch.setattr(needed_memory, "on_each_machine", lambda _: 2)
+    monkeypatch.setattr(weight_copies, "card_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(weight_copies, "on_each_machine", lambda _: 2)
     assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
     ranks.told[1] = 1 << 40
     assert with_sharding(free, tiny.llama(), ranks).sharding == "optimizer"

@@ -15,7 +15,8 @@ import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
 from chronicals.patching import halves, patch_parts
 from chronicals.patching.plan import PatchPlan
-from chronicals.training import ChronicalsTrainer, decisions, in_backward, needed_memory, session
+from chronicals.policies import facts, needed_memory
+from chronicals.training import ChronicalsTrainer, in_backward
 
 pytestmark = pytest.mark.of_file(12)
 
@@ -223,11 +224,9 @@ def test_recomputed_and_kept(tmp_path, changes):
 )
 def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     """Such layers, which a run has on a card only."""
-    for module in (decisions, session):
-        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(
-        decisions, "plan_for", lambda model: PatchPlan()
-    )  # a proof runs layers, too
+    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
+    # a proof runs layers, too
+    monkeypatch.setattr(facts, "plan_for", lambda model: PatchPlan())
     remakes = []
     remake = halves.Remake
     found = []
@@ -254,6 +253,7 @@ def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
     recomputed = []
     for name, total in (("first layer", 5), ("nothing", 9)):
         card = Estimate(1, 2, {NOTHING: 3, LAYERS: 0}, total)
+        monkeypatch.setattr(facts, "card_memory", lambda _, total=total: total)
         monkeypatch.setattr(needed_memory, "estimate", lambda *_, card=card: card)
         runs.train(tmp_path / name, model=model)
         recomputed.append([layer.gradient_checkpointing for layer in model.get_decoder().layers])

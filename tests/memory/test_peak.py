@@ -16,8 +16,10 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, StepShape, WeightBytes, estimate
 from chronicals.models import load_by_bitsandbytes, load_model
 from chronicals.models.four_bits import linear_layers, quantise_layers
+from chronicals.policies import Facts
+from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.recompute_layers import asked_recomputation
 from chronicals.quantization import Linear4bit, Packed
-from chronicals.training.needed_memory import asked_recomputation, expected_memory
 
 GIB = 2**30
 
@@ -257,7 +259,7 @@ def estimated_of_8b(length, layers, fields):
         **fields,
     )
     card = int(139.8 * GIB)
-    _, expected = expected_memory(config, layers_of_8b(layers), 1, 1, whole=True, total=card)
+    _, expected = expected_memory(Facts(config, layers_of_8b(layers), total=card))
     asked = asked_recomputation(config)
     return expected.needed(*(expected.choice() if asked is None else (asked, 0))) / GIB
 

@@ -17,6 +17,7 @@ import runs
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.data import BatchStream, TokenStore, open_store
+from chronicals.distributed.alike import fingerprint_over
 from chronicals.objectives import (
     OBJECTIVES,
     Column,
@@ -31,7 +32,6 @@ from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.saving import SavedModel
 from chronicals.training import CheckpointError
-from chronicals.training.alike import fingerprint_over
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.columns import StartColumns, config_digest, with_frozen_columns
 from chronicals.training.session import prepared

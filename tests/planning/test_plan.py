@@ -21,7 +21,8 @@ from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
 from chronicals.planning.traffic import Traffic, gathered_in_passes
-from chronicals.training import decisions, needed_memory
+from chronicals.policies import Facts, decide, facts, needed_memory
+from chronicals.policies.needed_memory import expected_memory, gathered_bytes
 
 GB = 10**9
 SIZES = {
@@ -207,9 +208,8 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
             "sharding": sharding,
             "use_cuda_graphs": graphs,
         }
-        return needed_memory.expected_memory(
-            runs.config(tmp_path, **fields), large(), 2, 1, True, total=100 * GB
-        )[1]
+        facts = Facts(runs.config(tmp_path, **fields), large(), 2, total=100 * GB)
+        return expected_memory(facts)[1]
 
     once = expected(1, False)
     often = expected(2, False)
@@ -230,9 +230,8 @@ def test_gradients_of_adapters_over_divided_weights_stay_where_graphs_write_them
             "use_cuda_graphs": graphs,
         }
         model = apply_lora(large(), LoRAConfig(rank=64))
-        return needed_memory.expected_memory(
-            runs.config(tmp_path, **fields), model, 2, 1, True, total=100 * GB
-        )[1]
+        facts = Facts(runs.config(tmp_path, **fields), model, 2, total=100 * GB)
+        return expected_memory(facts)[1]
 
     usual = expected(False)
     graphed = expected(True)
@@ -260,7 +259,7 @@ def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
                 decoder_layers(model), Mesh(0, among), among, torch.device("meta"), torch.bfloat16
             )
             shard_embedding(model, 0, among, torch.device("meta"))
-        return needed_memory.expected_memory(config, model, among, 1, True, total=GB)[1].fixed
+        return expected_memory(Facts(config, model, among, total=GB))[1].fixed
 
     assert held(False) - held(True) == 2 * table // among
     assert held(False, divided=True) == pytest.approx(held(False), rel=1e-3)
@@ -351,7 +350,7 @@ def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(
         needed_memory, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1]
     )
-    decisions.decide(config, present(models[0], True, True, pack_width=512), ranks=ranks)
+    decide(Facts.of(config, present(models[0], True, True, pack_width=512), ranks=ranks))
     made = plan(models[1], config, ranks, Machines(memory=10**15))
     assert made.fits and made.recomputed == 0 and found[1].fixed == found[0].fixed > 0
     assert found[1].gradients == found[0].gradients and made.held == found[1].needed("nothing")
@@ -369,7 +368,7 @@ def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
     """Whether it fits or not."""
     config = runs.config(tmp_path, **ALL, memory=memory)
     made = plan(large(), config, 1, Machines(memory=GB))
-    _, needed = needed_memory.expected_memory(config, large(), 1, 1, True, total=GB)
+    _, needed = expected_memory(Facts(config, large(), total=GB))
     assert made.recomputed == again and not made.fits
     assert made.held == needed.needed(kept) > needed.fixed + 3 * needed.kept[kept]
 
@@ -503,8 +502,8 @@ def room_for(stay, config, model, gpus):
     """Bytes of a card on which so many layers and a half may stay gathered, and of what it holds
     beside them.
     """
-    held = needed_memory.expected_memory(config, model, gpus, 1, True, total=1)[1].needed("nothing")
-    return int((held + (stay + 0.5) * needed_memory.gathered_bytes(config, model)) / RESERVE), held
+    held = expected_memory(Facts(config, model, gpus, total=1))[1].needed("nothing")
+    return int((held + (stay + 0.5) * gathered_bytes(Facts(config, model))) / RESERVE), held
 
 
 @pytest.mark.parametrize(
@@ -521,7 +520,7 @@ def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
     flops = 512 * _flops_a_token(model, config, 0.0) / (3 * busy * forward) if busy else 1e30
     made = plan(model, config, 8, Machines(memory=memory, link=1e10, flops=flops))
     assert made.stay == stay and made.recomputed == 0 and made.fits
-    assert made.held == held + stay * needed_memory.gathered_bytes(config, model)
+    assert made.held == held + stay * gathered_bytes(Facts(config, model))
     assert made.sent == traffic(model, config, 8, False, stay=stay)
     summed = 2 * trained(model) * 7 / 8 / 1e10
     expected = max(0, forward - busy * forward) + max(0, backward + summed - 2 * busy * forward)
@@ -534,9 +533,7 @@ def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
         runs.config(tmp_path, **{**DIVIDED, "mixed_precision": name}) for name in ("bf16", "fp16")
     )
     model = large()
-    assert needed_memory.gathered_bytes(wide, model) == 2 * needed_memory.gathered_bytes(
-        narrow, model
-    )
+    assert gathered_bytes(Facts(wide, model)) == 2 * gathered_bytes(Facts(narrow, model))
     assert (
         traffic(model, wide, 8, False).all_gather == 2 * traffic(model, narrow, 8, False).all_gather
     )
@@ -582,8 +579,8 @@ def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, m
     model = large()
     config = runs.config(tmp_path, **{**usual, "max_seq_length": 16, **fields})
     memory, _ = room_for(spare, config, model, 8)
-    monkeypatch.setattr(needed_memory, "_memory_of", lambda _: memory)
-    made = decisions.decide(config, present(model, True, True, pack_width=16), ranks=8)["sharding"]
+    monkeypatch.setattr(facts, "card_memory", lambda _: memory)
+    made = decide(Facts.of(config, present(model, True, True, pack_width=16), ranks=8))["sharding"]
     assert plan(model, config, 8, Machines(memory=memory)).stay == made.stay
     assert (made.stay > 0) == (spare > 0 and fields.get("memory") != ["recompute_layers"])
 

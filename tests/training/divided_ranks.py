@@ -23,10 +23,10 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.config import ConfigurationError
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import LinearInShards, Mesh
+from chronicals.distributed.alike import fingerprint_over
 from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import decoder_layer, patch_parts, recompute_norms_and_units
-from chronicals.training.alike import fingerprint_over
 from chronicals.training.session import prepared
 
 EPSILON = 1e-5

@@ -24,7 +24,11 @@ import runs
 import tiny
 from chronicals.distributed import Gathers, HostExchange, Mesh
 from chronicals.models import quantise_layers
-from chronicals.training import decisions, graphs, session, weight_sharding
+from chronicals.policies.cuda_graphs import CudaGraphs
+from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.policy import Decision
+from chronicals.policies.sharding import Sharding
+from chronicals.training import gathered_step, graphs, session
 
 STEPS = 9
 EVALUATED = 4
@@ -86,14 +90,14 @@ def gives_up_on_one() -> Any:
 
 def poisoned() -> Any:
     """Whatever stands in the buffers before a micro-step is of no layer."""
-    usual = weight_sharding.FrozenGatheredStep.micro
+    usual = gathered_step.FrozenGatheredStep.micro
 
     def micro(self: Any, *given: Any) -> Any:
         for buffer in self.gathers._buffers:
             buffer.fill_(255)
         return usual(self, *given)
 
-    return patch.object(weight_sharding.FrozenGatheredStep, "micro", micro)
+    return patch.object(gathered_step.FrozenGatheredStep, "micro", micro)
 
 
 ARMS: dict[str, Callable[[], Any] | None] = {
@@ -155,17 +159,15 @@ def train(arm: str, base: str, folder: Path) -> dict[str, Any]:
     with ExitStack() as around:
         around.enter_context(patch.object(session, "decide", decided))
         if not ON_CARD:
-            around.enter_context(patch.object(decisions, "_graphs", lambda *_: (True, "emulated")))
+            around.enter_context(patch.object(CudaGraphs, "why_not", lambda *_: None))
             around.enter_context(patch.object(session, "GraphedStep", EmulatedStep))
         for watching in watched(seen):
             around.enter_context(watching)
         if (change := ARMS[arm]) is not None:
             around.enter_context(change())
         if dist.get_world_size() == 1:
-            among_one = decisions.Decision(
-                "sharding", True, "among one", decisions.WEIGHTS, among=1
-            )
-            around.enter_context(patch.object(decisions, "_sharding", lambda *_: among_one))
+            among_one = Decision("sharding", True, "among one", WEIGHTS, among=1)
+            around.enter_context(patch.object(Sharding, "chosen", lambda *_: among_one))
         fields = {**FIELDS, "use_cuda_graphs": arm != "usual"}
         result = runs.train(folder / arm, tiny.chat_rows(), model=model, **fields)
     return {**seen, "loss": result.evaluation.loss}

@@ -21,8 +21,8 @@ from chronicals.memory import NOTHING, decoder_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import patch_parts
 from chronicals.planning.traffic import _Counted
-from chronicals.training import decisions
-from chronicals.training.needed_memory import gathered_bytes
+from chronicals.policies import Facts, solver
+from chronicals.policies.needed_memory import gathered_bytes
 from chronicals.training.session import prepared
 
 STEPS = 3
@@ -76,11 +76,11 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
     model = tiny.llama(num_hidden_layers=LAYERS)
     batch = batch_of(99, 300)
     config = runs.config(folder, objective="pretraining", sharding="weights")
-    estimated = decisions.expected_memory
+    estimated = solver.expected_memory
 
     def on_a_card(*given: Any) -> Any:
         frees, needed = estimated(*given)
-        room = (ranks.rank + 1.5) * gathered_bytes(config, model)
+        room = (ranks.rank + 1.5) * gathered_bytes(Facts(config, model))
         return frees, replace(needed, total=int((needed.needed(NOTHING) + room) / 0.9))
 
     def gathered() -> list[bool]:
@@ -91,7 +91,7 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
         with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
             return float(session.train_once(step_of(0, ranks, ranks.count, 300))["loss"])
 
-    decisions.expected_memory = on_a_card
+    solver.expected_memory = on_a_card
     with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
         session.presented.as_forward(partial(session.objective, session.presented, batch))
         broken = gathered()
@@ -105,7 +105,7 @@ def break_off(ranks: Mesh, folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         model(input_ids=torch.arange(8)[None])  # a pass of the caller's own
     losses.append(step())
-    decisions.expected_memory = estimated
+    solver.expected_memory = estimated
     decided = session.decisions["sharding"].stay
     return {
         "decided": decided,

@@ -16,7 +16,8 @@ from chronicals.config import ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present
 from chronicals.optimizers import Adam8bit
-from chronicals.training import Callback, CheckpointError, decisions, needed_memory, session
+from chronicals.policies import Facts, decide, needed_memory
+from chronicals.training import Callback, CheckpointError, session
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_ranks
@@ -163,7 +164,7 @@ def test_the_estimate_counts_the_bytes_that_there_are(tmp_path, changes, monkeyp
         model = tiny.llama()
         config = runs.config(tmp_path, **changes, **more)
         model = apply_lora(model, LoRAConfig(rank=64)) if changes else model
-        decisions.decide(config, present(model, True, True, pack_width=128))
+        decide(Facts.of(config, present(model, True, True, pack_width=128)))
         optimizer = session.build_optimizer(model, config)
         trained = [p for p in model.parameters() if p.requires_grad]
         parts = [

@@ -2,8 +2,6 @@
 as it is, and says why.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
@@ -15,13 +13,18 @@ from chronicals.config import ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, quantise_layers
 from chronicals.models.loading import load_model
-from chronicals.training import decisions
-from chronicals.training.needed_memory import choose_sharding, why_not_divided
-from chronicals.training.weight_sharding import check_divisible
+from chronicals.policies import Facts, cuda_graphs, decide, facts
+from chronicals.policies.divided_weights import check_divisible
+from chronicals.policies.exclusions import conditions, why_excluded
+from chronicals.policies.weight_copies import choose_sharding, why_stays_whole
 
 LORA = {"use_lora": True, "lora_rank": 4}
 SMALL = 1 << 20
 """Bytes of a card that nothing fits."""
+
+
+def on_small_cards(config, model, ranks=4):
+    return Facts(config, model, ranks, total=SMALL)
 
 
 def opt(layerdrop):
@@ -56,15 +59,15 @@ REFUSING = [
 def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
     model = tiny.llama(hidden_size=72, intermediate_size=88)
     config = runs.config(tmp_path, **fields)
-    assert choose_sharding(config, model, 4, SMALL) == "optimizer"
-    assert words in why_not_divided(config, model, 4, SMALL)
-    assert choose_sharding(runs.config(tmp_path), model, 4, SMALL) == "weights"
+    assert choose_sharding(on_small_cards(config, model)) == "optimizer"
+    assert words in why_stays_whole(on_small_cards(config, model))
+    assert choose_sharding(on_small_cards(runs.config(tmp_path), model)) == "weights"
 
 
 def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
     model = tiny.llama(hidden_size=72, intermediate_size=88)
     assert (
-        choose_sharding(runs.config(tmp_path, use_cuda_graphs=True, **LORA), model, 4, SMALL)
+        choose_sharding(on_small_cards(runs.config(tmp_path, use_cuda_graphs=True, **LORA), model))
         == "weights"
     )
     assert all(p.requires_grad for p in model.parameters()), "a choice changes nothing of the model"
@@ -74,61 +77,54 @@ def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path,
     """Not of trained ones, which FSDP gathers, nor by gloo, which works on the host."""
 
     def why_not(backend="nccl", **fields):
-        monkeypatch.setattr(decisions.dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(decisions.dist, "get_backend", lambda: backend)
-        monkeypatch.setattr(decisions, "input_device", lambda _: torch.device("cuda"))
+        monkeypatch.setattr(cuda_graphs.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(cuda_graphs.dist, "get_backend", lambda: backend)
+        monkeypatch.setattr(facts, "input_device", lambda _: torch.device("cuda"))
         model = tiny.llama()
         if fields:
             apply_lora(model, LoRAConfig(rank=2))
-        presented = present(model)
-        return decisions._graphs(
-            runs.config(tmp_path, **fields), presented, decisions.FLASH[0], 1, False, True
-        )
+        config = runs.config(tmp_path, sharding="weights", **fields)
+        asked = Facts(config, model, 2, backend=cuda_graphs.FLASH[0])
+        graphs = cuda_graphs.CudaGraphs()
+        return why_excluded(graphs.name, conditions(asked), asked) or graphs.why_not(asked)
 
-    assert why_not(**LORA) == (True, "micro-step and update are replayed")
-    assert why_not() == (False, "weights are gathered for each layer")
-    runs_on_gloo, reason = why_not("gloo", **LORA)
-    assert not runs_on_gloo and "gloo, which works on the host" in reason
+    assert why_not(**LORA) is None
+    assert why_not() == "weights are gathered for each layer"
+    assert "gloo, which works on the host" in why_not("gloo", **LORA)
 
 
 def test_weights_that_their_class_keeps_in_fp32_stay_whole(tmp_path):
     model = tiny.llama()
     model._keep_in_fp32_modules_strict = ["norm"]
     assert (
-        choose_sharding(runs.config(tmp_path, mixed_precision="bf16"), model, 4, SMALL)
+        choose_sharding(on_small_cards(runs.config(tmp_path, mixed_precision="bf16"), model))
         == "optimizer"
     )
 
 
 def test_a_decision_says_why_weights_stay_whole(tmp_path, monkeypatch):
-    estimated = decisions.expected_memory
-
-    def on_a_small_card(*given):
-        frees, needed = estimated(*given)
-        return frees, replace(needed, total=SMALL)
-
-    monkeypatch.setattr(decisions, "expected_memory", on_a_small_card)
+    monkeypatch.setattr(facts, "card_memory", lambda _: SMALL)
     config = runs.config(tmp_path, memory=["reduce_in_backward"], check_memory=False)
-    made = decisions.decide(config, present(tiny.llama()), ranks=4)["sharding"]
+    made = decide(Facts.of(config, present(tiny.llama()), ranks=4))["sharding"]
     assert (
         made.how != "weights"
         and "not divided though they do not fit a card whole: it sums gradients" in made.reason
     )
-    asked = decisions.decide(config.replace(sharding="optimizer"), present(tiny.llama()), ranks=4)[
-        "sharding"
-    ]
+    optimizer = config.replace(sharding="optimizer")
+    asked = decide(Facts.of(optimizer, present(tiny.llama()), ranks=4))["sharding"]
     assert "not divided" not in asked.reason
-    free = decisions.decide(
-        runs.config(tmp_path, check_memory=False), present(tiny.llama()), ranks=4
+    free = decide(
+        Facts.of(runs.config(tmp_path, check_memory=False), present(tiny.llama()), ranks=4)
     )["sharding"]
     assert "not divided" not in free.reason
 
 
 def divisible(model, config, ranks):
     """Whether weights are divided unasked, which is refused by name where it is asked for."""
-    chosen = choose_sharding(config, model, ranks, SMALL)
+    chosen = choose_sharding(on_small_cards(config, model, ranks))
     try:
-        check_divisible(model.requires_grad_(not config.use_lora), config, ranks)
+        model.requires_grad_(not config.use_lora)
+        check_divisible(Facts(config, model, ranks), ranks)
     except ConfigurationError as error:
         return chosen, str(error)
     return chosen, None
@@ -176,8 +172,8 @@ def test_a_share_of_weights_that_are_not_divided_is_refused(sharding, tmp_path):
         ConfigurationError,
         match=f"sharding_ranks=2: no weights are divided with sharding='{sharding}'; set",
     ):
-        decisions.decide(config, present(tiny.llama()), ranks=4)
-    free = decisions.decide(
-        runs.config(tmp_path, sharding_ranks=2), present(tiny.llama()), ranks=4
+        decide(Facts.of(config, present(tiny.llama()), ranks=4))
+    free = decide(
+        Facts.of(runs.config(tmp_path, sharding_ranks=2), present(tiny.llama()), ranks=4)
     )["sharding"]
     assert "in each process; sharding_ranks=2 is of weights that are divided" in free.reason

@@ -12,7 +12,7 @@ import tiny
 import two_processes
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
-from chronicals.training.context import exchanging, sharing_packs
+from chronicals.policies.context_parallel import exchanging, sharing_packs
 
 sys.path.insert(0, str(Path(__file__).parent))
 import context_ranks

@@ -12,7 +12,7 @@ from chronicals.cli.wording import Wording
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.training import session
-from chronicals.training.session import as_rate, build_optimizer, say_learning_rates
+from chronicals.training.optimizer import as_rate, build_optimizer, say_learning_rates
 from chronicals.training.step import rate_factor, warmup_of
 from chronicals.verification.reference import scheduled_rates
 

@@ -14,10 +14,10 @@ from chronicals.distributed import shard_embedding
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present
 from chronicals.objectives import build_objective
-from chronicals.training.decisions import decide
-from chronicals.training.needed_memory import choose_sharding
+from chronicals.policies import Facts, decide
+from chronicals.policies.divided_weights import check_divisible
+from chronicals.policies.weight_copies import choose_sharding
 from chronicals.training.session import prepare
-from chronicals.training.weight_sharding import check_divisible
 
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_ranks
@@ -122,14 +122,15 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, fields, words):
     model = tiny.llama(hidden_size=72, intermediate_size=88)
     config = runs.config(tmp_path, sharding="weights", **fields)
     with pytest.raises(ConfigurationError, match=words):
-        decide(config, present(model), ranks=4)
+        decide(Facts.of(config, present(model), ranks=4))
 
 
 def test_weights_kept_in_fp32_are_refused(tmp_path):
     model = tiny.llama()
     model._keep_in_fp32_modules_strict = ["norm"]
     with pytest.raises(ConfigurationError, match="keeps norm in fp32.*sharding='optimizer'"):
-        check_divisible(model, runs.config(tmp_path, sharding="weights", mixed_precision="bf16"), 2)
+        config = runs.config(tmp_path, sharding="weights", mixed_precision="bf16")
+        check_divisible(Facts(config, model, 2), 2)
 
 
 def test_weights_that_a_run_before_divided_are_not_taken_for_whole_ones(tmp_path):
@@ -150,9 +151,11 @@ def test_memory_chooses(tmp_path):
     model = tiny.llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
     free = runs.config(tmp_path)
     held = sum(p.numel() for p in model.parameters())
-    assert choose_sharding(free, model, 4, total=40 * held) == "optimizer"
-    assert choose_sharding(free, model, 4, total=6 * held) == "weights"
-    assert choose_sharding(free, model, 1, total=6 * held) == "optimizer"
-    assert choose_sharding(free.replace(sharding="none"), model, 4, total=6 * held) == "none"
-    assert choose_sharding(free.replace(use_lora=True), model, 4, total=8 * held) == "optimizer"
+    assert choose_sharding(Facts(free, model, 4, total=40 * held)) == "optimizer"
+    assert choose_sharding(Facts(free, model, 4, total=6 * held)) == "weights"
+    assert choose_sharding(Facts(free, model, 1, total=6 * held)) == "optimizer"
+    assert choose_sharding(Facts(free.replace(sharding="none"), model, 4, total=6 * held)) == "none"
+    assert (
+        choose_sharding(Facts(free.replace(use_lora=True), model, 4, total=8 * held)) == "optimizer"
+    )
     assert all(p.requires_grad for p in model.parameters())

@@ -24,9 +24,9 @@ from chronicals.models import (
     quantise_experts,
     quantise_layers,
 )
+from chronicals.policies import Facts, decide
 from chronicals.quantization import Experts4bit, Linear4bit
 from chronicals.saving import SavedModel
-from chronicals.training.decisions import decide
 from chronicals.training.loading import load_to_train
 from chronicals.verification import reference, verify
 from comparison import equal
@@ -526,7 +526,7 @@ def test_the_log_says_it_and_the_estimate_counts_4_bits(tmp_path):
     sixteen = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     quantise_layers(model)
     model.requires_grad_(False)
-    made = decide(config, present(model, False, False, pack_width=128))["quantization"]
+    made = decide(Facts.of(config, present(model, False, False, pack_width=128)))["quantization"]
     assert made.runs and "the experts of 2 layers" in made.reason
     four = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     kinds = {Linear4bit: lambda m: m.in_features * m.out_features, Experts4bit: lambda m: m.values}

@@ -3,7 +3,6 @@ them.
 """
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ import runs
 from chronicals.config import ConfigurationError
 from chronicals.models import quantise_experts
 from chronicals.patching import experts, experts_in_fp8, fp8_experts, fp8_layers, patch_parts
-from chronicals.training import decisions, session
+from chronicals.policies import Facts, compiled_layers, facts, fp8
+from chronicals.policies.policy import Course
 from comparison import equal
 
 
@@ -59,8 +59,7 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
 @pytest.fixture
 def anywhere(monkeypatch):
     """Fused layers and FP8, which a run has on a card only, for products of every size."""
-    for module in (decisions, session):
-        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
+    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
     for limit in ("NARROWEST", "FEWEST"):
         monkeypatch.setattr(fp8_experts, limit, 1)
 
@@ -205,22 +204,23 @@ def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
     as products either.
     """
     config = runs.config(tmp_path, use_fp8=True, mixed_precision="bf16")
-    presented = SimpleNamespace(
-        model=families.mixture("gpt_oss", **SIZES), one_by_one=False, records_routers=False
-    )
+    asked = Facts(config, families.mixture("gpt_oss", **SIZES), unfused="none were proved")
+    course = Course(frozenset(), None, False, None)
+    in_fp8 = fp8.ProductsInFP8()
     with pytest.raises(
         ConfigurationError,
         match="only fused decoder layers and experts have FP8 products, and none run",
     ):
-        decisions._fp8(config, presented, "GptOss has none that were proved", 1)
-    monkeypatch.setattr(decisions, "input_device", lambda model: torch.device("cuda", 0))
-    monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "")
-    assert decisions._fp8(config, presented, "GptOss has none that were proved", 1).runs
-    dense = SimpleNamespace(model=families.build("llama"))
+        in_fp8.decide(asked, course)
+    monkeypatch.setattr(facts, "input_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")
+    assert in_fp8.decide(asked, course).runs
+    dense = Facts(config, families.build("llama"), unfused="not on a card")
     with pytest.raises(ConfigurationError, match="and none run"):
-        decisions._fp8(config, dense, "not on a card", 1)
-    runs_compiled, reason = decisions._compilation(presented, True, False, 1, False, True)
-    assert not runs_compiled and reason == "weights in FP8 are kept between calls"
+        in_fp8.decide(dense, course)
+    beside = Course(frozenset({"use_fp8"}), None, False, None)
+    compiled = compiled_layers.CompiledLayers().decide(asked, beside)
+    assert not compiled.runs and compiled.reason == "weights in FP8 are kept between calls"
 
 
 def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):

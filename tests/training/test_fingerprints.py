@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
-from chronicals.training import alike
-from chronicals.training.alike import fingerprint, fingerprint_over
+from chronicals.distributed import alike
+from chronicals.distributed.alike import fingerprint, fingerprint_over
 from chronicals.training.columns import config_digest
 
 DTYPES = [

@@ -16,9 +16,9 @@ from chronicals.generation import load_trained
 from chronicals.models import four_bits as module
 from chronicals.models import load_model, present
 from chronicals.models.four_bits import has_4bit_layers, quantise_layers
+from chronicals.policies import Facts, decide
 from chronicals.quantization import Linear4bit
 from chronicals.saving import SavedModel
-from chronicals.training.decisions import decide
 from chronicals.verification import reference, verify
 from comparison import equal
 
@@ -325,7 +325,7 @@ def test_the_log_says_it_and_the_estimate_counts_4_bits(tmp_path):
     sixteen = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     quantise_layers(model)
     model.requires_grad_(False)
-    made = decide(config, present(model, False, False, pack_width=128))["quantization"]
+    made = decide(Facts.of(config, present(model, False, False, pack_width=128)))["quantization"]
     assert made.runs and "14 linear layers" in made.reason
     four = estimate(model, StepShape(64, False, 2, 16), WeightBytes(2, 12))
     values = sum(

@@ -12,15 +12,15 @@ from chronicals.config import ConfigurationError
 from chronicals.memory import tiling
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
-from chronicals.training import Callback, decisions, session
+from chronicals.policies import facts, fp8
+from chronicals.training import Callback
 from comparison import equal
 
 
 @pytest.fixture
 def fused_anywhere(monkeypatch):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
-    for module in (decisions, session):
-        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
+    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
@@ -164,11 +164,11 @@ def test_what_cannot_run_is_refused(tmp_path, monkeypatch):
     reason = small if torch.cuda.is_available() else "only fused decoder layers"
     with pytest.raises(ConfigurationError, match=f"use_fp8=True.*{reason}.*leave it out"):
         runs.train(tmp_path, use_fp8=True, mixed_precision="bf16")
-    monkeypatch.setattr(decisions, "why_not_fused", lambda *given: None)
+    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
     with pytest.raises(
         ConfigurationError, match=r"batch_size \* max_seq_length=200 is no multiple of 16"
     ):
         runs.train(tmp_path / "rows", use_fp8=True, mixed_precision="bf16", max_seq_length=100)
-    monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
+    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
     with pytest.raises(ConfigurationError, match=r"NVIDIA A100 \(8.0\) has no FP8; leave it out"):
         runs.train(tmp_path / "card", use_fp8=True, mixed_precision="bf16")

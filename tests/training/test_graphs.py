@@ -13,10 +13,10 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
+from chronicals.policies.cuda_graphs import CudaGraphs
 from chronicals.training import (
     Callback,
     ChronicalsTrainer,
-    decisions,
     enable_cuda_graphs,
     in_backward,
     session,
@@ -328,7 +328,7 @@ def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch):
     usual, weights, _ = run(
         tmp_path / "usual", False, **{"mixed_precision": "fp32"} | EMULATED[arm]
     )
-    monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
+    monkeypatch.setattr(CudaGraphs, "why_not", lambda *_: None)
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
     replayed, ours, _ = run(
         tmp_path / "graphs", True, **{"mixed_precision": "fp32"} | EMULATED[arm]

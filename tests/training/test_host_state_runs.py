@@ -15,8 +15,11 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import NOTHING
 from chronicals.models import present
 from chronicals.optimizers import buffer_bytes, host_states
-from chronicals.training import Callback, decisions, needed_memory, session
-from chronicals.training.out_of_memory import what_helps
+from chronicals.policies import Facts, decide, needed_memory
+from chronicals.policies import host_states as policy
+from chronicals.policies.advice import what_helps
+from chronicals.policies.cuda_graphs import CudaGraphs
+from chronicals.training import Callback, session
 from comparison import equal
 
 AWAY = ["offload_optimizer_states"]
@@ -106,7 +109,7 @@ def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
         "save_steps": None,
     }
     runs.train(tmp_path / "usual", **given, memory=[])
-    monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
+    monkeypatch.setattr(CudaGraphs, "why_not", lambda *_: None)
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
     usual = EmulatedStep.release
     captured = []
@@ -136,7 +139,7 @@ def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, monkeypatch):
 
 
 def test_where_host_memory_is_too_small_it_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(decisions, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(policy, "available_memory", lambda: 100_000)
     with pytest.raises(
         ConfigurationError,
         match=r"memory=.*: states of 0.00 GiB, and 0.00 GiB .* set use_8bit_optimizer=True",
@@ -169,7 +172,7 @@ def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch)
         config = runs.config(tmp_path, **RUNS[kind], memory=memory)
         if "use_lora" in RUNS[kind]:
             session.attach_adapters(model, config.replace(lora_rank=128))
-        decisions.decide(config, present(model, True, True, pack_width=128))
+        decide(Facts.of(config, present(model, True, True, pack_width=128)))
     optimizer = session.build_optimizer(model, config)
     session.Precision(config.mixed_precision, torch.device("cpu")).prepare(model, optimizer)
     large = [p for p in model.parameters() if p.requires_grad and p.numel() >= 5000]

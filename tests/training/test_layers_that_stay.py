@@ -14,8 +14,9 @@ from chronicals.distributed import Mesh
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.models import present
 from chronicals.planning.traffic import traffic
-from chronicals.training import needed_memory, session
-from chronicals.training.needed_memory import layers_that_stay
+from chronicals.policies import Facts, facts
+from chronicals.policies.needed_memory import expected_memory, gathered_bytes, layers_that_stay
+from chronicals.training import session
 
 sys.path.insert(0, str(Path(__file__).parent))
 import stay_ranks
@@ -74,10 +75,11 @@ def decided(folder, monkeypatch, cards, room, **fields):
         "sharding": "weights",
     }
     config = runs.config(folder, **usual, **fields)
-    needed = needed_memory.expected_memory(config, model, 2, 1, False, total=1)[1].needed(NOTHING)
-    total = int((needed + (room + 0.5) * needed_memory.gathered_bytes(config, model)) / 0.9)
-    monkeypatch.setattr(needed_memory, "_memory_of", lambda _: total)
-    return session._decide(present(model), config, cards), needed, total
+    alone = Facts(config, model, 2, total=1, fuses_whole_layers=False)
+    needed = expected_memory(alone)[1].needed(NOTHING)
+    total = int((needed + (room + 0.5) * gathered_bytes(alone)) / 0.9)
+    monkeypatch.setattr(facts, "card_memory", lambda _: total)
+    return session.decide_together(present(model), config, cards)[1], needed, total
 
 
 @pytest.mark.parametrize(("other", "stay"), [(1, 1), (4, 3), (0, 0)])

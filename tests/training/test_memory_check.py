@@ -8,8 +8,9 @@ import runs
 import tiny
 from chronicals import ChronicalsConfig
 from chronicals.config import ConfigurationError
-from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, peak
-from chronicals.training.memory_check import FILLED, longest_that_fits, refuse_what_cannot_fit
+from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
+from chronicals.policies import facts
+from chronicals.policies.memory_check import FILLED, longest_that_fits, refuse_what_cannot_fit
 
 GIB = 2**30
 
@@ -78,7 +79,7 @@ def test_a_run_is_refused_before_its_first_step(tmp_path, monkeypatch):
     same run trains.
     """
     held = (64 << 20) + sum(p.numel() * 16 for p in tiny.llama().parameters())
-    monkeypatch.setattr(peak, "card_memory", lambda device: held)
+    monkeypatch.setattr(facts, "card_memory", lambda device: held)
     fields = {
         "memory": [],
         "batch_size": 1,

@@ -6,8 +6,8 @@ import torch
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig
+from chronicals.policies.advice import what_helps
 from chronicals.training import TrainingError, session
-from chronicals.training.out_of_memory import what_helps
 
 CONFIGURATIONS = {
     "default": {},

@@ -3,7 +3,6 @@ after it.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,10 @@ import two_processes
 from chronicals.config import ConfigurationError
 from chronicals.memory import RESERVE
 from chronicals.models import present
-from chronicals.training import decisions, needed_memory
-from chronicals.training.decisions import Decision, _reduce_in_backward, decide
+from chronicals.policies import Decision, Facts, decide, facts, needed_memory
+from chronicals.policies.cuda_graphs import CudaGraphs
+from chronicals.policies.policy import Course
+from chronicals.policies.reduce_in_backward import ReduceInBackward
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scattered_ranks
@@ -77,9 +78,10 @@ def test_a_gradient_that_grows_after_it_was_sent_is_refused(seen):
 def test_where_it_runs(tmp_path):
     def decided(graphs=False, sharded=True, context=1, **fields):
         sharding = Decision("sharding", sharded, "why")
-        return _reduce_in_backward(
-            runs.config(tmp_path, **fields), sharding, graphs, "memory" in fields, context
-        )
+        standing = frozenset({"use_cuda_graphs"} if graphs else ())
+        course = Course(standing, None, "memory" in fields, sharding)
+        asked = Facts(runs.config(tmp_path, **fields), None, 2, context)
+        return ReduceInBackward().decide(asked, course)
 
     asked = {"memory": ["reduce_in_backward"]}
     assert decided().runs and decided(**asked).runs
@@ -112,15 +114,11 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(
     estimates = []
 
     def estimate(*given):
-        found = own(*given)
-        estimates.append(found)
-        return replace(
-            found, total=int(room * estimates[0].needed(*estimates[0].choice()) / RESERVE) + 1
-        )
+        estimates.append(own(*given))
+        return estimates[-1]
 
     own = needed_memory.estimate
-    monkeypatch.setattr(needed_memory, "estimate", estimate)
-    monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[4], "as told"))
+    monkeypatch.setattr(CudaGraphs, "why_not", lambda *_: None)
     config = runs.config(
         tmp_path,
         batch_size=1,
@@ -129,7 +127,12 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(
         memory=memory,
         check_memory=False,
     )
-    made = decide(config, present(model, True, True, pack_width=8), ranks=2)
+    presented = present(model, True, True, pack_width=8)
+    _, whole = needed_memory.expected_memory(Facts.of(config, presented, ranks=2))
+    total = int(room * whole.needed(*whole.choice()) / RESERVE) + 1
+    monkeypatch.setattr(facts, "card_memory", lambda _: total)
+    monkeypatch.setattr(needed_memory, "estimate", estimate)
+    made = decide(Facts.of(config, presented, ranks=2))
     assert made["reduce_in_backward"].runs == runs_in_backward == (not made["use_cuda_graphs"].runs)
     assert len(estimates) == (2 if runs_in_backward else 1)
     weights = sum(p.numel() for p in model.parameters())

@@ -23,10 +23,10 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.config.config import laid_over
 from chronicals.distributed import Mesh, ShardedAdamW, Shards
+from chronicals.distributed.alike import fingerprint
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
-from chronicals.training.alike import fingerprint
 from chronicals.training.precision import Precision
 from chronicals.training.step import EagerStep, train_step, update
 

@@ -15,8 +15,8 @@ from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.patching import fp8_experts, fp8_layers, patch_parts
 from chronicals.patching.experts import recognise_experts
+from chronicals.policies import facts
 from chronicals.quantization import FP8, FP8Experts
-from chronicals.training import decisions, session
 from chronicals.verification import verify
 from chronicals.verification.eight_bits import round_experts, round_products, rounded
 from comparison import equal
@@ -27,8 +27,7 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 
 @pytest.fixture
 def fused_anywhere(monkeypatch):
-    for module in (decisions, session):
-        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
+    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
 
 

@@ -111,8 +111,7 @@ def train(
     if ranks.writer:
         keep_in(config.output_dir)
     model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)
-    trainer = ChronicalsTrainer(model, tokenizer, config)
-    trainer.write_recipe = plan.write_to
+    trainer = ChronicalsTrainer(model, tokenizer, config, write_recipe=plan.write_to)
     result = trainer.train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:

@@ -1,5 +1,6 @@
 """Processes that train together."""
 
+from chronicals.distributed.alike import fingerprint, fingerprint_over, prove_alike, shared_settings
 from chronicals.distributed.alone import alone
 from chronicals.distributed.embedding_shards import (
     EmbeddingInShards,
@@ -73,6 +74,8 @@ __all__ = [
     "copies_of",
     "divide_again",
     "divided_among",
+    "fingerprint",
+    "fingerprint_over",
     "forget_broken_step",
     "frozen_linears",
     "gathers_of",
@@ -81,11 +84,13 @@ __all__ = [
     "local",
     "looking_up_as_many",
     "on_each_machine",
+    "prove_alike",
     "put_whole",
     "require_one_process",
     "shard_embedding",
     "shard_frozen",
     "shard_weights",
+    "shared_settings",
     "stay_gathered",
     "warn_of_other_processes",
     "weight_mesh",

@@ -201,20 +201,21 @@ def _prove_tokenizer(source: Source, written: GGUFFile, proof: Proof) -> None:
     scores = np.array(expected.scores, np.float32).tolist()
     charsmaps = [None if x.charsmap is None else list(x.charsmap) for x in (expected, read)]
     blanks = [[x.space_prefix, x.merges_blanks] for x in (expected, read)]
-    for name, ours, theirs in (
+    compared: list[tuple[str, Any, Any]] = [
         ("kind of tokenizer", expected.model, read.model),
         ("splitting of texts", expected.pre, read.pre),
         ("tokens", expected.tokens, read.tokens),
         ("types of tokens", expected.types, read.types),
         ("merges", expected.merges, read.merges),
         ("scores", scores, read.scores),
-        ("blanks", *blanks),
-        ("map of characters", *charsmaps),
+        ("blanks", blanks[0], blanks[1]),
+        ("map of characters", charsmaps[0], charsmaps[1]),
         ("chat template", expected.template, read.template),
         ("special tokens", expected.special, read.special),
         ("begins texts with BOS", expected.adds_bos, bool(read.adds_bos)),
         ("ends texts with EOS", expected.adds_eos, bool(read.adds_eos)),
-    ):
+    ]
+    for name, ours, theirs in compared:
         proof.equal(name, GGUF_READER, ours, theirs)
     for note in expected.notes:
         proof.not_run("normalisation", "llama.cpp", note)

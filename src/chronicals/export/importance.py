@@ -112,10 +112,10 @@ def importance_of(
             unseen,
         )
     importance = {}
-    for name, stack in stacks.items():
-        mean = squares.mean(stack)
+    for name, place in stacks.items():
+        mean = squares.mean(place)
         if mean is not None:
-            importance[name] = mean[0] if isinstance(stack, str) else mean
+            importance[name] = mean[0] if isinstance(place, str) else mean
     return importance
 
 

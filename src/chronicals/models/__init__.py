@@ -22,6 +22,7 @@ from chronicals.models.four_bits import (
     quantise_experts,
     quantise_layers,
 )
+from chronicals.models.fp32_parts import kept_in_fp32
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import (
     BASE_ROWS,
@@ -72,6 +73,7 @@ __all__ = [
     "input_device",
     "is_reward_model",
     "is_within",
+    "kept_in_fp32",
     "last_position",
     "load_by_bitsandbytes",
     "load_config",

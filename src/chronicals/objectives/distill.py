@@ -328,7 +328,7 @@ class Distill(Objective):
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(f"{self._said}: {without_field(error)}") from error
+            raise ConfigurationError(f"{self._setting}: {without_field(error)}") from error
         return saved
 
     def teacher(self, tokenizer: Any) -> Mapping[str, Any]:
@@ -349,7 +349,7 @@ class Distill(Objective):
                 )
             }
         except ValueError as error:
-            raise ConfigurationError(f"{self._said}: {without_field(error)}") from error
+            raise ConfigurationError(f"{self._setting}: {without_field(error)}") from error
 
     @property
     def _setting(self) -> str:

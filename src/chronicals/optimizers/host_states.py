@@ -141,7 +141,7 @@ class HostStates:
         Arguments and results are those of these functions. Call it inside ``updating``.
         """
         whole = Part.whole(tensors, betas)
-        run = adamw_8bit_part_ if isinstance(tensors, QuantizedTensors) else fused_adamw_part_
+        run: Any = adamw_8bit_part_ if isinstance(tensors, QuantizedTensors) else fused_adamw_part_
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )

@@ -28,25 +28,20 @@ took longer by ``MEETING`` and the time that all it sent takes over the link, wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.memory import LAYERS, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
+from chronicals.policies import Facts, fit
+from chronicals.policies.facts import WEIGHTS, trains_layers
+from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.solver import settle_sharding
+from chronicals.policies.weight_copies import choose_sharding
 from chronicals.quantization import Experts4bit, PackedLinear
-from chronicals.training.needed_memory import (
-    asked_recomputation,
-    choose_sharding,
-    expected_memory,
-    gathered_bytes,
-    layers_that_stay,
-    sharing_of,
-)
-from chronicals.training.weight_sharding import WEIGHTS, trains_layers
 
 BACKWARD = 2 / 3
 """Of a step's computation."""
@@ -59,13 +54,14 @@ come, and its host was told.
 
 @dataclass(frozen=True)
 class Machines:
-    """What a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a card
-    between machines.
+    """Cards that a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a
+    card between machines.
 
     Attributes:
         memory: bytes of a card.
-        cards: of a machine.
-        link, network: bytes a second that a card sends within its machine, and between machines.
+        cards: number of cards of a machine.
+        link: bytes a second that a card sends within its machine.
+        network: bytes a second that a card sends between machines.
         flops: FLOPs a second that a card reaches in training.
     """
 
@@ -82,19 +78,20 @@ class Machines:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on ``gpus`` cards.
+    """Plan of a run on ``gpus`` cards.
 
     Attributes:
         held: bytes that a card holds at most, recomputing as the trainer would choose.
-        fits: whether that is within its memory.
+        fits: True if that is within its memory.
         sharding: what is divided.
-        recomputed: layers that are recomputed.
-        stay: layers whose divided weights stay gathered between their passes.
-        in_backward: whether gradients are summed in the backward pass.
-        sent: bytes a card sends in a step.
-        tokens: of a step, on all cards.
-        computing, exposed, slowed: seconds of a step: of a card by itself, while nothing is
-            computed, and by which computing takes longer beside others.
+        recomputed: number of layers that are recomputed.
+        stay: number of layers whose divided weights stay gathered between their passes.
+        in_backward: True if gradients are summed in the backward pass.
+        sent: bytes that a card sends in a step.
+        tokens: tokens of a step, on all cards.
+        computing: seconds of a step of a card by itself.
+        exposed: seconds of a step in which nothing is computed.
+        slowed: seconds by which computing takes longer beside what is sent.
     """
 
     gpus: int
@@ -112,12 +109,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.computing + self.exposed + self.slowed
 
     @property
     def efficiency(self) -> float:
-        """Tokens a second and card beside those of a card by itself."""
+        """Tokens a second of a card, as a share of those of a card by itself."""
         return self.computing / self.seconds
 
     @property
@@ -143,18 +140,20 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         raise ConfigurationError(
             f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}"
         )
-    config = _with_sharding(config, model, gpus, machines)
-    frees, needed = expected_memory(config, model, gpus, context, whole=True, total=machines.memory)
-    policy, again = _recomputed(config, needed)
-    stay, size = _staying(config, model, gpus, needed, policy, None if policy == LAYERS else again)
-    held = needed.needed(policy, again) + stay * size
-    again = needed.layers if policy == LAYERS else again
+    facts = Facts(config, model, gpus, context, here=machines.cards, total=machines.memory)
+    facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
+    facts, sharding = settle_sharding(facts)
+    config = facts.config
+    frees, memory = expected_memory(facts)
+    fitted = fit(facts, sharding, memory)
+    again = fitted.layers_again
+    stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     computing = (
         tokens
         // context
-        * _flops_a_token(model, config, again / max(needed.layers, 1))
+        * _flops_a_token(model, config, again / max(memory.layers, 1))
         / machines.flops
     )
     if config.sharding == WEIGHTS and gpus > 1:
@@ -164,8 +163,8 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     slowed = MEETING + hidden / machines.link if gpus > 1 else 0.0
     return Plan(
         gpus,
-        held,
-        held <= machines.memory,
+        fitted.held,
+        fitted.held <= machines.memory,
         config.sharding,
         again,
         stay,
@@ -179,7 +178,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
 
 
 def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float]:
-    """Seconds of all but attention that nothing hides, and the bytes that are hidden.
+    """Return the seconds of all but attention that nothing hides, and the bytes that are hidden.
 
     Args:
         computing: beside whose backward pass gradients are summed; 0 where they are summed
@@ -198,7 +197,7 @@ def _exposed_divided(
     sent: Traffic,
     computing: float,
 ) -> tuple[float, float]:
-    """As ``_exposed``, where weights are divided."""
+    """Return the same as ``_exposed``, where weights are divided."""
     near = machines.rate(config.sharding_ranks or gpus)
     far = machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
@@ -217,49 +216,8 @@ def _exposed_divided(
     ) / far + afterwards, hidden + beside
 
 
-def _with_sharding(
-    config: ChronicalsConfig, model: Any, gpus: int, machines: Machines
-) -> ChronicalsConfig:
-    """As the trainer chooses where nothing is asked: whether weights are divided, and among how
-    many cards.
-    """
-    chosen = config.fitted(
-        sharding=choose_sharding(config, model, gpus, machines.memory, machines.cards)
-    )
-    if chosen.sharding != WEIGHTS or gpus == 1:
-        return chosen
-    return chosen.fitted(
-        sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards)
-    )
-
-
-def _staying(
-    config: ChronicalsConfig,
-    model: Any,
-    gpus: int,
-    needed: Estimate,
-    policy: str,
-    again: int | None,
-) -> tuple[int, int]:
-    """How many of the last layers stay gathered between their passes, as the trainer decides,
-    and the bytes of one.
-    """
-    if config.sharding != WEIGHTS or gpus == 1 or not trains_layers(model):
-        return 0, 0
-    size = gathered_bytes(config, model)
-    return layers_that_stay(needed, policy, again, size), size
-
-
-def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:
-    """As asked, else as the trainer chooses: what every layer recomputes, and how many of the
-    first are recomputed whole.
-    """
-    asked = asked_recomputation(config)
-    return needed.choice() if asked is None else (asked, 0)
-
-
 def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
-    """Forward and backward; of a frozen weight no gradient is computed.
+    """Return FLOPs of a token, forward and backward, without gradients of frozen weights.
 
     Args:
         again: ratio of the layers that are computed twice.

@@ -41,9 +41,9 @@ from chronicals.distributed import (
 from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
 from chronicals.models import embedding_table
-from chronicals.training.context import exchanging
-from chronicals.training.needed_memory import frozen_bytes
-from chronicals.training.weight_sharding import DTYPES, PRODUCTS, WEIGHTS, trains_layers
+from chronicals.policies.context_parallel import exchanging
+from chronicals.policies.divided_weights import frozen_bytes
+from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, WEIGHTS, trains_layers
 
 NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
@@ -187,7 +187,7 @@ def _gather_and_sum(
     """Of every micro-batch: gather layers for both passes, those that stay and the rest once,
     and sum what is trained.
     """
-    dtype = DTYPES[config.mixed_precision]
+    dtype = GATHERED_TYPES[config.mixed_precision]
     layers = decoder_layers(model)
     units = [list(layer.parameters()) for layer in layers]
     inside = {id(p) for unit in units for p in unit}
@@ -218,7 +218,7 @@ def _gather_frozen(
     """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but
     for the backward pass those that stay, and the last two, which are there from the forward
     pass."""
-    itemsize = PRODUCTS[config.mixed_precision].itemsize
+    itemsize = PRODUCT_TYPES[config.mixed_precision].itemsize
     gathers = Gathers(0, among)
     for layer in decoder_layers(model):
         cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
@@ -259,7 +259,7 @@ def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
     tokens = config.batch_size * config.max_seq_length // config.context_parallel
     with counted_among(among) as sent:
         rows, width = embedding_table(model).shape
-        table = nn.Embedding(rows, width, dtype=PRODUCTS[config.mixed_precision])
+        table = nn.Embedding(rows, width, dtype=PRODUCT_TYPES[config.mixed_precision])
         divided = EmbeddingInShards(table, 0, among, torch.device("cpu"))
         divided.equal_lengths = True
         divided(torch.zeros(tokens, dtype=torch.int64))

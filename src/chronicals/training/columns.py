@@ -38,11 +38,11 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.making.target_columns import TargetColumn
 from chronicals.distributed import Mesh
+from chronicals.distributed.alike import fingerprint_over
 from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, embedding_table, in_evaluation, input_device
 from chronicals.objectives import Objective
 from chronicals.objectives.columns import Columns, Record
-from chronicals.training.alike import fingerprint_over
 from chronicals.training.errors import CheckpointError
 from chronicals.training.frozen import (
     check_frozen_positions,

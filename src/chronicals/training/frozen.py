@@ -13,7 +13,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.models import check_positions, input_device, present
 from chronicals.objectives import Objective
 from chronicals.patching import fuse_weights, patch_parts
-from chronicals.training.decisions import why_not_fused
+from chronicals.policies.facts import why_not_fused
 
 logger = logging.getLogger(__name__)
 

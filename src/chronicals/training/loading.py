@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.distributed import Mesh, RowsRead, on_each_machine, put_whole, shard_frozen
+from chronicals.distributed import (
+    Mesh,
+    RowsRead,
+    on_each_machine,
+    prove_alike,
+    put_whole,
+    shard_frozen,
+)
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
@@ -22,11 +29,12 @@ from chronicals.models.loading import (
 )
 from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
+from chronicals.policies import Facts
+from chronicals.policies.divided_weights import check_divisible
+from chronicals.policies.facts import PRODUCT_TYPES, WEIGHTS
+from chronicals.policies.weight_copies import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
-from chronicals.training.alike import prove_alike
-from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
-from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +100,8 @@ def _with_sharding(
         quantise_layers(model)
     total = smallest_card(ranks)
     here = on_each_machine(ranks)
-    chosen = choose_sharding(config, model, ranks.count, total, here)
-    if chosen != WEIGHTS:
+    facts = Facts(config, model, ranks.count, here=here, total=total)
+    if choose_sharding(facts) != WEIGHTS:
         return config
     if ranks.writer and "sharding" not in config.explicit:
         logger.info(
@@ -101,8 +109,8 @@ def _with_sharding(
             total / 2**30,
         )
     model.requires_grad_(not config.use_lora)
-    sharing = sharing_of(config, model, ranks.count, total, here)
-    check_divisible(model, config, sharing)
+    sharing = ranks_per_copy(facts)
+    check_divisible(facts, sharing)
     return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing)
 
 
@@ -114,7 +122,7 @@ def _divided(
     dtype = DTYPES[config.mixed_precision]
     sharing = config.sharding_ranks or ranks.count
     device = ranks.device
-    kept = PRODUCTS[config.mixed_precision]
+    kept = PRODUCT_TYPES[config.mixed_precision]
     otherwise = None
     try:
         if config.use_lora:

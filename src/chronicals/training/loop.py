@@ -22,7 +22,7 @@ from chronicals.training.metrics import Moment, PendingMetrics
 from chronicals.training.resume import how_to_resume
 from chronicals.training.run import Run
 from chronicals.training.run_checkpoints import RunCheckpoints
-from chronicals.training.session import Session
+from chronicals.training.session import Session, StepHooks
 from chronicals.training.step import rate_factor, set_learning_rate
 from chronicals.training.stopping import Stop
 
@@ -63,9 +63,23 @@ class Loop:
         self.device = session.precision.device
         self._told = False
         self._passes: list[Moment] = []
+<<<<<<< HEAD
         if session.ranks.count > 1:  # one process has no watch
             session.passed = self._passed
             session.compiling = partial(watch.alone, "compiling the first step")
+=======
+
+    def hooks(self) -> StepHooks:
+        """Return what the session's steps call, for ``Session.stepping``."""
+        if self.session.ranks.count == 1:  # nobody watches
+            return StepHooks(self.saved.hold_update, self._wants_to_stop)
+        compiling = partial(self.watch.alone, "compiling the first step")
+        return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
+
+    def _wants_to_stop(self) -> bool:
+        asked = self.stop.reason is not None
+        return self.saved.failed or asked or self.callbacks.error is not None
+>>>>>>> fmt
 
     def train(self) -> None:
         """Run all steps; the metrics of one arrive while the next is computed.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.models import kept_in_fp32
 from chronicals.models.peft_kinds import stays_in_fp32
 from chronicals.optimizers import FusedAdamW
 from chronicals.quantization import Experts4bit, PackedLinear
@@ -83,15 +84,3 @@ class Precision:
     def load_state(self, state: dict[str, float]) -> None:
         self.scale.fill_(state["scale"])
         self.good_steps.fill_(state["good_steps"])
-
-
-def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Parts of the names of weights that are fp32 where transformers loads the model in
-    ``dtype``.
-    """
-    fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
-    return {
-        part
-        for field in fields
-        for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()
-    }

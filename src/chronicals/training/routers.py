@@ -24,7 +24,7 @@ from chronicals.moe.anchor import FILE, Anchor, first_tokens
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, choose_heads, routing_of, untrained_routers
-from chronicals.training.weight_sharding import WEIGHTS
+from chronicals.policies.facts import WEIGHTS
 
 if TYPE_CHECKING:
     from chronicals.training.session import Session

@@ -14,15 +14,23 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.packs.loader import plan_of
 from chronicals.data.packs.packing import PackPlan
-from chronicals.distributed import Mesh, RankWatch, whole_parts
+from chronicals.distributed import (
+    Mesh,
+    RankWatch,
+    fingerprint,
+    prove_alike,
+    shared_settings,
+    whole_parts,
+)
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
+from chronicals.policies.context_parallel import check_dealt, sharing_packs
+from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.weight_copies import with_sharding
 from chronicals.training.adapters import with_token_ids
-from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.columns import StartColumns, with_frozen_columns
-from chronicals.training.context import check_dealt, sharing_packs
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
@@ -32,7 +40,6 @@ from chronicals.training.guard import check_that_something_was_applied
 from chronicals.training.heard import heard
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
-from chronicals.training.needed_memory import with_sharding
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.preparation import (
     Source,
@@ -53,7 +60,6 @@ from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
 from chronicals.training.trackers import build_trackers
 from chronicals.training.vocabulary import fit_vocabulary
-from chronicals.training.weight_sharding import WEIGHTS
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -67,6 +73,7 @@ class ChronicalsTrainer:
     """Trains a Hugging Face causal language model.
 
     Args:
+<<<<<<< HEAD
         model: the model, on its device; ``device_map="auto"`` is allowed if it uses one device.
         tokenizer: its tokenizer; ``pad_token = eos_token`` is allowed.
         config: all settings; ``ChronicalsConfig()`` if None.
@@ -74,6 +81,15 @@ class ChronicalsTrainer:
 
     Attributes:
         write_recipe: writes the recipe that started the run into a new run's folder; None for none.
+=======
+        model: the model, on its device; ``device_map="auto"`` is fine as long as it uses one
+            device.
+        tokenizer: its tokenizer; ``pad_token = eos_token`` is fine.
+        config: everything else; ``ChronicalsConfig()`` if None.
+        callbacks: further callbacks; those for files and progress, and the trackers, are there
+            anyway.
+        write_recipe: takes the folder of a new run and writes there what it was started with.
+>>>>>>> fmt
 
     Raises:
         ValueError: the model is of another kind, or the configuration cannot be honoured with it on
@@ -88,6 +104,7 @@ class ChronicalsTrainer:
         tokenizer: PreTrainedTokenizerBase,
         config: ChronicalsConfig | None = None,
         callbacks: Sequence[Callback] = (),
+        write_recipe: Callable[[Path], None] | None = None,
     ):
         check_versions_for(model)
         self.model = model
@@ -107,7 +124,7 @@ class ChronicalsTrainer:
         self._stop = Stop()
         self._session: Session | None = None
         self._earlier: EarlierRun | None = None
-        self.write_recipe: Callable[[Path], None] | None = None
+        self._write_recipe = write_recipe
 
     def release_graphs(self) -> None:
         """Release the memory of CUDA graphs. A callback may call it between steps; later steps are
@@ -245,9 +262,15 @@ class ChronicalsTrainer:
             has_run = holds_a_run(folder)
             if self.config.overwrite and has_run:
                 check_replaceable(folder, self.model, self.config)
+<<<<<<< HEAD
                 earlier = contexts.enter_context(replacing(folder))
             if self.write_recipe is not None and (earlier is not None or not has_run):
                 self.write_recipe(folder)
+=======
+                earlier = held.enter_context(replacing(folder))
+            if self._write_recipe is not None and (earlier is not None or not there):
+                self._write_recipe(folder)
+>>>>>>> fmt
 
         with ExitStack() as contexts:
             self.ranks.writer_does(make_room, CheckpointError)
@@ -309,15 +332,12 @@ class ChronicalsTrainer:
         about = functools.cache(
             lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
-        session.before_update = saved.hold_update
-        session.told = lambda: (
-            saved.failed or self._stop.reason is not None or callbacks.error is not None
+        loop = Loop(
+            session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
         )
         with self._stop.on_signals(), callbacks.around(run):
-            with saved, session.stepping():
-                Loop(
-                    session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
-                ).train()
+            with saved, session.stepping(loop.hooks()):
+                loop.train()
             check_that_something_was_applied(run, session.precision)
             return finish(
                 run, model, self.tokenizer, config, self.ranks, saved, about, samples.after

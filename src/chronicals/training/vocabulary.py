@@ -15,8 +15,8 @@ import torch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.models import embedding_table
+from chronicals.policies.facts import WEIGHTS
 from chronicals.training.adapters import with_token_ids
-from chronicals.training.weight_sharding import WEIGHTS
 
 logger = logging.getLogger(__name__)
 

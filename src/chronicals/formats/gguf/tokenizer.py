@@ -263,7 +263,7 @@ def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
     splits = expressions[name]
     model = models.BPE(
         vocab=_ids_in_use(vocabulary),
-        merges=[tuple(merge.split(" ", 1)) for merge in vocabulary.merges],
+        merges=[tuple(merge.split(" ", 1)) for merge in vocabulary.merges],  # type: ignore[misc]
         ignore_merges=pre in WHOLE_WORD_SPLITS,
     )
     made = Tokenizer(model)
@@ -346,7 +346,7 @@ def _with_special_tokens(made: Any, vocabulary: Vocabulary) -> Any:
         made.post_processor = processors.TemplateProcessing(
             single=[*begin, "$A", *end],
             pair=[*begin, "$A", *end, *begin, "$B:1", *end],
-            special_tokens=[(special[name], vocabulary.special[name]) for name in around],
+            special_tokens=[(special[name], vocabulary.special[name]) for name in around],  # type: ignore[index]
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=made,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, codes_here, copies_of
+from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.weight_shards import codes_here, copies_of
 
 OF_A_MACHINE = frozenset(
     {"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"}

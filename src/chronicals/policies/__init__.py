@@ -1,0 +1,39 @@
+"""One place decides what a run switches on, what it costs, and who may run with whom.
+
+- ``Facts`` says once what a run is: its model, its mesh, its card, how documents are presented.
+- A ``Policy`` is one file and one object. It says how it is asked for (``asked``), why it cannot
+  run (``why_not``), what it adds and saves (``bytes``), how it is applied (``apply``,
+  ``around_steps``), its words (``title``, ``words``) and its advice (``spares``, ``remedies``).
+- ``exclusions`` is the table of what excludes what; no policy names another one elsewhere.
+- ``needed_memory`` adds the bytes of all policies up to an estimate, which is fitted to the card.
+- ``solver.decide`` asks every policy in turn, for the trainer; ``solver.fit`` fits the memory, for
+  the trainer and for plans; ``memory_check`` refuses what cannot fit, with the length that does.
+- ``advice`` asks every policy what it saves, for the words after a card is full.
+- A new policy is one file of this folder that calls ``register``: each file is imported.
+"""
+
+import importlib
+import pkgutil
+
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Decision, Policy, Stage, apply_policies, register
+from chronicals.policies.solver import decide, fit, summary
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "Decision",
+    "Facts",
+    "Policy",
+    "Stage",
+    "apply_policies",
+    "decide",
+    "fit",
+    "register",
+    "summary",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,45 @@
+"""Activations that wait for the backward pass in host memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from chronicals.config import ChronicalsConfig
+from chronicals.memory import ActivationOffload
+from chronicals.policies.facts import WEIGHTS, Facts
+from chronicals.policies.policy import Load, Policy, register
+
+
+class OffloadActivations(Policy):
+    """Saved tensors leave the card beside the computation, and come back beside it."""
+
+    name = "activation_offload"
+    title = "activation offload"
+    setting = "activation_offload=True cannot be honoured here, nor memory=['offload_activations']"
+    only_time = True
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return "offload_activations" in config.memory_policies
+
+    def why_not(self, facts: Facts) -> str | None:
+        if facts.on_card:
+            return None
+        return "activations are in host memory anyway; leave it out"
+
+    def words(self, facts: Facts) -> str:
+        return "as asked, beside the computation"
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """Only a window of the activations stays on the card."""
+        return replace(load, step=replace(load.step, offloads=True))
+
+    def around_steps(self, model: Any) -> AbstractContextManager[Any]:
+        return ActivationOffload(model.get_decoder())
+
+    def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        return ranks == 1 or config.sharding != WEIGHTS or config.use_lora
+
+
+register(OffloadActivations())

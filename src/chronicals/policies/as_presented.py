@@ -1,0 +1,82 @@
+"""Switches whose answer lies in how the model is presented: attention, loss, packing, the base."""
+
+from __future__ import annotations
+
+from chronicals.attention import FLASH
+from chronicals.config import ChronicalsConfig
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Course, Decision, Policy, Switch, register
+from chronicals.quantization import Experts4bit, PackedLinear
+
+
+class FlashAttention(Switch):
+    """Attention by a FlashAttention backend."""
+
+    name = "use_flash_attention"
+    title = "FlashAttention"
+
+    def why_not(self, facts: Facts) -> str | None:
+        runs = facts.packed and not facts.one_by_one and facts.backend in FLASH
+        return None if runs else "needs a card, bf16 or fp16, and packs"
+
+    def words(self, facts: Facts) -> str:
+        return facts.backend
+
+
+class FusedLoss(Switch):
+    """The loss from hidden states, a chunk of logits at a time."""
+
+    name = "use_fused_kernels"
+    title = "loss without whole logits"
+    matters = True
+
+    def why_not(self, facts: Facts) -> str | None:
+        return None if facts.head_is_read else "unknown kind of head"
+
+    def words(self, facts: Facts) -> str:
+        return "from the hidden states"
+
+
+class SequencePacking(Switch):
+    """Several documents in a row of tokens."""
+
+    name = "use_sequence_packing"
+    title = "sequence packing"
+    matters = True
+
+    def why_not(self, facts: Facts) -> str | None:
+        return None if facts.packed else "documents become padded rows"
+
+    def words(self, facts: Facts) -> str:
+        return "documents do not affect each other"
+
+
+class PackedBase(Policy):
+    """Base weights in a packed format, which the model was loaded with."""
+
+    name = "quantization"
+    title = "packed base weights"
+    before_memory = True
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return config.quantization is not None
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        modules = list(facts.model.modules())
+        layers = [module for module in modules if isinstance(module, PackedLinear)]
+        experts = [module for module in modules if isinstance(module, Experts4bit)]
+        parts = []
+        if layers:
+            formats = " and ".join(sorted({layer.format for layer in layers}))
+            parts.append(f"{len(layers)} linear layers in {formats}")
+        if experts:
+            parts.append(f"the experts of {len(experts)} layers in {experts[0].format}")
+        if not parts:
+            return Decision(self.name, False, "not asked for")
+        return Decision(self.name, True, f"{' and '.join(parts)}, dequantised for each product")
+
+
+register(FlashAttention())
+register(FusedLoss())
+register(SequencePacking())
+register(PackedBase())

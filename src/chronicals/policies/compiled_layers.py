@@ -1,0 +1,42 @@
+"""Decoder layers compiled by torch.compile, where they do not run fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chronicals.memory import decoder_layers
+from chronicals.models import unfused_kind
+from chronicals.policies.facts import ONE_BY_ONE, Facts
+from chronicals.policies.policy import Decision, Stage, Switch, register
+
+
+class CompiledLayers(Switch):
+    """Each decoder layer is compiled by itself."""
+
+    name = "use_torch_compile"
+    title = "torch.compile"
+    stage = Stage.MODULES
+
+    def why_not(self, facts: Facts) -> str | None:
+        model = facts.model
+        if not (facts.on_card and facts.packed):
+            return "only packs on a card are compiled for"
+        if not decoder_layers(model):
+            return f"{type(model).__name__} has no list of layers"
+        if facts.one_by_one:
+            return ONE_BY_ONE
+        if facts.records_routers:
+            return "its layers' router logits are recorded for the losses of routers"
+        if unfused_kind(model) is not None:
+            return "adapters run through PEFT's own modules"
+        return None
+
+    def words(self, facts: Facts) -> str:
+        return "decoder layers"
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        for layer in decoder_layers(model):
+            layer.compile()  # the entries of the bounds become dynamic when they first change
+
+
+register(CompiledLayers())

@@ -1,0 +1,49 @@
+"""Steps that are captured once and replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from chronicals.attention import FLASH
+from chronicals.models import unfused_kind
+from chronicals.policies.facts import ONE_BY_ONE, Facts
+from chronicals.policies.policy import Load, Switch, register
+
+
+class CudaGraphs(Switch):
+    """Micro-steps, and the update of a single process, as graphs (``training.graphs``)."""
+
+    name = "use_cuda_graphs"
+    title = "CUDA graphs"
+
+    def why_not(self, facts: Facts) -> str | None:
+        by_gloo = facts.divides_weights and dist.is_initialized() and dist.get_backend() != "nccl"
+        if not facts.on_card:
+            return "not on a card"
+        if by_gloo:
+            return "weights are gathered for each layer by gloo, which works on the host"
+        if not facts.packed:
+            return "documents become padded rows"
+        if facts.one_by_one:
+            return ONE_BY_ONE
+        if not facts.head_is_read:
+            return "the model's own logits are used"
+        if facts.backend not in FLASH:
+            return f"attention by {facts.backend} asks the host"
+        if facts.config.mixed_precision == "fp16":
+            return "fp16 runs under autocast"
+        if unfused_kind(facts.model) is not None:
+            return "adapters run through PEFT's own modules, which may ask the host"
+        return None
+
+    def words(self, facts: Facts) -> str:
+        return "micro-step and update are replayed"
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """Gradients stay where the graphs write them."""
+        return replace(load, gradients_stay=True)
+
+
+register(CudaGraphs())

@@ -1,0 +1,266 @@
+"""Weights divided among the processes (``sharding: weights``): trained ones by FSDP, frozen ones
+of adapters as bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.distributed import (
+    Mesh,
+    can_be_cut,
+    divided_among,
+    fingerprint,
+    frozen_linears,
+    gathers_of,
+    is_divided,
+    prove_alike,
+    shard_embedding,
+    shard_frozen,
+    shard_weights,
+    weight_mesh,
+    whole_parts,
+    why_embedding_stays_whole,
+)
+from chronicals.memory import decoder_layers
+from chronicals.models import embedding_table, has_4bit_experts, kept_in_fp32
+from chronicals.models.rows import STORED, StoredRows
+from chronicals.optimizers import moments_in_8_bits
+from chronicals.patching.decoder_layer import names_of_products
+from chronicals.policies.exclusions import why_excluded
+from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts, trains_layers
+from chronicals.policies.needed_memory import adapts_output
+from chronicals.policies.policy import Load, policies
+from chronicals.policies.state_bytes import master_bytes
+from chronicals.quantization import LinearGGUF
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 256
+"""Elements whose states in 8 bits share a scale."""
+
+
+def check_divisible(facts: Facts, among: int) -> None:
+    """Raise ConfigurationError where weights cannot be divided among so many processes."""
+    reason = why_not_divisible(facts) or why_not_cut(facts, among)
+    if reason:
+        raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
+
+
+def why_not_divisible(facts: Facts) -> str | None:
+    """Return why weights cannot be divided, among however many processes; None where they can."""
+    model = facts.model
+    name = type(model).__name__
+    if not decoder_layers(model):
+        return f"{name} has no list of decoder layers"
+    if facts.skips_layers:
+        return (
+            f"{name} skips layers at random, each process others, while all gather the same: "
+            "set its layerdrop to 0"
+        )
+    if has_4bit_experts(model):
+        return f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
+    asked = {policy.name for policy in policies() if policy.asked(facts.config)}
+    excluded = why_excluded("divided weights", asked, facts)
+    if excluded or not facts.trains_layers:
+        return excluded or _why_not_as_bytes(model)
+    in_fp32 = sorted(kept_in_fp32(model, GATHERED_TYPES[facts.config.mixed_precision]))
+    if in_fp32:
+        return (
+            f"{name} keeps {', '.join(in_fp32)} in fp32, and FSDP gathers the weights of a layer "
+            "in one dtype"
+        )
+    excluded = why_excluded("divided trained weights", asked, facts)
+    if excluded:
+        return excluded
+    if any(not p.is_floating_point() for p in model.parameters()):
+        return f"weights of {name} are packed, and others of its layers are trained"
+    for path, parameter in model.named_parameters():
+        if not parameter.ndim:
+            return f"{path} has no rows"
+    return None
+
+
+def _why_not_as_bytes(model: Any) -> str | None:
+    """Return why frozen weights cannot be divided as the bytes that they are stored in."""
+    formats = set()
+    for layer in decoder_layers(model):
+        formats |= {m.format for m in layer.modules() if isinstance(m, LinearGGUF)}
+    if not formats:
+        return None
+    return f"weights in {', '.join(sorted(formats))} stay as they are in their file, whole"
+
+
+def why_not_cut(facts: Facts, among: int) -> str | None:
+    """Return why rows of the weights cannot be divided among so many; None where they can."""
+    model = facts.model
+    if not facts.trains_layers:
+        if any(can_be_cut(linear, among) for _, linear in frozen_linears(decoder_layers(model))):
+            return None
+        return (
+            f"no frozen linear layer of its decoder layers has rows that can be divided by {among}"
+        )
+    if not facts.config.use_8bit_optimizer:
+        return None
+    in_8_bits = {id(p) for p in moments_in_8_bits(model)}
+    for name, weight in model.named_parameters():
+        if id(weight) not in in_8_bits:
+            continue
+        columns = weight.numel() // len(weight)
+        if -(-len(weight) // among) * columns % BLOCK:
+            return (
+                f"rows of {name} divided by {among} would cut blocks of 8-bit states; leave "
+                "use_8bit_optimizer out"
+            )
+    return None
+
+
+def check_whole(model: Any, config: ChronicalsConfig) -> None:
+    """Raise ConfigurationError where a run before divided the model's weights, and this one is
+    not to.
+    """
+    if len(list(whole_parts(model.parameters()))) < len(list(model.parameters())):
+        raise ConfigurationError(
+            f"sharding={config.sharding!r}: a run before divided the weights of this model among "
+            "the processes; set sharding='weights', or load the model again"
+        )
+
+
+def load_of_shares(facts: Facts, among: int, load: Load) -> Load:
+    """Return the bytes where weights are divided: shares, two layers that are gathered, and what
+    stays whole.
+
+    Trained layers need the gradients of one before and after they are summed, and all of the
+    embedding and the head; frozen ones need all of the head.
+
+    Args:
+        facts: of a model whose frozen layers may be divided already.
+        among: number of processes that share a copy.
+        load: bytes of the run without sharding.
+    """
+    config = facts.config
+    model = facts.model
+    # The copy of what attention returns is counted on every backend.
+    copies = facts.fuses_whole_layers and adapts_output(model)
+    load = replace(load, step=replace(load.step, copies_attended=copies))
+    if not facts.trains_layers:
+        extra = _beside_frozen_shares(model, load.step.element, among)
+        states = (load.states + 8) / among
+        return replace(load, weight=4, states=states, gradient=4.0, fixed=extra)
+    gathered = GATHERED_TYPES[config.mixed_precision].itemsize
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    others = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    whole = max(sizes) * (3 * gathered + 8) + others * gathered
+    summed = others * (gathered + 4)
+    stays = config.gradient_accumulation_steps > 1  # no graphs run, which would keep gradients
+    return replace(
+        load,
+        frozen=gathered / among,
+        weight=0,
+        # A shard is a whole fp32 weight, which needs no lower half of a master.
+        states=(4 + (load.states - master_bytes(config, 1))) / among,
+        gradient=4 / among,
+        gradients_stay=stays,
+        fixed=whole + (summed if stays else 0),
+        gradients=0 if stays else summed,
+    )
+
+
+def _beside_frozen_shares(model: Any, element: int, among: int) -> int:
+    """Return the bytes of frozen weights divided among so many, less those of them as they are.
+
+    These are shares, two layers that are gathered, and where products read whole weights in place,
+    a dense layer that they read instead.
+    """
+    total = 0
+    here = 0
+    gathered = 0
+    read = 0
+    for layer in decoder_layers(model):
+        sizes: dict[Any, int] = {m: frozen_bytes(m, element) for m in layer.modules()}
+        whole = sum(sizes.values())
+        total += whole
+        gathered = max(gathered, whole)
+        in_place = 0
+        for module, size in sizes.items():
+            if not size:
+                continue
+            here += size // divided_among(module)
+            if divided_among(module) == 1 and module.weight.is_floating_point():
+                in_place += size
+        read = max(read, in_place)
+    extra = total // among - here + 2 * gathered + read
+    whole_table = divided_among(model.get_input_embeddings()) == 1
+    if why_embedding_stays_whole(model, among) is None and whole_table:
+        extra -= embedding_table(model).numel() * (among - 1) // among * element
+    return extra
+
+
+def frozen_bytes(module: Any, element: int) -> int:
+    """Return the bytes of a frozen linear layer's weight, as all ranks that divide it hold it.
+
+    Args:
+        element: bytes of a value that is not packed.
+    """
+    parameters = list(module.parameters(recurse=False))
+    if not hasattr(module, "out_features") or any(p.requires_grad for p in parameters):
+        return 0
+    size = sum(p.numel() * (element if p.is_floating_point() else 1) for p in parameters)
+    buffers = sum(buffer.nbytes for buffer in module.buffers(recurse=False))
+    return size * divided_among(module) + buffers
+
+
+def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: int) -> None:
+    """Divide the weights of a model with its kernels in place, before the optimizer is made.
+
+    Args:
+        sharing: neighbours that share one copy.
+    """
+    layers = decoder_layers(model)
+    device = ranks.device
+    if not trains_layers(model):
+        gathers = gathers_of(model)
+        if gathers is None:
+            # each rank keeps rows of its own, which no other sees
+            prove_alike(ranks, {"weights": fingerprint(model.parameters())})
+            product = PRODUCT_TYPES[config.mixed_precision]
+            gathers = shard_frozen(layers, ranks, sharing, device, product)
+        reason = shard_embedding(model, gathers.rank, gathers.count, device, gathers.group)
+        if reason:
+            logger.info("sharding: the embedding stays whole on every process: %s", reason)
+        model.to(device)
+        ranks.same_weights(whole_parts(model.parameters()))
+        return
+    if any(is_divided(p) for p in model.parameters()):  # by a run before
+        return
+    products = list(names_of_products(model))
+    dtype = GATHERED_TYPES[config.mixed_precision]
+    stored: StoredRows | None = getattr(model, STORED, None)
+    read = _in_memory(ranks, device) if stored is None else stored.read
+    laid = shard_weights(model, layers, products, weight_mesh(ranks, sharing), dtype, read)
+    if laid < len(products) and ranks.writer:
+        logger.warning(
+            "sharding: %d of %d products take their weights one by one, for their rows cannot be "
+            "divided by %d",
+            len(products) - laid,
+            len(products),
+            sharing,
+        )
+
+
+def _in_memory(ranks: Mesh, device: torch.device) -> Callable[[str, Tensor, range], Tensor]:
+    """Return a reader of rows of weights that every process has whole; the first one's count."""
+
+    def read(name: str, weight: Tensor, rows: range) -> Tensor:
+        value = weight.detach().to(device)
+        ranks.same_weights([value])
+        return value
+
+    return read

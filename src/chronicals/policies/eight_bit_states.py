@@ -1,0 +1,60 @@
+"""Moments of AdamW in 8 bits (Dettmers et al., 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from chronicals.config import ChronicalsConfig
+from chronicals.optimizers import moments_in_8_bits
+from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Load, Policy, Remedy, register
+from chronicals.policies.state_bytes import state_bytes
+
+
+class EightBitStates(Policy):
+    """Both moments of large matrices in 8 bits, in blocks with a scale each."""
+
+    name = "use_8bit_optimizer"
+    title = "8-bit AdamW"
+    setting = "use_8bit_optimizer=True cannot be honoured here"
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return config.use_8bit_optimizer
+
+    def why_not(self, facts: Facts) -> str | None:
+        if not facts.trained or any(p.numel() for p in moments_in_8_bits(facts.model)):
+            return None
+        return (
+            f"no trained matrix but embeddings has {MIN_8BIT_ELEMENTS} elements, and smaller ones keep "
+            "their states in fp32; leave it out"
+        )
+
+    def words(self, facts: Facts) -> str:
+        trained = sum(p.numel() for p in facts.trained)
+        share = sum(p.numel() for p in moments_in_8_bits(facts.model)) / max(trained, 1)
+        return (
+            f"as asked, the moments of {share:.1%} of the trained weights; embeddings, vectors "
+            f"and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
+        )
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        trained = facts.trained
+        states = state_bytes(facts.config, facts.model, trained)
+        return replace(load, states=states / max(sum(p.numel() for p in trained), 1))
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield narrower states: bf16 first, which is the smaller change."""
+        if config.use_lora or config.use_8bit_optimizer:
+            return
+        fields = {"use_8bit_optimizer": True}
+        if config.optimizer_state_dtype == "fp32":
+            yield Remedy({"optimizer_state_dtype": "bf16"}, "states are rounded stochastically")
+            yield Remedy(fields, "states are rounded to 8 bits")
+        else:
+            other = {**fields, "optimizer_state_dtype": "fp32"}
+            yield Remedy(other, "states are rounded to 8 bits")
+
+
+register(EightBitStates())

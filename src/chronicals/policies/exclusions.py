@@ -1,0 +1,91 @@
+"""The table of what excludes what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from chronicals.policies.facts import Facts
+
+GATHERED = "weights are gathered for each layer"
+SHARED_PACKS = "processes that share packs exchange heads within each layer"
+
+
+class Exclusion(NamedTuple):
+    """A policy that does not run beside another one, or under a condition.
+
+    Attributes:
+        policy: name of the policy that does not run.
+        beside: name of a policy, or of a condition (``conditions``).
+        reason: words for the log and for the error.
+    """
+
+    policy: str
+    beside: str
+    reason: str
+
+
+EXCLUSIONS: list[Exclusion] = [
+    Exclusion("use_torch_compile", "shared packs", SHARED_PACKS),
+    Exclusion("use_torch_compile", "divided weights", GATHERED),
+    Exclusion("use_torch_compile", "fused layers", "decoder layers run fused"),
+    Exclusion("use_torch_compile", "use_fp8", "weights in FP8 are kept between calls"),
+    Exclusion("use_cuda_graphs", "shared packs", SHARED_PACKS),
+    Exclusion("use_cuda_graphs", "divided trained weights", GATHERED),
+    Exclusion("use_cuda_graphs", "reduce_in_backward", "gradients are summed in the backward pass"),
+    Exclusion(
+        "reduce_in_backward",
+        "use_cuda_graphs",
+        "micro-steps are CUDA graphs, whose gradients are summed afterwards",
+    ),
+    Exclusion(
+        "optimizer_in_backward",
+        "several processes",
+        "updates a weight before the gradients of {facts.ranks} processes are added up; leave it "
+        "out",
+    ),
+    Exclusion("divided weights", "use_fp8", "use_fp8=True quantises weights that are whole"),
+    Exclusion(
+        "divided weights",
+        "offload_frozen_weights",
+        "memory=['offload_frozen_weights'] moves weights that are whole",
+    ),
+    Exclusion(
+        "divided weights",
+        "reduce_in_backward",
+        "it sums gradients by itself: leave memory=['reduce_in_backward'] out",
+    ),
+    Exclusion(
+        "divided trained weights",
+        "activation_offload",
+        "memory=['offload_activations'] tells activations from weights by where these lie, "
+        "and gathered ones move",
+    ),
+]
+"""Rows in the order in which their reasons are given. ``{facts…}`` in a reason is filled in. What
+fields exclude each other whatever the model and the machine, ``ChronicalsConfig.check`` refuses."""
+
+
+def conditions(facts: Facts) -> set[str]:
+    """Return the conditions of the table that hold: facts that exclude as policies do."""
+    holds = {
+        "shared packs": facts.context > 1,
+        "divided weights": facts.divides_weights,
+        "divided trained weights": facts.divides_weights and facts.trains_layers,
+        "fused layers": facts.unfused is None,
+        "several processes": facts.ranks > 1,
+    }
+    return {name for name, held in holds.items() if held}
+
+
+def why_excluded(policy: str, standing: Collection[str], facts: Facts) -> str | None:
+    """Return why a policy does not run beside ``standing``; None where nothing excludes it.
+
+    Args:
+        policy: name of a policy or a condition.
+        standing: names of the policies and conditions that are there.
+    """
+    for row in EXCLUSIONS:
+        if row.policy == policy and row.beside in standing:
+            return row.reason.format(facts=facts)
+    return None

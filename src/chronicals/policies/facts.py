@@ -1,0 +1,181 @@
+"""Facts about a run on which its policies decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chronicals.attention import choose_backend
+from chronicals.config import ChronicalsConfig
+from chronicals.memory import card_memory, decoder_layers
+from chronicals.model_shape import ModelShape
+from chronicals.models import PresentedModel, input_device
+from chronicals.patching.fp8_layers import is_large
+from chronicals.patching.plan import plan_for
+
+WEIGHTS = "weights"
+"""Value of ``sharding`` where weights are divided."""
+
+GATHERED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
+"""Dtype in which trained weights are gathered, by ``mixed_precision``; autocast makes fp16 of it."""
+
+PRODUCT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtype of products, activations and frozen weights, by ``mixed_precision``."""
+
+ONE_BY_ONE = "attention runs on one document after the other"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run as its policies see it; the defaults are those of a plan for cards that are not here.
+
+    Attributes:
+        config: the configuration.
+        model: the model with its adapters; for a plan it may be on the meta device.
+        ranks: number of processes that train together.
+        context: number of them that share each pack.
+        exchanging: number of those that exchange heads to attend to split documents.
+        here: number of processes on each machine; None for what torchrun says.
+        total: bytes of a card; 0 without one.
+        packed: True if documents lie in packs, not in padded rows.
+        one_by_one: True if attention runs on one document after the other.
+        head_is_read: True if the loss is computed from hidden states, without whole logits.
+        records_routers: True if router logits of the layers are recorded for their losses.
+        unfused: reason why decoder layers do not run fused; None where they do.
+        fuses_whole_layers: True if decoder layers run fused, and no half of one is computed by the
+            model's own class.
+        backend: name of the attention backend.
+        in_fp8: takes inputs and outputs of a trained product, and returns whether it is in FP8;
+            None where none is.
+    """
+
+    config: ChronicalsConfig
+    model: Any
+    ranks: int = 1
+    context: int = 1
+    exchanging: int = 1
+    here: int | None = None
+    total: int = 0
+    packed: bool = True
+    one_by_one: bool = False
+    head_is_read: bool = True
+    records_routers: bool = False
+    unfused: str | None = None
+    fuses_whole_layers: bool = True
+    backend: str = ""
+    in_fp8: Callable[[int, int], bool] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: ChronicalsConfig,
+        presented: PresentedModel,
+        ranks: int = 1,
+        context: int = 1,
+        here: int | None = None,
+        exchanging: int = 1,
+    ) -> Facts:
+        """Read the facts of a run on this machine; see the attributes."""
+        model = presented.model
+        unfused = why_not_fused(config, presented)
+        trains_all = all(p.requires_grad for p in model.get_decoder().parameters())
+        text = model.config.get_text_config()
+        backend = choose_backend(
+            input_device(model),
+            PRODUCT_TYPES[config.mixed_precision],
+            ModelShape.of(model.config).head_dim or 128,  # families without a single one
+            softcap=getattr(text, "attn_logit_softcapping", None) is not None,
+            flash=config.use_flash_attention,
+        )
+        return cls(
+            config=config,
+            model=model,
+            ranks=ranks,
+            context=context,
+            exchanging=exchanging,
+            here=here,
+            total=card_memory(input_device(model)),
+            packed=presented.packed,
+            one_by_one=presented.one_by_one,
+            head_is_read=presented.head_is_read,
+            records_routers=presented.records_routers,
+            unfused=unfused,
+            fuses_whole_layers=unfused is None and plan_for(model).fuses_whole_layers,
+            backend=backend,
+            in_fp8=is_large if config.use_fp8 and trains_all else None,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass of a process."""
+        return self.config.batch_size * self.config.max_seq_length // self.context
+
+    @property
+    def on_card(self) -> bool:
+        """True if the model runs on a card."""
+        return input_device(self.model).type == "cuda"
+
+    @property
+    def divides_weights(self) -> bool:
+        """True if every process has a share of the weights."""
+        return self.ranks > 1 and self.config.sharding == WEIGHTS
+
+    @property
+    def pads_attended(self) -> bool:
+        """True if attention leaves room for an adapter's columns behind what it returns."""
+        return self.backend == "flash-attn-4"
+
+    @property
+    def trains_layers(self) -> bool:
+        """True if weights of decoder layers other than adapters are trained."""
+        return trains_layers(self.model)
+
+    @property
+    def skips_layers(self) -> bool:
+        """True if a training pass leaves layers out at random."""
+        fields = ("layerdrop", "decoder_layerdrop")
+        return any(getattr(self.model.config, field, 0) for field in fields)
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Parameters that require a gradient."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def splits_weights(self) -> bool:
+        """True if trained weights are in bf16, which leaves the lower half of an fp32 master."""
+        return self.config.mixed_precision == "bf16" and not self.config.use_lora
+
+
+def trains_layers(model: Any) -> bool:
+    """Return whether weights of decoder layers other than adapters are trained."""
+    adapted = hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
+    return not adapted and any(
+        p.requires_grad for layer in decoder_layers(model) for p in layer.parameters()
+    )
+
+
+def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
+    """Return why decoder layers do not run fused; None where they do.
+
+    They need a card and packs, and a proof on a twin of the model (``patching.plan``), which is
+    asked for last because it takes time.
+    """
+    asks_to_compile = config.use_torch_compile and "use_torch_compile" in config.explicit
+    obstacles = {
+        "not on a card": input_device(presented.model).type != "cuda",
+        "use_fused_kernels=False": not config.use_fused_kernels,
+        "use_torch_compile=True": asks_to_compile,
+        "mixed_precision=fp16": config.mixed_precision == "fp16",
+        "documents become padded rows": not presented.packed,
+        ONE_BY_ONE: presented.one_by_one,
+    }
+    for reason, holds in obstacles.items():
+        if holds:
+            return reason
+    if not plan_for(presented.model).layers:
+        return f"{type(presented.model).__name__} has none that were proved"
+    return None

@@ -1,0 +1,121 @@
+"""Products of fused decoder layers and of experts in FP8."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.kernels.fp8 import lacks_fp8
+from chronicals.kernels.fp8_linear import FP8_MULTIPLE
+from chronicals.models import input_device
+from chronicals.moe.routers import experts_per_token
+from chronicals.patching import experts, run_experts_in_fp8, run_in_fp8
+from chronicals.patching.forms import signature
+from chronicals.patching.fp8_layers import LEAST
+from chronicals.patching.plan import plan_for
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Decision, Load, Policy, Stage, register
+from chronicals.quantization import FP8
+
+logger = logging.getLogger(__name__)
+
+
+class ProductsInFP8(Policy):
+    """Frozen weights are quantised once, trained ones at each use."""
+
+    name = "use_fp8"
+    title = "FP8"
+    setting = "use_fp8=True cannot be honoured here"
+    before_memory = True
+    stage = Stage.WEIGHTS
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return config.use_fp8
+
+    def why_not(self, facts: Facts) -> str | None:
+        lacks = lacks_fp8(input_device(facts.model))
+        if lacks:
+            return f"{lacks}; leave it out"
+        if facts.unfused is None:
+            if facts.tokens % FP8_MULTIPLE:
+                shared = " / context_parallel" if facts.context > 1 else ""
+                return (
+                    f"batch_size * max_seq_length{shared}={facts.tokens} is no multiple of "
+                    f"{FP8_MULTIPLE}; leave it out"
+                )
+        elif not has_fused_experts(facts):
+            return (
+                "only fused decoder layers and experts have FP8 products, and none run "
+                f"({facts.unfused}); leave it out"
+            )
+        return None
+
+    def words(self, facts: Facts) -> str:
+        return "as asked, frozen weights quantised once, trained ones at each use"
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """Frozen weights are there in FP8 too; trained products keep their inputs in 8 bits."""
+        step = replace(load.step, in_fp8=facts.in_fp8)
+        return replace(load, step=step, frozen=FP8.bytes_a_value(load.step.element))
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Choose the products that run in FP8, by their size.
+
+        Raises:
+            ConfigurationError: none is large enough.
+        """
+        layers = run_in_fp8(model)
+        try:
+            each = experts_per_token(model)
+        except ValueError:  # the configuration names no number, as where there are no experts
+            each = 1
+        stacked = run_experts_in_fp8(model, facts.tokens * each)
+        if not layers.chosen and not stacked.layers:
+            reason = (
+                f"no product of this model has inputs and outputs of a harmonic mean of {LEAST}, "
+                "and FP8 does not pay for less"
+            )
+            if layers.left:
+                reason = f"its layers do not run fused: {', '.join(layers.left)}"
+            if stacked.left:
+                reason += f"; its experts stay in 16 bit: {', '.join(stacked.left)}"
+            raise ConfigurationError(f"{self.setting}: {reason}; leave it out")
+        if layers.left:
+            logger.warning(
+                "use_fp8: some layers do not run fused and stay in 16 bit: %s",
+                ", ".join(layers.left),
+            )
+        if stacked.left:
+            logger.warning("use_fp8: some experts stay in 16 bit: %s", ", ".join(stacked.left))
+        if layers.there:
+            logger.info(
+                "use_fp8: %d of %d products of fused layers, those whose inputs and outputs have "
+                "a harmonic mean of at least %s",
+                layers.chosen,
+                layers.there,
+                LEAST,
+            )
+        if stacked.layers:
+            logger.info(
+                "use_fp8: both products of the experts of %d layers; gradients of their weights "
+                "in 16 bit",
+                stacked.layers,
+            )
+
+
+register(ProductsInFP8())
+
+
+def has_fused_experts(facts: Facts) -> bool:
+    """Return whether experts run as grouped products, also where no layer around them is fused."""
+    config = facts.config
+    if not facts.on_card or not config.use_fused_kernels or config.mixed_precision == "fp16":
+        return False
+    forms = plan_for(facts.model).forms
+    for module in facts.model.modules():
+        key = signature(module)
+        if key in forms and forms[key][1].by == experts.BY:
+            return True
+    return False

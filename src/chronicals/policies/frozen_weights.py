@@ -1,0 +1,46 @@
+"""Frozen weights, for which FP8 copies stand in, in host memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from chronicals.config import ConfigurationError
+from chronicals.patching import offload_frozen_experts, offload_frozen_weights
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Decision, Load, Policy, Stage, register
+from chronicals.quantization import FP8InHost
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadFrozenWeights(Policy):
+    """The card keeps the FP8 copies alone."""
+
+    name = "offload_frozen_weights"
+    title = "frozen weights in host memory"
+    setting = "memory=['offload_frozen_weights']"
+    stage = Stage.WEIGHTS
+
+    def words(self, facts: Facts) -> str:
+        return "as asked, of products in FP8"
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        return replace(load, frozen=FP8InHost.bytes_a_value(load.step.element))
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Move the weights.
+
+        Raises:
+            ConfigurationError: no product in FP8 has a frozen weight.
+        """
+        moved = offload_frozen_weights(model) + offload_frozen_experts(model)
+        if not moved:
+            raise ConfigurationError(
+                f"{self.setting}: every weight that runs in FP8 is trained; leave it out"
+            )
+        logger.info("offload_frozen_weights: %.1f GiB wait in host memory", moved / 2**30)
+
+
+register(OffloadFrozenWeights())

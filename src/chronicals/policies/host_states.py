@@ -1,0 +1,67 @@
+"""Optimizer states in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from chronicals.config import ChronicalsConfig
+from chronicals.kernels.host_memory import available_memory
+from chronicals.optimizers import buffer_bytes, host_states, states_in_host_memory
+from chronicals.policies.advice import agreeing_switches, leanest_memory
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Load, Policy, Remedy, register
+from chronicals.policies.state_bytes import state_bytes
+
+
+class OffloadOptimizerStates(Policy):
+    """States of large weights come to the card in every update, by buffers, and go back."""
+
+    name = "offload_optimizer_states"
+    title = "optimizer states in host memory"
+    setting = "memory=['offload_optimizer_states']"
+
+    def why_not(self, facts: Facts) -> str | None:
+        moved = states_in_host_memory(facts.model)
+        if any(p.numel() for p in facts.trained) and not moved:
+            return (
+                f"no trained weight has {host_states.MIN_HOST_ELEMENTS} elements, and smaller ones keep "
+                "their states where they are; leave it out"
+            )
+        size = state_bytes(facts.config, facts.model, moved)
+        available = available_memory()
+        if available is None or size <= available:
+            return None
+        smaller = "" if facts.config.use_8bit_optimizer else "set use_8bit_optimizer=True, or "
+        return (
+            f"states of {size / 2**30:.2f} GiB, and {available / 2**30:.2f} GiB of host memory "
+            f"are free; {smaller}leave it out"
+        )
+
+    def words(self, facts: Facts) -> str:
+        moved = states_in_host_memory(facts.model)
+        share = sum(p.numel() for p in moved) / max(sum(p.numel() for p in facts.trained), 1)
+        size = state_bytes(facts.config, facts.model, moved) / 2**30
+        where = "" if facts.on_card else ", from memory to memory, since there is no card"
+        return (
+            f"as asked, of {share:.1%} of the trained weights; {size:.2f} GiB come and go in "
+            f"every update{where}"
+        )
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """Buffers are on the card instead of the states that moved."""
+        moved = states_in_host_memory(facts.model)
+        away = {id(p) for p in moved}
+        here = [p for p in facts.trained if id(p) not in away]
+        size = state_bytes(facts.config, facts.model, here)
+        size += buffer_bytes(state_bytes(facts.config, facts.model, moved))
+        return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1))
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        if config.use_lora or self.asked(config):
+            return
+        memory = sorted(leanest_memory(config, ranks) | {self.name})
+        yield Remedy({"memory": memory, **agreeing_switches(config)})
+
+
+register(OffloadOptimizerStates())

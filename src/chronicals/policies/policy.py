@@ -1,0 +1,254 @@
+"""The parts that every policy is made of, and the list of all policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.memory import NOTHING, Estimate, StepShape
+from chronicals.policies.exclusions import why_excluded
+from chronicals.policies.facts import Facts
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Record whether a policy runs, and why.
+
+    Attributes:
+        field: name of the policy.
+        runs: True if it runs.
+        reason: words for the log.
+        how: of recomputation, what every layer saves; of sharding, what is divided.
+        layers: of recomputation, the number of layers that are recomputed whole, None for all.
+        matters: True if the log names the policy even where it does not run.
+        among: of sharding, the number of processes that share one copy of what is divided.
+        stay: of sharding, the number of the last layers that stay gathered between their passes.
+    """
+
+    field: str
+    runs: bool
+    reason: str
+    how: str = NOTHING
+    layers: int | None = 0
+    matters: bool = False
+    among: int = 1
+    stay: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes that a run puts on a card, as the policies change them one after the other.
+
+    Attributes:
+        step: shape of a step, which gives the activations.
+        frozen: bytes of a frozen value.
+        weight: bytes of a trained value.
+        states: bytes of the optimizer states of a trained value, in the mean.
+        gradient: bytes of the gradient of a trained value.
+        gradients_stay: True if gradients exist during a forward pass; else activations make way
+            for them.
+        fixed: further bytes that exist all the time.
+        gradients: further bytes of gradients that the backward pass makes.
+    """
+
+    step: StepShape
+    frozen: float
+    weight: float
+    states: float
+    gradient: float
+    gradients_stay: bool
+    fixed: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
+class Course:
+    """State of the solver when a policy decides.
+
+    Attributes:
+        standing: names of the policies and conditions that exclude others: what is asked for and
+            not yet decided, and what was decided to run.
+        memory: bytes that the run is expected to hold.
+        frees: True if gradients must be summed and freed in the backward pass.
+        sharding: the decision on sharding.
+        recomputed: the decision on recomputation; None until the memory was decided.
+    """
+
+    standing: frozenset[str]
+    memory: Estimate
+    frees: bool
+    sharding: Decision
+    recomputed: Decision | None = None
+
+
+class Remedy(NamedTuple):
+    """Fields that make a run take less memory.
+
+    Attributes:
+        fields: values of the configuration.
+        price: what is given up in words; empty where it is only time.
+    """
+
+    fields: dict[str, Any]
+    price: str = ""
+
+
+class Stage(Enum):
+    """When the recipe (``chronicals.training.session.prepare``) applies a policy.
+
+    LAYERS: before modules are replaced by kernels.
+    MODULES: after that, before the optimizer is made.
+    WEIGHTS: after weights have their final type and place.
+    """
+
+    LAYERS = 1
+    MODULES = 2
+    WEIGHTS = 3
+
+
+class Policy:
+    """Base class: something that a run may switch on, and all that others must know about it.
+
+    A subclass says how it is asked for, why it cannot run, what it costs, and how it is applied.
+    The default is an entry of ``memory`` that runs where it is asked for.
+
+    Attributes:
+        name: key of its decision: a switch, or an entry of ``memory``.
+        title: what it is in a practitioner's words, for the log; empty where that says it itself.
+        setting: how the configuration asks for it, for messages.
+        before_memory: True if it is decided before the memory is, on which it does not depend.
+        shares: True if it takes a share of what all others leave, so that its bytes count last.
+        only_time: True if it saves memory for nothing but time.
+        stage: when it is applied; None for a policy that the recipe applies by itself.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    setting: ClassVar[str]
+    before_memory: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
+    only_time: ClassVar[bool] = False
+    stage: ClassVar[Stage | None] = None
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether the configuration asks for the policy, or permits it."""
+        return self.name in config.memory_policies
+
+    def why_not(self, facts: Facts) -> str | None:
+        """Return why the policy cannot run, with the remedy; None where it can."""
+        return None
+
+    def words(self, facts: Facts) -> str:
+        """Return the reason of a policy that runs, for the log."""
+        return "as asked"
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide whether the policy runs.
+
+        Raises:
+            ConfigurationError: it is asked for and cannot run.
+        """
+        if not self.asked(facts.config):
+            return Decision(self.name, False, "not asked for")
+        reason = why_excluded(self.name, course.standing, facts) or self.why_not(facts)
+        if reason:
+            raise ConfigurationError(f"{self.setting}: {reason}")
+        return Decision(self.name, True, self.words(facts))
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """Return ``load`` with the bytes that the policy, where it is asked for, adds and saves."""
+        return load
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Change the model at ``stage``, where the policy runs."""
+
+    def around_steps(self, model: Any) -> AbstractContextManager[Any]:
+        """Return a context around all steps of a run in which the policy runs."""
+        return nullcontext()
+
+    def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        """Return whether an entry with ``only_time`` belongs to the leanest ``memory``."""
+        return self.name in config.memory_policies
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield changes of the configuration that switch the policy on to save memory.
+
+        Args:
+            ranks: number of processes that train together.
+        """
+        return iter(())
+
+
+class Switch(Policy):
+    """A ``use_*`` field that is on by default: it permits, and what was set must be honoured."""
+
+    before_memory = True
+    matters: ClassVar[bool] = False
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return bool(getattr(config, self.name))
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        if not self.asked(facts.config):
+            return Decision(self.name, False, "turned off")
+        reason = why_excluded(self.name, course.standing, facts) or self.why_not(facts)
+        if reason and self.name in facts.config.explicit:
+            raise ConfigurationError(
+                f"{self.name}=True cannot be honoured here: {reason}; leave it out or set it to "
+                "False"
+            )
+        return Decision(self.name, not reason, reason or self.words(facts), matters=self.matters)
+
+
+POLICIES: dict[str, Policy] = {}
+"""All policies by name; ``policies`` returns them in the order of the log."""
+
+_LOG_ORDER = (
+    "context_parallel",
+    "use_flash_attention",
+    "use_fused_kernels",
+    "use_sequence_packing",
+    "use_torch_compile",
+    "use_cuda_graphs",
+    "quantization",
+    "use_fp8",
+    "use_gradient_checkpointing",
+    "activation_offload",
+    "tiled_mlp",
+    "offload_frozen_weights",
+    "sharding",
+    "reduce_in_backward",
+    "optimizer_in_backward",
+    "use_8bit_optimizer",
+    "offload_optimizer_states",
+)
+
+P = TypeVar("P", bound=Policy)
+
+
+def register(policy: P) -> P:
+    """Make ``policy`` one of those that every run asks."""
+    POLICIES[policy.name] = policy
+    return policy
+
+
+def policies() -> list[Policy]:
+    """Return all policies in the order of the log; others than our own come last."""
+    order = {name: place for place, name in enumerate(_LOG_ORDER)}
+    return sorted(POLICIES.values(), key=lambda policy: order.get(policy.name, len(order)))
+
+
+def apply_policies(
+    stage: Stage, model: Any, facts: Facts, decisions: Mapping[str, Decision]
+) -> None:
+    """Apply all policies of ``stage`` that run."""
+    for policy in policies():
+        if policy.stage is stage and decisions[policy.name].runs:
+            policy.apply(model, facts, decisions[policy.name])

@@ -1,0 +1,139 @@
+"""Activations that the backward pass computes again: of whole layers, or of norms and units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.memory import (
+    CHEAP,
+    LAYERS,
+    NOTHING,
+    Estimate,
+    decoder_layers,
+    disable_gradient_checkpointing,
+    enable_gradient_checkpointing,
+    enters_again,
+    recomputes,
+)
+from chronicals.patching import recompute_norms_and_units
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Course, Decision, Policy, Stage, register
+
+CHECKPOINTED = "_chronicals_checkpointed"
+"""Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
+
+
+class RecomputeLayers(Policy):
+    """Recomputation as asked for; else as much of it as the memory needs."""
+
+    name = "use_gradient_checkpointing"
+    title = "activation recomputation"
+    setting = "memory=['recompute_elementwise']"
+    only_time = True
+    stage = Stage.LAYERS
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        return asked_recomputation(config) != NOTHING
+
+    def why_not(self, facts: Facts) -> str | None:
+        """Return why norms and gated units cannot be recomputed."""
+        if facts.unfused is None:
+            return None
+        return f"needs fused decoder layers, and none run ({facts.unfused}); take recompute_layers"
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Return the decision that the solver made while it fitted the memory (``chosen``)."""
+        assert course.recomputed is not None
+        return course.recomputed
+
+    def chosen(self, facts: Facts, memory: Estimate) -> Decision:
+        """Decide what is recomputed so that ``memory`` fits.
+
+        Raises:
+            ConfigurationError: what is asked for cannot be recomputed.
+        """
+        config = facts.config
+        asked = asked_recomputation(config)
+        if asked == LAYERS:
+            return Decision(self.name, True, f"as asked, {LAYERS} recomputed", layers=None)
+        if asked == CHEAP:
+            reason = self.why_not(facts)
+            if reason:
+                raise ConfigurationError(f"{self.setting}: {reason}")
+            return Decision(self.name, True, f"as asked, {CHEAP} recomputed", CHEAP)
+        if asked == NOTHING:
+            return Decision(
+                self.name, False, "turned off" if config.memory is None else "not among memory"
+            )
+        model = facts.model
+        if recomputes(model):
+            if facts.records_routers and enters_again(model):
+                raise ConfigurationError(
+                    "the model recomputes its layers with use_reentrant=True, through which its "
+                    "router loss has no gradient; leave that to us "
+                    "(model.gradient_checkpointing_disable()), or pass use_reentrant=False"
+                )
+            return Decision(self.name, True, "the model's own, which stays as it is")
+        return self._by_memory(model, memory)
+
+    def _by_memory(self, model: Any, memory: Estimate) -> Decision:
+        cheap, layers = memory.choice()
+        words = memory.words()
+        name = type(model).__name__
+        if layers and not getattr(model, "supports_gradient_checkpointing", False):
+            reason = f"{words}: {name} cannot recompute its layers"
+            return Decision(self.name, False, reason, matters=True)
+        if layers and not decoder_layers(model):
+            reason = f"{words}: all are, this class has no list of layers"
+            return Decision(self.name, True, reason, layers=None)
+        return Decision(self.name, bool(layers) or cheap != NOTHING, words, cheap, layers)
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        if decision.layers != 0:
+            enable_gradient_checkpointing(model, facts.unfused is None, decision.layers)
+            setattr(model.get_decoder(), CHECKPOINTED, True)
+        if decision.how == CHEAP:
+            recompute_norms_and_units(model)
+
+    def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        return True
+
+
+RECOMPUTE_LAYERS = register(RecomputeLayers())
+
+
+def forget_recomputation(model: Any) -> None:
+    """Switch off the recomputation that an earlier run of ours switched on."""
+    if vars(model.get_decoder()).pop(CHECKPOINTED, False):
+        disable_gradient_checkpointing(model)
+
+
+def stop_other_recomputation(model: Any, decision: Decision) -> None:
+    """Switch off recomputation by the model itself, but for where the decision leaves it that."""
+    own = decision.runs and decision.layers == 0 and decision.how != CHEAP
+    if recomputes(model) and not own:
+        disable_gradient_checkpointing(model)
+
+
+def asked_recomputation(config: ChronicalsConfig) -> str | None:
+    """Return what every layer recomputes where the configuration says so; None where the memory
+    decides.
+    """
+    if "recompute_layers" in config.memory_policies:
+        return LAYERS
+    if "recompute_elementwise" in config.memory_policies:
+        return CHEAP
+    if config.memory is not None or not config.use_gradient_checkpointing:
+        return NOTHING
+    return None
+
+
+def fixed_recomputation(facts: Facts) -> str | None:
+    """Return what every layer recomputes whatever the memory; None where the memory decides."""
+    asked = asked_recomputation(facts.config)
+    if asked is None and recomputes(facts.model):
+        return LAYERS
+    if asked is None and not getattr(facts.model, "supports_gradient_checkpointing", False):
+        return NOTHING
+    return asked

@@ -1,0 +1,64 @@
+"""Gradients of several processes that are summed, and freed, within the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.policies.exclusions import SHARED_PACKS, why_excluded
+from chronicals.policies.facts import WEIGHTS, Facts
+from chronicals.policies.policy import Course, Decision, Load, Policy, register
+
+
+class ReduceInBackward(Policy):
+    """Sums as asked for, or where all gradients would not fit, or where no graphs are in the way."""
+
+    name = "reduce_in_backward"
+    title = "gradients summed in the backward pass"
+    setting = "memory=['reduce_in_backward']"
+    only_time = True
+
+    def why_not(self, facts: Facts) -> str | None:
+        if facts.context > 1:
+            return (
+                "sums wait for processes that wait for heads, with "
+                f"context_parallel={facts.context}; leave one out"
+            )
+        if facts.config.sharding == "none":
+            return "every process updates a share, and sharding='none'; leave one out"
+        return None
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        asked = self.asked(facts.config)
+        reason = self.why_not(facts)
+        if asked and reason:
+            raise ConfigurationError(f"{self.setting}: {reason}")
+        if facts.context > 1:
+            return Decision(self.name, False, SHARED_PACKS)
+        if course.sharding.how == WEIGHTS:
+            return Decision(self.name, False, "weights are divided, and sums with them")
+        if not course.sharding.runs:
+            return Decision(self.name, False, course.sharding.reason, matters=asked)
+        excluded = why_excluded(self.name, course.standing, facts)
+        if excluded:
+            return Decision(self.name, False, excluded)
+        if not asked and facts.config.memory is not None:
+            return Decision(self.name, False, "not among memory")
+        if not course.frees:
+            words = "beside its products, for no micro-step is a CUDA graph"
+        elif asked:
+            words = "as asked"
+        else:
+            words = "the gradients of all weights would not fit beside the rest"
+        return Decision(self.name, True, words)
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """A gradient is freed once it was sent."""
+        return replace(load, gradient=0)
+
+    def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        shared = ranks > 1 and config.sharding == "optimizer" and config.context_parallel == 1
+        return shared or self.asked(config)
+
+
+register(ReduceInBackward())

@@ -1,0 +1,157 @@
+"""What runs of all that is asked for and permitted: one solver for the trainer and for plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from chronicals.memory import LAYERS, Estimate
+from chronicals.policies.exclusions import conditions
+from chronicals.policies.facts import Facts
+from chronicals.policies.memory_check import refuse_what_cannot_fit
+from chronicals.policies.needed_memory import (
+    asked_for,
+    expected_memory,
+    gathered_bytes,
+    layers_that_stay,
+)
+from chronicals.policies.policy import POLICIES, Course, Decision, policies
+from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, fixed_recomputation
+from chronicals.policies.sharding import SHARDING
+
+
+def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Decision]:
+    """Decide for every policy whether it runs, by its name in the order of the log.
+
+    Sharding comes first, for all else depends on what a process has; then the policies that do not
+    depend on the memory; then recomputation, as much as is left to be saved; then the others.
+
+    Args:
+        facts: of the run.
+        smallest: takes a number that every process has, and returns the smallest; called once, by
+            all.
+
+    Raises:
+        ConfigurationError: a policy that was asked for cannot run, or the run does not fit its
+            card.
+    """
+    facts, sharding = settle_sharding(facts)
+    frees, memory = expected_memory(facts)
+    sharding = SHARDING.kept_whole(facts, sharding, memory)
+    standing = asked_for(facts, frees) | conditions(facts)
+    course = Course(frozenset(standing), memory, frees, sharding)
+    decisions: dict[str, Decision] = {}
+    for policy in policies():
+        if policy.before_memory:
+            course = _decided(policy.name, facts, course, decisions)
+    fitted = fit(facts, sharding, memory, smallest)
+    refuse_what_cannot_fit(
+        facts.config,
+        fitted.memory,
+        fixed_recomputation(facts),
+        lambda length: expected_memory(_with_length(facts, length))[1],
+        facts.ranks,
+    )
+    course = replace(course, sharding=fitted.sharding, recomputed=fitted.recomputed)
+    for policy in policies():
+        if not policy.before_memory:
+            course = _decided(policy.name, facts, course, decisions)
+    return {policy.name: decisions[policy.name] for policy in policies()}
+
+
+def settle_sharding(facts: Facts) -> tuple[Facts, Decision]:
+    """Return the facts with the number of processes that share a copy of the weights, and the
+    decision on sharding.
+
+    Raises:
+        ConfigurationError: weights cannot be divided as they are asked to be.
+    """
+    sharding = SHARDING.chosen(facts)
+    if facts.divides_weights:
+        facts = replace(facts, config=facts.config.fitted(sharding_ranks=sharding.among))
+    return facts, sharding
+
+
+def _decided(name: str, facts: Facts, course: Course, decisions: dict[str, Decision]) -> Course:
+    """Add the decision of a policy, and return the course in which it stands or does not."""
+    decisions[name] = POLICIES[name].decide(facts, course)
+    standing = course.standing - {name}
+    if decisions[name].runs:
+        standing = standing | {name}
+    return replace(course, standing=standing)
+
+
+def _with_length(facts: Facts, length: int) -> Facts:
+    return replace(facts, config=facts.config.fitted(max_seq_length=length))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A run that was fitted to the memory of its card.
+
+    Attributes:
+        memory: bytes that are expected, with the layers that stay gathered.
+        recomputed: the decision on recomputation.
+        sharding: the decision on sharding.
+    """
+
+    memory: Estimate
+    recomputed: Decision
+    sharding: Decision
+
+    @property
+    def held(self) -> int:
+        """Bytes that the run holds at most."""
+        whole = self.recomputed.layers is None
+        how = LAYERS if whole else self.recomputed.how
+        return self.memory.needed(how, self.recomputed.layers or 0)
+
+    @property
+    def layers_again(self) -> int:
+        """Number of layers that are recomputed whole."""
+        layers = self.recomputed.layers
+        return self.memory.layers if layers is None else layers
+
+
+def fit(
+    facts: Facts, sharding: Decision, memory: Estimate, smallest: Callable[[int], int] = int
+) -> Fitted:
+    """Recompute as much as the memory needs, and let layers stay gathered in what is spare.
+
+    Args:
+        facts: of the run.
+        sharding: the decision on sharding.
+        memory: expected of the run.
+        smallest: as for ``decide``.
+
+    Raises:
+        ConfigurationError: what is asked for cannot be recomputed.
+    """
+    recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)
+    if not facts.divides_weights or not facts.trains_layers:
+        smallest(0)
+        return Fitted(memory, recomputed, sharding)
+    size = gathered_bytes(facts)
+    stay = smallest(layers_that_stay(memory, recomputed.how, recomputed.layers, size))
+    if stay:
+        memory = memory.beside(stay * size)
+        recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)  # the same, for these bytes fit
+        words = (
+            f"; the last {stay} layers stay gathered between their passes, "
+            f"{stay * size / 2**30:.1f} GiB"
+        )
+        sharding = replace(sharding, reason=sharding.reason + words, stay=stay)
+    return Fitted(memory, recomputed, sharding)
+
+
+def summary(decisions: Iterable[Decision]) -> list[str]:
+    """Return lines for the log: what runs, and what does not though it matters."""
+    running = []
+    missing = []
+    for decision in decisions:
+        title = POLICIES[decision.field].title
+        if decision.runs and title:
+            running.append(f"{title} ({decision.reason})")
+        elif decision.matters:
+            missing.append(f"without {title}: {decision.reason}")
+    return [f"in use: {', '.join(running)}"] * bool(running) + missing

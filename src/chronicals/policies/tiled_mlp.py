@@ -1,0 +1,44 @@
+"""MLPs that are computed a tile of rows at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from chronicals.memory import makes_tiles
+from chronicals.memory.tiling import TILE
+from chronicals.patching import has_gated_mlps, tile_mlps
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Course, Decision, Load, Policy, Stage, register
+
+
+class TiledMLP(Policy):
+    """Each tile is computed again in the backward pass; the gradients of tiles are added up."""
+
+    name = "tiled_mlp"
+    title = "tiled MLPs"
+    setting = "memory=['tiled_mlp']"
+    stage = Stage.MODULES
+
+    def why_not(self, facts: Facts) -> str | None:
+        if has_gated_mlps(facts.model):
+            return None
+        return f"needs gated MLPs, {type(facts.model).__name__} has none; leave it out"
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        decision = super().decide(facts, course)
+        if decision.runs and not makes_tiles(facts.tokens):
+            return Decision(self.name, False, "a batch has no more rows than a tile")
+        return decision
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        """Inner activations exist for one tile; gradients are sums, which are in fp32."""
+        if not makes_tiles(load.step.tokens):
+            return load
+        return replace(load, step=replace(load.step, tile=TILE), gradient=4)
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        tile_mlps(model)
+
+
+register(TiledMLP())

@@ -1,0 +1,25 @@
+"""Weights that are updated within the backward pass, each when its gradient is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Load, Policy, register
+
+
+class UpdateInBackward(Policy):
+    """No gradient outlives its update (``training.in_backward``)."""
+
+    name = "optimizer_in_backward"
+    title = "optimizer in the backward pass"
+    setting = "memory=['optimizer_in_backward']"
+
+    def words(self, facts: Facts) -> str:
+        return "as asked, gradients are dropped once used"
+
+    def bytes(self, facts: Facts, load: Load) -> Load:
+        return replace(load, gradient=0)
+
+
+register(UpdateInBackward())

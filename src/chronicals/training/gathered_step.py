@@ -1,0 +1,46 @@
+"""Micro-steps over weights that are divided among processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.distributed import gathers_of, last_micro_batch
+from chronicals.objectives import Count
+from chronicals.training.step import EagerStep
+
+
+class GatheredStep(EagerStep):
+    """An ``EagerStep`` whose copies of the weights add up their sums after the last micro-batch."""
+
+    _left = 0
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        self._left = micro_batches
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        self._left -= 1
+        last_micro_batch(self.model.model, self._left == 0)
+        return super().micro(batch, counts, first)
+
+
+class FrozenGatheredStep(EagerStep):
+    """An ``EagerStep`` over frozen weights that are gathered: every micro-step gathers the same,
+    and all that it reads.
+    """
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        gathers = gathers_of(self.model.model)
+        assert gathers is not None
+        self.gathers = gathers
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        self.gathers.forget()
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        with self.gathers.passing():
+            return super().micro(batch, counts, first)
