@@ -63,15 +63,10 @@ class Loop:
         self.device = session.precision.device
         self._told = False
         self._passes: list[Moment] = []
-<<<<<<< HEAD
-        if session.ranks.count > 1:  # one process has no watch
-            session.passed = self._passed
-            session.compiling = partial(watch.alone, "compiling the first step")
-=======
 
     def hooks(self) -> StepHooks:
         """Return what the session's steps call, for ``Session.stepping``."""
-        if self.session.ranks.count == 1:  # nobody watches
+        if self.session.ranks.count == 1:  # one process has no watch
             return StepHooks(self.saved.hold_update, self._wants_to_stop)
         compiling = partial(self.watch.alone, "compiling the first step")
         return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
@@ -79,7 +74,6 @@ class Loop:
     def _wants_to_stop(self) -> bool:
         asked = self.stop.reason is not None
         return self.saved.failed or asked or self.callbacks.error is not None
->>>>>>> fmt
 
     def train(self) -> None:
         """Run all steps; the metrics of one arrive while the next is computed.

@@ -73,23 +73,12 @@ class ChronicalsTrainer:
     """Trains a Hugging Face causal language model.
 
     Args:
-<<<<<<< HEAD
         model: the model, on its device; ``device_map="auto"`` is allowed if it uses one device.
         tokenizer: its tokenizer; ``pad_token = eos_token`` is allowed.
         config: all settings; ``ChronicalsConfig()`` if None.
         callbacks: callbacks beside those for files, progress and trackers.
-
-    Attributes:
-        write_recipe: writes the recipe that started the run into a new run's folder; None for none.
-=======
-        model: the model, on its device; ``device_map="auto"`` is fine as long as it uses one
-            device.
-        tokenizer: its tokenizer; ``pad_token = eos_token`` is fine.
-        config: everything else; ``ChronicalsConfig()`` if None.
-        callbacks: further callbacks; those for files and progress, and the trackers, are there
-            anyway.
-        write_recipe: takes the folder of a new run and writes there what it was started with.
->>>>>>> fmt
+        write_recipe: writes the recipe that started the run into the folder of a new run, which it
+            gets; None for none.
 
     Raises:
         ValueError: the model is of another kind, or the configuration cannot be honoured with it on
@@ -262,15 +251,9 @@ class ChronicalsTrainer:
             has_run = holds_a_run(folder)
             if self.config.overwrite and has_run:
                 check_replaceable(folder, self.model, self.config)
-<<<<<<< HEAD
                 earlier = contexts.enter_context(replacing(folder))
-            if self.write_recipe is not None and (earlier is not None or not has_run):
-                self.write_recipe(folder)
-=======
-                earlier = held.enter_context(replacing(folder))
-            if self._write_recipe is not None and (earlier is not None or not there):
+            if self._write_recipe is not None and (earlier is not None or not has_run):
                 self._write_recipe(folder)
->>>>>>> fmt
 
         with ExitStack() as contexts:
             self.ranks.writer_does(make_room, CheckpointError)
