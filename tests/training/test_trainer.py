@@ -714,7 +714,7 @@ def test_kernels_train_as_their_references_do(tmp_path, lora):
 @pytest.mark.parametrize("where", ["weight", "low"])
 def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch):
     monkeypatch.setattr(audit, "SMALL", 8)
-    monkeypatch.setattr(audit, "AT_A_TIME", 7)
+    monkeypatch.setattr(audit, "_SUMMED_ELEMENTS", 7)
     model = torch.nn.Linear(5, 6, bias=False).bfloat16()
     optimizer = FusedAdamW(model.parameters(), lr=0.0)
     optimizer.set_master(model.weight, torch.randn(6, 5))

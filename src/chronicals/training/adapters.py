@@ -1,5 +1,5 @@
-"""Adapters of a run: attached where they are asked for, checked where they are there already,
-ours or PEFT's.
+"""Adapters of a run: attached if the configuration asks for them, checked if the model has some, ours
+or PEFT's.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ ADAPTERS = {
     "lora_trainable_tokens": "trainable_token_indices",
     "lora_target_parameters": "target_parameters",
 }
-"""Fields about adapters, and what each is called in a LoRAConfig."""
+"""Fields of the configuration about adapters, and their names in a LoRAConfig."""
 
-FEW = 4
-"""Names of layers that an error tells."""
+_LISTED_LAYERS = 4
+"""Names of layers that an error lists."""
 
 
 def attach_adapters(
     model: Any, config: ChronicalsConfig, resumed: Path | None = None, heads: Collection[str] = ()
 ) -> None:
-    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what
-    reads no text; log which experts are not trained.
+    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze towers
+    that read no text; log the experts that are not trained.
 
     Args:
-        resumed: the folder of the model in a checkpoint, from which the run goes on: of starting
-            values that were taken from the weights it holds the very ones.
+        resumed: folder of the model in the checkpoint that the run resumes from; it holds the
+            starting values that were computed from the base's weights.
         heads: names of the lookahead heads that have a loss: beside adapters they are trained whole
             and saved with them.
 
     Raises:
-        ConfigurationError: the model's adapters have another shape than was asked for; there are
-            none and its weights cannot be trained; something is trained that would not be saved; or
-            PEFT's adapters are prompts, frozen or merged.
+        ConfigurationError: the model's adapters have another shape than the configuration asks for;
+            it has none and its weights cannot be trained; something is trained that would not be
+            saved; or PEFT's adapters are prompts, frozen or merged.
     """
     _attach(model, config, resumed, heads)
     if hasattr(model, "chronicals_lora"):
@@ -111,52 +111,55 @@ def _attach(
             "use_lora=False: the model's weights are quantised and cannot be trained; set "
             "use_lora=True"
         )
-    elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
-        logger.warning(
-            "%s: set, but use_lora is off, so no adapters are attached; set use_lora",
-            ", ".join(unused),
-        )
+    else:
+        unused = [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]
+        if unused:
+            logger.warning(
+                "%s: set, but use_lora is off, so no adapters are attached; set use_lora",
+                ", ".join(unused),
+            )
 
 
 def shape_of(config: ChronicalsConfig) -> LoRAConfig:
-    """The adapters that the configuration asks for."""
-    return LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()})
+    """Return the adapters that the configuration asks for."""
+    fields = {own: getattr(config, name) for name, own in ADAPTERS.items()}
+    return LoRAConfig(**fields)
 
 
 def _with_heads(shape: LoRAConfig, heads: Collection[str]) -> LoRAConfig:
-    """Adapters beside which these are trained whole."""
+    """Return the adapters with the heads among the modules that are trained whole."""
     named = list(shape.modules_to_save or ())
     more = [head for head in heads if not any(ends_in(name, head) for name in named)]
     return replace(shape, modules_to_save=[*named, *more] or None)
 
 
 def watcher(config: ChronicalsConfig) -> LoftQ | None:
-    """What must see the weights of a base while they are quantised, for ``lora_init``; None
-    where nothing must.
+    """Return the observer that needs the weights of a base while they are quantised, for
+    ``lora_init``; None for none.
     """
     return LoftQ(shape_of(config)) if config.use_lora and config.lora_init == "loftq" else None
 
 
 def begins_with_weights(config: ChronicalsConfig) -> bool:
-    """Whether adapters begin with what is computed of the base's whole weights."""
+    """Return whether starting values of adapters are computed from the base's whole weights."""
     return config.use_lora and (watcher(config) is not None or shape_of(config).takes_from_weights)
 
 
 def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
-    """A model that was loaded in 16 or 32 bits, where ``config`` asks for 4.
+    """Quantise a model that was loaded in 16 or 32 bits, if ``config`` asks for 4 bits.
 
     Raises:
         ConfigurationError: it has nothing to quantise, or is in blocks of GGUF.
     """
-    if (
-        config.quantization is not None
-        and (file := getattr(within_adapters(model), GGUF_FILE, None)) is not None
-    ):
+    if config.quantization is None:
+        return
+    file = getattr(within_adapters(model), GGUF_FILE, None)
+    if file is not None:
         raise ConfigurationError(
             f"quantization={config.quantization!r}: the weights of {file['file']} stay as they "
             "are in the file; leave it out"
         )
-    if config.quantization is not None and not has_4bit_layers(model):
+    if not has_4bit_layers(model):
         watch = None if hasattr(model, "chronicals_lora") else watcher(config)
         try:
             quantise_layers(within_adapters(model), watch)
@@ -165,23 +168,23 @@ def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
 
 
 def with_token_ids(config: ChronicalsConfig, tokenizer: Any) -> ChronicalsConfig:
-    """The configuration with the ids of the tokens that ``lora_trainable_tokens`` names by their
+    """Return the configuration with ids for the tokens that ``lora_trainable_tokens`` names by their
     text.
 
     Raises:
-        ConfigurationError: a text is no token.
+        ConfigurationError: a text is not one token.
     """
     asked = config.lora_trainable_tokens
     if asked is None:
         return config
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
 
-    def of(token: int | str) -> int:
+    def id_of(token: int | str) -> int:
         if isinstance(token, int):
             return token
-        ids = (
-            [known[token]] if token in known else tokenizer.encode(token, add_special_tokens=False)
-        )
+        if token in vocabulary:
+            return int(vocabulary[token])
+        ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
             raise ConfigurationError(
                 f"lora_trainable_tokens={token!r}: is {len(ids)} tokens; add it "
@@ -191,16 +194,19 @@ def with_token_ids(config: ChronicalsConfig, tokenizer: Any) -> ChronicalsConfig
         return int(ids[0])
 
     if isinstance(asked, dict):
-        return config.fitted(
-            lora_trainable_tokens={
-                name: [of(token) for token in tokens] for name, tokens in asked.items()
-            }
-        )
-    return config.fitted(lora_trainable_tokens=[of(token) for token in asked])
+        by_module = {}
+        for name, tokens in asked.items():
+            by_module[name] = [id_of(token) for token in tokens]
+        return config.fitted(lora_trainable_tokens=by_module)
+    return config.fitted(lora_trainable_tokens=[id_of(token) for token in asked])
 
 
 def _check_that_pefts_learn(model: Any) -> None:
-    """Raises ConfigurationError where PEFT's adapters are frozen, merged, or could not be saved."""
+    """Check that PEFT's adapters, if there are any, learn and can be saved.
+
+    Raises:
+        ConfigurationError: they are frozen or merged, or could not be saved.
+    """
     theirs = [
         module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")
     ]
@@ -226,7 +232,9 @@ def _check_that_pefts_learn(model: Any) -> None:
 
 
 def _freeze_what_reads_no_text(model: Any) -> None:
-    """Rows are text, so a vision tower would get no gradient, only weight decay."""
+    """Freeze towers that read no text: rows are text, so they would get weight decay and no
+    gradient.
+    """
     text = within_adapters(model)
     towers = beside_text(text) if hasattr(text, "get_decoder") else []
     if towers:
@@ -246,38 +254,44 @@ def _freeze_what_reads_no_text(model: Any) -> None:
 
 
 def _check_what_is_trained(model: Any) -> None:
-    """Raises ConfigurationError: something is trained beside adapters, which alone are saved, or
-    PEFT's are prompts.
+    """Check that everything that is trained beside adapters is saved with them.
+
+    Raises:
+        ConfigurationError: something would be lost, or PEFT's adapters are prompts.
     """
     if hasattr(model, "chronicals_lora"):
-        layers = (layer for found in (adapters(model), trained_tokens(model)) for _, layer in found)
-        saved = [tensor for layer in layers for tensor in layer.parameters(recurse=False)]
+        saved: list[Any] = []
+        for _, layer in (*adapters(model), *trained_tokens(model)):
+            saved += layer.parameters(recurse=False)
         for module in modules_to_save(model, model.chronicals_lora.modules_to_save).values():
             saved += module.parameters()
     elif theirs := getattr(model, "peft_config", None):
         from peft import get_peft_model_state_dict
 
-        if prompts := [name for name, kind in theirs.items() if kind.is_prompt_learning]:
+        prompts = [name for name, kind in theirs.items() if kind.is_prompt_learning]
+        if prompts:
             raise ConfigurationError(
                 f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every "
                 "document and fits no pack; take LoRA"
             )
-        if refused := next((kind for kind in kinds(model) if kind in REFUSED), None):
+        refused = next((kind for kind in kinds(model) if kind in REFUSED), None)
+        if refused:
             raise ConfigurationError(f"PEFT's {refused} {REFUSED[refused]}")
-        if own := unfused_kind(model):
+        kind = unfused_kind(model)
+        if kind:
             logger.info(
                 "PEFT's %s runs through PEFT's own modules: the layers that have it are not fused",
-                own,
+                kind,
             )
-        each = [
-            get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-            for name in theirs
-        ]
-        saved = [tensor for tensors in each for tensor in tensors.values()]
+        saved = []
+        for name in theirs:
+            tensors = get_peft_model_state_dict(
+                model, adapter_name=name, save_embedding_layers=False
+            )
+            saved += tensors.values()
     else:
-        setattr(
-            model, CHANGED, True
-        )  # what adapters are trained on later is not what the model was loaded from
+        # Adapters of a later run go over other weights than those that the model was loaded from.
+        setattr(model, CHANGED, True)
         return
     places = {tensor.data_ptr() for tensor in saved}
     lost = [
@@ -286,16 +300,19 @@ def _check_what_is_trained(model: Any) -> None:
         if p.requires_grad and p.data_ptr() not in places
     ]
     if lost:
-        others = f" and {len(lost) - FEW} others" if len(lost) > FEW else ""
+        more = len(lost) - _LISTED_LAYERS
+        others = f" and {more} others" if more > 0 else ""
         raise ConfigurationError(
-            f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are "
+            f"{', '.join(lost[:_LISTED_LAYERS])}{others}: would be trained beside adapters, which alone are "
             "saved; freeze them, or train "
             "without adapters"
         )
 
 
 def _is_quantised(model: Any) -> bool:
-    """Whether we or transformers loaded it so, and not in a way that is made for training."""
+    """Return whether the model is quantised, by us or by transformers, in a way that is not made for
+    training.
+    """
     quantiser = getattr(model, "hf_quantizer", None)
     theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
         quantiser, "is_qat_trainable", False
@@ -304,15 +321,20 @@ def _is_quantised(model: Any) -> bool:
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
-    """Go on with what is attached, under the dropout that was asked for."""
+    """Keep the adapters that the model has, with the dropout of ``config`` if it is set.
+
+    Raises:
+        ConfigurationError: a field asks for other adapters.
+    """
     for name in sorted(config.explicit & ADAPTERS.keys() - {"lora_dropout"}):
         asked = getattr(config, name)
-        found = getattr(model.chronicals_lora, ADAPTERS[name])
+        actual = getattr(model.chronicals_lora, ADAPTERS[name])
         if not _is_as_asked(model, config, name):
-            if isinstance(found, list) and len(found) > FEW:
-                found = f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
+            if isinstance(actual, list) and len(actual) > _LISTED_LAYERS:
+                more = len(actual) - _LISTED_LAYERS
+                actual = f"{', '.join(actual[:_LISTED_LAYERS])} and {more} others"
             raise ConfigurationError(
-                f"{name}={asked!r}: the model has adapters already, with {found}; leave {name} "
+                f"{name}={asked!r}: the model has adapters already, with {actual}; leave {name} "
                 "out to train those, or begin "
                 "with the model without them"
             )
@@ -324,18 +346,18 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
 
 
 def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
-    """Whether the model's adapters are what a field asks for; layers are compared where they
-    are, not by their names.
+    """Return whether the model's adapters are what a field asks for; layers are compared by their
+    places in the model, not by their names.
     """
     asked = getattr(config, name)
-    found = getattr(model.chronicals_lora, ADAPTERS[name])
+    actual = getattr(model.chronicals_lora, ADAPTERS[name])
     unlimited = config.lora_target_modules is None and config.lora_layers is None
     if name == "lora_target_parameters":
         return adapts_parameters(model, asked, config.lora_layers)
     if name == "lora_modules_to_save":  # beside those that the run adds
         return set(asked or ()) == {
-            module for module in found or () if not is_of_head(module) or module in (asked or ())
+            module for module in actual or () if not is_of_head(module) or module in (asked or ())
         }
     if name in ("lora_target_modules", "lora_layers"):
         return unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
-    return bool(asked == found)
+    return bool(asked == actual)

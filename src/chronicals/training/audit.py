@@ -1,5 +1,6 @@
-"""The first-step audit: of what was asked to train, how much is attached, got a gradient, and
-moved, by tensors and, of stacked experts, by experts."""
+"""Audit of the first step: how many of the parameters that should be trained are in the optimizer, get
+a gradient, and change; by tensors and, for stacked experts, by experts.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +22,32 @@ from chronicals.training.errors import TrainingError
 logger = logging.getLogger(__name__)
 
 SMALL = 1 << 16
-"""Tensors up to this many elements are compared whole, larger ones by the sums of their bit
-patterns.
+"""Elements of the largest tensor that is compared whole; larger ones are compared by the sums of their
+bit patterns.
 """
 
 WAITS_FOR = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A", "down": "up"}
-"""Matrices of adapters and of heads, and those that begin at zero, without which they have no
-gradient.
+"""Matrices of adapters and heads, and the other factor of each, which begins at zero: as long as it is
+zero they have no gradient.
 """
 
-SOME = 5
-"""Names or numbers that a line tells."""
+_LISTED_NAMES = 5
+"""Names or numbers that a log line lists."""
 
-AT_A_TIME = 1 << 22
+_SUMMED_ELEMENTS = 1 << 22
 """Elements that are summed at a time: torch makes 8 bytes of each."""
 
 
 @dataclass(frozen=True)
 class ExpertsWithout:
-    """Experts without a gradient.
+    """Experts without a gradient in a trained tensor.
 
     Attributes:
-        name: of the trained tensor: a stacked weight, or a matrix of its adapter.
-        numbers: of these experts.
-        count: of all in the tensor.
-        partly: those of them that have a gradient in another weight of the same layer, so that
-            tokens were sent to them.
+        name: name of the tensor: a stacked weight, or a matrix of its adapter.
+        numbers: the experts without a gradient.
+        count: number of all experts in the tensor.
+        partly: those of ``numbers`` that have a gradient in another weight of the same layer, so
+            that tokens were sent to them.
     """
 
     name: str
@@ -59,24 +60,24 @@ class ExpertsWithout:
 
 
 def _some(names: Sequence[object]) -> str:
-    return ", ".join(map(str, names[:SOME])) + (" …" if len(names) > SOME else "")
+    shown = ", ".join(map(str, names[:_LISTED_NAMES]))
+    return f"{shown} …" if len(names) > _LISTED_NAMES else shown
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Numbers of parameters.
+    """Numbers of parameters that take part in training.
 
     Attributes:
-        total: in the model.
-        asked: to be trained.
-        attached: of those, held by the optimizer.
-        with_gradient: of those, in tensors with a gradient that is not zero.
-        moved: of those, in tensors that the first step changed.
-        waiting: of those attached, matrices of adapters, ours or PEFT's, and of heads, whose other
-            one was zero and has a gradient: they learn from the second step on.
-        idle: names of the other asked-for tensors without a gradient.
-        experts: of tensors that hold something of each expert and have a gradient, the numbers of
-            those experts that have none.
+        total: all parameters of the model.
+        asked: parameters that should be trained.
+        attached: those of ``asked`` that the optimizer holds.
+        with_gradient: those of ``attached`` in tensors with a gradient that is not zero.
+        moved: those of ``attached`` in tensors that the first step changed.
+        waiting: those of ``attached`` in matrices of adapters or heads whose other factor was zero
+            and has a gradient: they learn from the second step on.
+        idle: names of the other tensors of ``asked`` without a gradient.
+        experts: experts without a gradient, in tensors that have a gradient for other experts.
     """
 
     total: int
@@ -90,34 +91,33 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Trainable share of all parameters."""
+        """Share of the parameters that should be trained."""
         return self.asked / self.total
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"trainable {self.asked:,} of {self.total:,} parameters ({self.share:.2%}); after "
             "step 1: in the optimizer "
             f"{self.attached:,}, with a gradient {self.with_gradient:,}, changed {self.moved:,}"
-            + (
-                f"; {self.waiting:,} follow in step 2, because the other factor began at zero"
-                if self.waiting
-                else ""
-            )
         )
+        if self.waiting:
+            text += f"; {self.waiting:,} follow in step 2, because the other factor began at zero"
+        return text
 
     def check(self) -> None:
-        """Raise if any of the shares is zero; name what got no gradient.
+        """Raise if any of the numbers is zero; log the tensors and experts without a gradient.
 
         Raises:
-            TrainingError: nothing is asked for, attached, has a gradient, or moved.
+            TrainingError: nothing should be trained, is attached, has a gradient, or moved.
         """
-        for name, remedy in {
+        remedies = {
             "asked": "no parameter requires a gradient; unfreeze some or use LoRA",
             "attached": "the optimizer holds none of the trainable parameters",
             "with_gradient": "every gradient is zero; the loss does not depend on what is trained",
             "moved": "the first step changed nothing; learning_rate may be too small for the "
             "weights",
-        }.items():
+        }
+        for name, remedy in remedies.items():
             if not getattr(self, name):
                 raise TrainingError(f"nothing is trained: {self}. {remedy[0].upper()}{remedy[1:]}")
         if self.idle:
@@ -126,13 +126,14 @@ class Coverage:
                 len(self.idle),
                 _some(self.idle),
             )
-        alike = defaultdict[str, list[str]](list)
-        for found in self.experts:
-            alike[re.sub(r"\.\d+\.", ".*.", found.name, count=1)].append(str(found))
-            if found.partly:
-                logger.warning(PARTLY, found.name, _some(found.partly))
-        for each in alike.values():
-            logger.info("%s %s", WITHOUT, "; ".join(each))
+        same_in_all_layers = defaultdict[str, list[str]](list)
+        for experts in self.experts:
+            pattern = re.sub(r"\.\d+\.", ".*.", experts.name, count=1)
+            same_in_all_layers[pattern].append(str(experts))
+            if experts.partly:
+                logger.warning(PARTLY, experts.name, _some(experts.partly))
+        for lines in same_in_all_layers.values():
+            logger.info("%s %s", WITHOUT, "; ".join(lines))
 
 
 WITHOUT = (
@@ -146,17 +147,17 @@ PARTLY = (
 
 
 class FirstStepAudit:
-    """Watches one step: ``see_gradients`` between backward and update, ``coverage`` after it.
+    """Observer of one step: call ``see_gradients`` between backward and update, ``close`` after it.
 
-    The step may wait for the device: it is the first.
+    The step may wait for the device, since it is the first.
     """
 
     def __init__(self, model: nn.Module, optimizer: FusedAdamW):
         self.model = model
         self.optimizer = optimizer
-        held = {id(parameter) for parameter in optimizer.weights}
+        optimized = {id(parameter) for parameter in optimizer.weights}
         self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
+        self.attached = {name: p for name, p in self.asked.items() if id(p) in optimized}
         self.before = {name: self._mark(p) for name, p in self.attached.items()}
         begins_at_zero = [
             name
@@ -178,17 +179,20 @@ class FirstStepAudit:
         self.reached = False
 
     def see_gradients(self) -> None:
-        """Those that are there now; may be called for each."""
+        """Note the gradients that exist now; may be called whenever some of them do."""
         for name, p in self.attached.items():
-            self.reached |= p.grad is not None
-            if p.grad is not None and any(counts := self._nonzero(name, local(p.grad))):
+            if p.grad is None:
+                continue
+            self.reached = True
+            counts = self._nonzero(name, local(p.grad))
+            if any(counts):
                 self.with_gradient[name] = p
                 if len(counts) > 1:
                     self.learning[name] = counts
 
     def _nonzero(self, name: str, gradient: Tensor) -> list[int]:
-        """How many elements are not zero; of each expert, where the whole tensor is here and has
-        something of each.
+        """Return the number of elements that are not zero: of each expert if the tensor is whole and
+        has a part for each.
         """
         weight, side = self.stacks.get(name, (None, ""))
         if weight is None or gradient.shape != self.attached[name].shape:
@@ -197,40 +201,37 @@ class FirstStepAudit:
             counts = gradient.unflatten(1, (-1, weight.experts)).count_nonzero((0, 1))
         else:  # [E, ·]
             counts = gradient.reshape(weight.experts, -1).count_nonzero(1)
-        found: list[int] = counts.tolist()
-        return found
+        numbers: list[int] = counts.tolist()
+        return numbers
 
     def _experts(self) -> tuple[ExpertsWithout, ...]:
-        """Whether an expert's A has a gradient depends on its B, so A tells nothing of where
-        tokens went.
+        """Return the experts without a gradient, by tensors.
+
+        The gradient of an expert's A depends on its B, so A does not show where tokens went.
         """
         sent = defaultdict[str, set[int]](set)
         for name, counts in self.learning.items():
             weight, side = self.stacks[name]
             if side != "A":
-                sent[weight.path.rpartition(".")[0]] |= {
-                    number for number, count in enumerate(counts) if count
-                }
-        found = []
+                layer = weight.path.rpartition(".")[0]
+                sent[layer] |= {number for number, count in enumerate(counts) if count}
+        without = []
         for name, counts in self.learning.items():
             weight, side = self.stacks[name]
             numbers = tuple(number for number, count in enumerate(counts) if not count)
             if numbers:
                 with_tokens = sent[weight.path.rpartition(".")[0]] if side != "A" else set()
-                found.append(
-                    ExpertsWithout(
-                        name, numbers, len(counts), tuple(sorted(with_tokens.intersection(numbers)))
-                    )
-                )
-        return tuple(found)
+                partly = tuple(sorted(with_tokens.intersection(numbers)))
+                without.append(ExpertsWithout(name, numbers, len(counts), partly))
+        return tuple(without)
 
     def close(self, applied: bool, flat: bool = False) -> Coverage | None:
-        """The coverage, logged and checked; None where the step was not applied, or tells nothing.
+        """Log, check and return the coverage; None if the step was not applied, or shows nothing.
 
         Args:
-            flat: whether the loss has no gradient at the values of this step, so that none says
-                what is trained. That the backward pass reached a trained weight is checked all the
-                same.
+            flat: whether the loss has no gradient at the values of this step, so that gradients do
+                not show what is trained. The backward pass must have reached a trained weight all
+                the same.
 
         Raises:
             TrainingError: nothing is trained.
@@ -267,19 +268,18 @@ class FirstStepAudit:
         )
 
     def _mark(self, parameter: Tensor) -> Tensor:
-        """What changes when the weight, or the lower half of its master, does."""
+        """Return a tensor that changes if the weight or the lower half of its master does."""
         states = self.optimizer.state_of(parameter)
-        parts = [
-            local(parameter.detach()),
-            *([states["low"].to(parameter.device)] if "low" in states else []),
-        ]
+        parts = [local(parameter.detach())]
+        if "low" in states:
+            parts.append(states["low"].to(parameter.device))
         patterns = [part.reshape(-1).view(torch.int16) for part in parts]
         if parts[0].numel() <= SMALL:
             return torch.cat(patterns)
         sums = [
             piece.sum(dtype=torch.int64)
             for pattern in patterns
-            for piece in pattern.split(AT_A_TIME)
+            for piece in pattern.split(_SUMMED_ELEMENTS)
         ]
         return torch.stack(sums)
 

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: the events, and the file of metrics."""
+"""Callbacks of a run: the events that they are told of, and the file of metrics."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class Callbacks:
             self.error = error
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Within: what would wait for the other ranks raises, where that is a danger."""
+        """Return a context in which operations that would wait for the other ranks raise an error,
+        if that is a danger.
+        """
         return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
@@ -122,8 +124,8 @@ class Callbacks:
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Within: the run is in progress. Those that were told that it began are told that it
-        ended.
+        """Return a context in which the run is in progress: callbacks that were told of its
+        beginning are told of its end.
         """
         began: list[Callback] = []
 

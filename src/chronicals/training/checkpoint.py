@@ -55,7 +55,7 @@ STEP = re.compile(r"step-\d{8,}")
 
 
 def check_checkpoint(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, None if it is whole."""
+    """Return what is wrong with a checkpoint; None if it is whole."""
     damage = check_folder(folder, _hash)
     missing = [name for name in (STATE, RNG, MODEL) if not (folder / name).exists()]
     if not optimizer_files(folder):
@@ -83,7 +83,7 @@ def newest_valid(output_dir: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint keeps, as it was after one step.
+    """The content of a checkpoint after one step.
 
     Attributes:
         weights: by the names of ``model.state_dict()``; none on ranks but the first.
@@ -112,7 +112,7 @@ class State:
         }
 
     def staged(self, staging: Staging) -> State:
-        """With copies in host memory in the place of all that changes, valid within
+        """Return the state with copies in host memory of all tensors that change, valid within
         ``staging.reading``.
         """
         copies = staging.copy(self.changing())
@@ -192,7 +192,7 @@ def save_checkpoint(
 
 
 def name_of(step: int) -> str:
-    """Of the checkpoint of a step."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
@@ -290,7 +290,7 @@ def _joined(high: Tensor, low: Tensor | None) -> Tensor:
 
 
 def _has_weights(folder: Path, model: Any) -> bool:
-    """Whether weights were written with their states.
+    """Return whether the checkpoint holds weights with their states.
 
     Raises:
         ValueError: some are not there.
@@ -330,8 +330,8 @@ def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Pi
 
 
 def random_states(ranks: Mesh) -> dict[str, Tensor]:
-    """Those of all ranks, which must all ask: ``cpu`` and ``cuda`` are the first one's,
-    ``cpu.1`` and so on the others'.
+    """Return the random states of all ranks, which must all call it: ``cpu`` and ``cuda`` of the
+    first rank, ``cpu.1`` and so on of the others.
     """
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -345,12 +345,14 @@ def random_states(ranks: Mesh) -> dict[str, Tensor]:
 
 
 def load_random_states(folder: Path) -> dict[str, Tensor]:
-    """Those of all ranks that wrote the checkpoint."""
+    """Return the random states of all ranks that wrote the checkpoint."""
     return load_file(folder / RNG)
 
 
 def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -> None:
-    """Those of this rank; without any it goes on with what it has, which the log says."""
+    """Restore the random states of this rank. If the checkpoint has none, log it and keep the
+    current ones.
+    """
     if _of_rank("cpu", rank) not in tensors:
         logger.warning(
             "%s: was written by fewer processes, that of rank %d draws its random numbers anew",

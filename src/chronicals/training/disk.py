@@ -1,4 +1,4 @@
-"""Whether the disk holds what a run will write, seen before its first step."""
+"""Check, before the first step, that the disk holds all that a run will write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DiskUse:
 
 
 def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -> DiskUse:
-    """What a run will write from where it stands.
+    """Compute what a run will write from its current step on.
 
     Args:
         keeps_best: whether the checkpoint with the lowest held-out loss stays beside the newest.

@@ -40,8 +40,8 @@ class DividedModel:
         text_files: Mapping[str, bytes],
         about: Mapping[str, Any],
     ) -> None:
-        """On the first rank: write the model into ``name`` of the checkpoint's folder, with the
-        ranks that see it.
+        """Write the model, on the first rank, into ``name`` of the checkpoint's folder, together
+        with the ranks that see the folder.
 
         Raises:
             CheckpointError: another rank could not write its share.

@@ -88,8 +88,8 @@ class EarlierRun:
 
 @contextmanager
 def replacing(output_dir: Path) -> Iterator[EarlierRun]:
-    """Within: a new run writes to ``output_dir``, which holds an earlier one. Where it ends without
-    a checkpoint, the earlier one is there again as it was.
+    """Return a context in which a new run writes to ``output_dir``, which holds an earlier run. If
+    the new run ends without a checkpoint, the earlier one is restored.
 
     Raises:
         CheckpointError: the earlier run cannot be moved.

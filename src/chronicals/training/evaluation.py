@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and token accuracy."""
+"""Evaluation of a model: held-out loss, perplexity and token accuracy."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Evaluation:
     """Means over a data set.
 
     Attributes:
-        loss: what the objective minimises, in nats for a cross-entropy; a mean by the weights of
-            the targets where those have some.
-        perplexity: the exponential of the cross-entropy; None for an objective without one.
+        loss: value that the objective minimises, in nats for a cross-entropy; targets count by
+            their weights.
+        perplexity: exponential of the cross-entropy; None for an objective without one.
         token_accuracy: ratio of targets that are the likeliest token; None for an objective that
             does not count them.
-        targets: how many there were.
+        targets: number of targets.
         others: further terms and metrics of the objective, by name.
     """
 
@@ -59,7 +59,7 @@ class Evaluation:
     others: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """What there is, by name, as plain JSON values."""
+        """Return the values that are not None, by name, as plain JSON."""
         fields = {
             name: value
             for name, value in vars(self).items()
@@ -77,7 +77,7 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Of what ``to_dict`` gave."""
+        """Make an evaluation of the values of ``to_dict``."""
         others = dict(values)
         loss = others.pop("loss")
         targets = others.pop("targets")
@@ -100,14 +100,14 @@ def evaluate(
     limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     passed: Callable[[], None] = nothing,
 ) -> Evaluation:
-    """Score every document of ``steps``, which end, without dropout; the model's modules return to
-    the modes they were in.
+    """Evaluate the objective on every document of ``steps``, without dropout; the model's modules
+    return to their modes.
 
     Args:
-        limited: entered for each step and for the sums at the end, where processes wait for each
-            other.
-        passed: called whenever a pass through the model is done, of which the host launches one
-            ahead.
+        steps: steps that end.
+        limited: context entered for each step and for the sums at the end, where processes wait for
+            each other.
+        passed: called after each pass through the model; the host launches one pass ahead.
     """
     ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
@@ -150,12 +150,15 @@ def _known_of_all(
     limited: Callable[[], AbstractContextManager[None]],
     done: Callable[[], None],
 ) -> Iterator[Mapping[str, Tensor]]:
-    """The segments that ``Objective.before_step`` adds, of one Batch after the other. Its values
-    are those of all the data, so that they do not depend on how many documents a step takes."""
+    """Return the segments that ``Objective.before_step`` adds, Batch after Batch.
+
+    Its values are those of all data, so that they do not depend on the number of documents in a
+    step.
+    """
     if not asks_before(objective):
         return itertools.repeat({})
     counts = Counter[str]()
-    found = list[Mapping[str, Tensor]]()
+    added = list[Mapping[str, Tensor]]()
     sums = dict[str, Tensor]()
     terms = dict[str, Term]()
     for step in steps.steps(count=steps.left(None)):
@@ -163,7 +166,7 @@ def _known_of_all(
         with limited():
             for batch in step.batches:
                 asked, terms = asked_before(batch, model, objective, precision)
-                found.append(
+                added.append(
                     {
                         name: column
                         for name, column in asked.segments.items()
@@ -176,23 +179,23 @@ def _known_of_all(
                 done()
     with limited():
         values = values_before(sums, terms, counts, ranks)
-    return iter([{**segments, **values} for segments in found])
+    return iter([{**segments, **values} for segments in added])
 
 
 class _Passes:
-    """Called after each pass: waits for the device to be done with the one before, and tells of
-    that.
+    """Callable after each pass that the host has launched: waits until the device is done with the
+    pass before.
     """
 
-    def __init__(self, device: torch.device, told: Callable[[], None]):
+    def __init__(self, device: torch.device, passed: Callable[[], None]):
         self.device = device
-        self.told = told
-        self.before = Moment(device)
+        self.passed = passed
+        self.earlier = Moment(device)
 
     def __call__(self) -> None:
-        self.before.wait()
-        self.before = Moment(self.device)
-        self.told()
+        self.earlier.wait()
+        self.earlier = Moment(self.device)
+        self.passed()
 
 
 def evaluate_data(
@@ -201,15 +204,15 @@ def evaluate_data(
     data: Source,
     config: ChronicalsConfig,
 ) -> Evaluation:
-    """Score data with a model as it is, through the path of training.
+    """Evaluate a model on data, as training does.
 
-    An objective with a reference policy takes ``reference_model`` of its settings; with
-    ``reference="adapters_off"`` it is what the model is without its adapters.
+    The reference policy of an objective is ``reference_model`` of its settings, or the model
+    without its adapters (``reference="adapters_off"``).
 
     Raises:
-        ConfigurationError: the objective has a reference policy, and nothing says which.
-        DataError: it cannot be read, or nothing in it is trained.
-        ValueError: the model has no positions for it, sees the tokens that it is to predict, or
+        ConfigurationError: the objective has a reference policy, and the settings do not name it.
+        DataError: the data cannot be read, or nothing in it is trained.
+        ValueError: the model has too few positions, sees the tokens that it is to predict, or
             gives no finite loss.
     """
     objective = build_objective(config)

@@ -1,4 +1,4 @@
-"""What a run leaves: the trained model, and the report."""
+"""End of a run: the trained model and the report are written."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ def about_data(
     config: ChronicalsConfig,
     reference: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to
-    score what was trained, beside the same ``reference`` policy; how the model's layers are
-    quantised, or which GGUF file they are of; which of PEFT's adapters it computes with, and in
-    which type its products were made."""
+    """Return what later commands must know of a trained model.
+
+    ``generate`` prompts it as it was trained; ``evaluate`` scores the same tokens beside the same
+    ``reference`` policy. The model's layers are described by how they are quantised, or by their
+    GGUF file; so are the active adapters of PEFT and the dtype of products.
+    """
     file = getattr(within_adapters(model), GGUF_FILE, None)
     form = BaseFormat.of(model)
     active = active_adapters(model)

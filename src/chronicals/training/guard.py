@@ -117,8 +117,9 @@ def check_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
 
 
 def check_that_something_was_applied(run: Run, precision: Precision) -> None:
-    """Raises TrainingError where every step of the run was skipped, so that its weights are
-    those it began with. Says so where the loss was flat in some steps, or in all."""
+    """Check that the weights are not those that the run began with; log it if the loss was flat in
+    some or all steps. Raises TrainingError if every step was skipped.
+    """
     if run.without_gradient:
         none = (
             "; no step had one, so the weights are those that the run began with"

@@ -1,5 +1,5 @@
-"""What a run decides where the configuration leaves it open: how long it is, the batch for
-little data, the learning rate.
+"""Decisions that the configuration leaves open: the length of a run, the batch for little data, the
+learning rate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LENGTHS = ("max_steps", "num_epochs")
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is.
+    """Length of a run.
 
     Attributes:
         packs, tokens: of one epoch.
@@ -177,7 +177,7 @@ def _say_shrunk(
 
 
 def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:
-    """Where an epoch has few steps for a batch that was set, or the whole run has few, and their
+    """Warn if an epoch has few steps for a batch that was set, or if the whole run has few and their
     number was not set.
     """
     kept = [name for name in SHRUNK if name in asked.explicit and getattr(fitted, name) > 1]
@@ -214,7 +214,9 @@ def _on_processes(before: Mapping[str, Any], processes: int) -> Mapping[str, Any
 def _warn_of_other_steps(
     before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int
 ) -> None:
-    """Where a run goes on with another number of packs in a step, for there are other processes."""
+    """Warn if a resumed run has another number of packs in a step, because there are other
+    processes.
+    """
     then = before.get(PROCESSES, processes)
     of_a_pass = fitted.batch_size * processes
     packs = of_a_pass * fitted.gradient_accumulation_steps
@@ -236,8 +238,8 @@ def _warn_of_other_steps(
 
 
 def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
-    """That of ``LENGTHS`` which the run began with, as the first rank knows it, and says; empty
-    where it had neither.
+    """Return which of ``LENGTHS`` the run began with, as the first rank knows it; empty if it had
+    neither.
     """
     steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[
         0

@@ -29,8 +29,8 @@ class FolderInUse(Exception):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Within: nobody else holds the lock on ``folder``; gives whether it is held. Where the file
-    system has no locks, which is logged, it is not.
+    """Return a context in which nobody else holds the lock on ``folder``. It gives whether the lock
+    is held: if the file system has no locks, which is logged, it is not.
 
     Raises:
         FolderInUse: somebody holds it.

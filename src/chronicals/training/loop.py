@@ -1,4 +1,4 @@
-"""The loop of a run: steps, and between them metrics, evaluations, checkpoints and the end."""
+"""Loop of a run: steps, and between them metrics, evaluations, checkpoints and the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """Of a run, from where it stands to its end.
+    """The steps of a run, from the one where it stands to its end.
 
     Args:
-        session: within ``stepping``.
-        held_out: data to evaluate on, if there is any.
-        about: makes what a checkpoint says about the data of the run.
+        session: a session inside its ``stepping``.
+        held_out: data to evaluate on; None for none.
+        about: returns the description of the run's data that a checkpoint holds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Loop:
 
     def hooks(self) -> StepHooks:
         """Return what the session's steps call, for ``Session.stepping``."""
-        if self.session.ranks.count == 1:  # nobody watches
+        if self.session.ranks.count == 1:  # one process has no watch
             return StepHooks(self.saved.hold_update, self._wants_to_stop)
         compiling = partial(self.watch.alone, "compiling the first step")
         return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
@@ -76,10 +76,10 @@ class Loop:
         return self.saved.failed or asked or self.callbacks.error is not None
 
     def train(self) -> None:
-        """Every step; the metrics of one arrive while the next is computed.
+        """Run all steps; the metrics of one arrive while the next is computed.
 
         Raises:
-            TrainingError: going on would hide that nothing is learned.
+            TrainingError: a loss or gradient is not a number, or nothing is learned.
             Interrupted: the run was asked to stop.
         """
         run = self.run
@@ -101,7 +101,7 @@ class Loop:
             run.position = step.state
             if audit:
                 run.coverage = audit.close(bool(scalars["applied"]), flat=self._is_flat(scalars))
-                # of a step that was skipped, or whose loss is flat, there is none
+                # A step that was skipped, or whose loss is flat, has no coverage: look at the next.
                 audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
             self.saved.prepare(run, session.optimizer)
             if pending:
@@ -120,7 +120,8 @@ class Loop:
                 epoch=self.steps.epoch(step.state),
             )
             began = pending.moment
-            if due := self._due():
+            due = self._due()
+            if due:
                 self._deliver(pending)
                 pending = None
                 if self._is_over_after(due):
@@ -132,7 +133,9 @@ class Loop:
         self.callbacks.raise_anywhere()
 
     def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
-        """Whether a step has no gradient, and the objective says why; waits for the device."""
+        """Return whether a step has no gradient and the objective gives a reason; waits for the
+        device.
+        """
         values = {name: float(value) for name, value in scalars.items()}
         return (
             values["grad_norm"] == 0.0
@@ -140,7 +143,7 @@ class Loop:
         )
 
     def _due(self) -> set[str]:
-        """What is to be done after this step; its metrics are waited for first."""
+        """Return what is due after this step: ``evaluate``, ``save``, ``stop``."""
         run = self.run
         config = self.config
         due = set()
@@ -156,10 +159,11 @@ class Loop:
         return due
 
     def _is_over_after(self, due: set[str]) -> bool:
-        """Do what is due; whether the run is over, because held-out data gains no more.
+        """Do what is due, and return whether the run is over because the held-out loss no longer
+        falls.
 
         Raises:
-            Interrupted: it was asked to stop, also while it evaluated.
+            Interrupted: the run was asked to stop, perhaps during the evaluation.
         """
         run = self.run
         better = "evaluate" in due and self._evaluate()
@@ -184,16 +188,18 @@ class Loop:
                 f"{self.stop.reason} after step {run.step}; {how_to_resume(run.output_dir)}"
             )
         if enough:
-            after = (
-                "" if run.best_step is None else f", after step {run.best_step}"
-            )  # unknown to older checkpoints
+            # Older checkpoints do not know the best step.
+            after = "" if run.best_step is None else f", after step {run.best_step}"
             lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
 
     def _asked_to_stop(self) -> bool:
-        """After a step several ranks ask each other only if its metrics, which are the same on
-        all, have said that one was told to stop: asking waits for the device."""
+        """Return whether the run is asked to stop.
+
+        Several ranks ask each other, which waits for the device, only if the metrics of the step,
+        which are the same on all of them, say that one rank was asked.
+        """
         return (self.session.ranks.count == 1 or self._told) and self._is_stopped()
 
     def _is_stopped(self) -> bool:
@@ -214,14 +220,14 @@ class Loop:
         self.run.last_loss = metrics.loss
 
     def _passed(self) -> None:
-        """The host has launched a micro-batch; the device, which it runs ahead of, is waited for
-        when the metrics arrive.
+        """Note that the host has launched a micro-batch; the device reaches it later, and is waited
+        for when the metrics arrive.
         """
         self._passes.append(Moment(self.device))
         self.watch.passed()
 
     def _evaluate(self) -> bool:
-        """Whether it is the best so far."""
+        """Evaluate the held-out data, and return whether the loss is the lowest so far."""
         assert self.held_out is not None
         run = self.run
         session = self.session
@@ -248,16 +254,14 @@ class Loop:
         return better
 
     def _tell_what_is_saved(self) -> None:
-        """Checkpoints that were written since the last time."""
+        """Tell the callbacks about checkpoints that were written since the last call."""
         while self.saved.written:
-            self._tell_saved(*self.saved.written.popleft())
-
-    def _tell_saved(self, step: int, folder: Path) -> None:
-        self._tell(lambda callback: callback.saved(step, folder))
+            step, folder = self.saved.written.popleft()
+            self._tell(methodcaller("saved", step, folder))
 
     def _tell(self, event: Callable[[Callback], None]) -> None:
-        """A user's callback may call the model, which attends as before the run then, and leave
-        it in another mode.
+        """Call the callbacks. A user's callback may call the model, which then attends as before the
+        run, and may leave it in another mode.
         """
         if not self.callbacks.may_call_the_model:
             self.callbacks.tell(event)

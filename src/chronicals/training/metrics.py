@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of ``metrics.jsonl``.
+    """Metrics of a step: a line of ``metrics.jsonl``.
 
     Attributes:
         step: number of the step, from 1.
@@ -43,7 +43,7 @@ class StepMetrics:
     others: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, float]:
-        """All of it by name.
+        """Return all metrics by name.
 
         Raises:
             ValueError: the objective calls something by a name that a step's metrics have.
@@ -68,12 +68,12 @@ class Moment:
         self.clock = time.perf_counter()
 
     def wait(self) -> None:
-        """Until it is reached."""
+        """Wait until the device reaches it."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Both must have been reached."""
+        """Return the seconds between two moments that the device has reached."""
         if self.event is None or earlier.event is None:
             return self.clock - earlier.clock
         return earlier.event.elapsed_time(self.event) / 1000

@@ -1,5 +1,5 @@
-"""What a run is given, checked and opened: the device, the class of the model, the data, where
-generation ends.
+"""Checks of what a run is given: device, class of the model, data, and the tokens that end
+generation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
 
 
 def check_class(model: Any) -> None:
-    """Raises ValueError where the model is no causal language model."""
+    """Check that the model is a causal language model; raises ValueError."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ValueError(
@@ -83,7 +83,7 @@ def check_class(model: Any) -> None:
 
 
 def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
-    """Raises ConfigurationError where the card has no bf16."""
+    """Check that the card has bf16 if it is asked for; raises ConfigurationError."""
     on_card = device.type == "cuda"
     if (
         config.mixed_precision == "bf16"

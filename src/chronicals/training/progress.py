@@ -39,7 +39,7 @@ WIDEST_BAR = 24
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, in parts of a line.
+    """Progress of a run, in parts of a line.
 
     Attributes:
         step, total: steps done, and in all.
@@ -53,7 +53,7 @@ class Progress:
     seconds_left: float | None = None
 
     def first_parts(self) -> list[str]:
-        """What is always shown, and never cut."""
+        """Return the parts that are always shown, and never cut."""
         parts = [f"step {self.step}/{self.total}"]
         if self.metrics is not None:
             parts.append(f"loss {self.metrics.loss:.4f}")
@@ -62,7 +62,7 @@ class Progress:
         return parts
 
     def further_parts(self) -> list[str]:
-        """What is shown where there is room, what tells most about the run first."""
+        """Return the parts that are shown if there is room, the most important first."""
         metrics = self.metrics
         if metrics is None:
             return []
@@ -73,7 +73,7 @@ class Progress:
         return parts + ([f"{metrics.memory_gib:.1f} GiB"] if metrics.memory_gib else [])
 
     def line(self) -> str:
-        """All of it in a line that may be of any length."""
+        """Return all parts in one line of any length."""
         return " · ".join([*self.first_parts(), *self.further_parts()])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -173,7 +173,7 @@ class ProgressBar(Callback):
             self._say(self.now().line())
 
     def now(self) -> Progress:
-        """Where the run stands at this moment."""
+        """Return the current progress of the run."""
         return Progress(self.step, self.total, self.metrics, self._seconds_left())
 
     def _seconds_a_step(self) -> float | None:
@@ -193,8 +193,8 @@ class ProgressBar(Callback):
         return max((self.total - self.step) * seconds - since, 0.0)
 
     def _is_due(self) -> bool:
-        """Whether this step has a line: the first, the last, some between, and any after which
-        it would be quiet too long.
+        """Return whether this step gets a line: the first and the last step, some between, and any
+        after which the log would be quiet too long.
         """
         if (
             self.step in (self.first, self.total)

@@ -54,7 +54,7 @@ WRITTEN = frozenset(
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, by what there is to train on."""
+    """Size of the model and of the run on a kind of machine."""
 
     width: int
     layers: int
@@ -100,7 +100,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Quickstart:
-    """What the road led to."""
+    """Result of a quickstart."""
 
     rows: int
     parameters: int
@@ -113,7 +113,7 @@ class Quickstart:
 
 @dataclass(frozen=True)
 class Preferences:
-    """What preference tuning changed.
+    """Result of preference tuning.
 
     Attributes:
         pairs: trained on, and held out.
@@ -172,7 +172,7 @@ def pairs_of(rows: list[dict], seed: int) -> list[dict]:
 
 
 def default_size() -> Size:
-    """For the machine."""
+    """Return the size for this machine."""
     return CARD if torch.cuda.is_available() else CPU
 
 

@@ -48,7 +48,7 @@ th { font-weight: 500; color: #666 } img { width: 100% } pre { white-space: pre-
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model answered to a prompt before and after training."""
+    """Answers of the model to a prompt before and after training."""
 
     prompt: str
     before: str
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """What the page tells.
+    """Content of the report page.
 
     Attributes:
         title: of the page.
@@ -97,7 +97,7 @@ class Report:
 
 
 def data_reports(output_dir: Path) -> list[dict]:
-    """What the gate wrote about the data of a run, training data first."""
+    """Return the gate's reports on the data of a run, training data first."""
     files = [output_dir / f"{name}.json" for name in ("train_dataset", "eval_dataset")]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
@@ -172,7 +172,7 @@ def _data(found: Mapping) -> str:
 
 
 def _settings(config: ChronicalsConfig) -> str:
-    """Those that were set or fitted, and the others folded away."""
+    """Render the settings that were set or fitted; the others are folded away."""
     values = config.to_dict()
     usual = ChronicalsConfig().to_dict()
     rows = []
@@ -214,7 +214,7 @@ def _pairs(facts: Mapping[str, object]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: bool = False) -> str:
-    """With the first cell of a row as its class, if asked."""
+    """Render a table; the first cell of a row is its class, if asked."""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = []
     for row in rows:

@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from, and who may write to its folder.
+"""Choice of the checkpoint that a run resumes from, and of the run that may write to a folder.
 
-The first rank chooses for all: only its ``output_dir`` counts, on other machines there may be none.
+The first rank chooses for all: only its ``output_dir`` counts; on other machines there may be none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def sole_writer(output_dir: Path) -> Iterator[None]:
-    """Within: no other run writes to ``output_dir``, which is made if it is missing, and is no more
-    if nothing was written. An earlier run that a killed one was to replace is put back first.
+    """Return a context in which no other run writes to ``output_dir``.
+
+    The folder is made if it is missing, and removed if nothing was written. An earlier run that a
+    killed run was to replace is put back first.
 
     Raises:
         CheckpointError: another run does.
@@ -63,7 +65,7 @@ def claimed(output_dir: Path, ranks: Mesh) -> Iterator[None]:
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """Whether a run left checkpoints or a model there."""
+    """Return whether a run left checkpoints or a model in a folder."""
     return bool(checkpoint.checkpoints(output_dir)) or (output_dir / checkpoint.MODEL).exists()
 
 

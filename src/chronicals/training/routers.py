@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
-    """Before adapters are attached and an optimizer is built: check the model, and let the heads
-    train that have a loss.
+    """Check the model, and let those lookahead heads train that have a loss. Call it before
+    adapters are attached and an optimizer is built.
 
     Returns:
         The names of these heads, which are trained whole beside adapters.
@@ -110,8 +110,8 @@ def _warn_of_untrained(losses: list[str], weights: list[str], adapters: bool) ->
 def keep_anchor(
     session: Session, store: TokenStore, output_dir: Path, resumed: Path | None
 ) -> None:
-    """Where the anchor has a weight: compute and write where the routers begin, or read what a run
-    that goes on wrote.
+    """Compute and write the routers' outputs at the start of the run, or read what the run wrote
+    before; only if the anchor has a weight.
 
     Call it before a checkpoint's weights are loaded.
 

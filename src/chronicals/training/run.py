@@ -1,4 +1,4 @@
-"""Where a run stands, and what came out of it."""
+"""State of a run, and its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 @dataclass
 class Run:
-    """Where a run stands.
+    """State of a run.
 
     Attributes:
         total_steps: steps after which it is done.
@@ -77,7 +77,7 @@ class Run:
     error: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
+        """Return the part of the state that a checkpoint keeps, as JSON."""
         kept = {name: getattr(self, name) for name in KEPT}
         evaluations = {name: getattr(self, name) for name in EVALUATIONS}
         return kept | {
@@ -111,7 +111,7 @@ class Run:
         return better
 
     def forget_the_best(self) -> None:
-        """Where its weights are gone: the best is the best of those to come."""
+        """Forget the best step, whose weights are gone: the best one is chosen among later steps."""
         self.best_loss = float("inf")
         self.best_step = None
         self.best_evaluation = None
@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What came out.
+    """Result of a run.
 
     Attributes:
         steps: done in all, earlier parts of a resumed run included.

@@ -1,6 +1,6 @@
-"""The checkpoints of a run, as all ranks write and read them together.
+"""Checkpoints of a run, which all ranks write and read together.
 
-The first rank writes and reads; what it read it sends to the others.
+The first rank writes and reads, and sends what it read to the others.
 """
 
 from __future__ import annotations
@@ -45,24 +45,23 @@ ORDERED_BY = (
     "context_parallel",
     "validation_split",
 )
-"""Fields of the configuration that decide in which order documents come."""
-
+"""Fields of the configuration that decide the order of documents."""
 
 OF_A_START = {"overwrite"}
-"""Fields that concern the moment when a run begins, and nothing later."""
+"""Fields that matter only when a run begins."""
 
 
 class RunCheckpoints:
-    """Of a run of ``model`` in ``config.output_dir``.
+    """Checkpoints of a run of ``model`` in ``config.output_dir``.
 
     Args:
-        keeps_best: whether the checkpoint of the step with the lowest held-out loss stays.
-        earlier: the run in the folder that makes way for the first checkpoint, on the first rank;
-            None where there is none.
+        keeps_best: whether the checkpoint of the step with the lowest held-out loss is kept.
+        earlier: run in the folder that makes way for the first checkpoint, on the first rank; None
+            for none.
 
     Attributes:
-        written: steps and folders of checkpoints that are whole and were not told yet, on the first
-            rank.
+        written: step and folder of each finished checkpoint that callbacks do not know yet, on the
+            first rank.
     """
 
     def __init__(
@@ -96,50 +95,51 @@ class RunCheckpoints:
 
     @property
     def is_divided(self) -> bool:
-        """Whether no process has the weights whole."""
+        """Return whether no process has whole weights."""
         return self._divided is not None
 
     def write_model(
         self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]
     ) -> None:
-        """On the first rank: the model, which has the weights of that step; where no rank has
-        them whole, the files that all wrote beside its checkpoint."""
+        """Write the model of a step, on the first rank: from this process if it has whole weights,
+        else from the files that all ranks wrote into the step's checkpoint.
+        """
         if self._divided is None:
             save_model(aside, self.model, text_files, about)
         else:
             shutil.copytree(
                 self.folder_of(step) / checkpoint.MODEL,
                 aside,
-                copy_function=_shared,
+                copy_function=_link_or_copy,
                 dirs_exist_ok=True,
             )
             save_beside(aside, text_files, about)
 
     def folder_of(self, step: int) -> Path:
-        """The place of the checkpoint of a step."""
+        """Return the folder of the checkpoint of a step."""
         return self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(step)
 
     def restore(
         self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps
     ) -> None:
-        """Bring every rank to where the run stood, bit for bit.
+        """Restore the state of the run on every rank, bit for bit.
 
         Raises:
-            CheckpointError: it was another run: other data, another order of documents, another
-                model.
+            CheckpointError: the checkpoint is of another run: other data, another order of
+                documents, another model.
         """
-        of_optimizer: dict[str, dict[str, Tensor]] = {}
-        found = self.ranks.writer_does(
-            lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError
+        optimizer_states: dict[str, dict[str, Tensor]] = {}
+        loaded = self.ranks.writer_does(
+            lambda: self._load(folder, optimizer, steps, optimizer_states), CheckpointError
         )
-        state = found["state"]
-        random_states = found["random_states"]
+        state = loaded["state"]
+        random_states = loaded["random_states"]
         if self._divided is not None:
             assert isinstance(optimizer, ShardedAdamW)
             checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
         else:
             self._send_weights()
-            self._send_optimizer(optimizer, of_optimizer)
+            self._send_optimizer(optimizer, optimizer_states)
         states = {
             name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
             for name, text in random_states.items()
@@ -161,8 +161,8 @@ class RunCheckpoints:
         steps: Steps,
         states: dict[str, dict[str, Tensor]],
     ) -> dict[str, Any]:
-        """Weights and optimizer states into this rank's, and the latter into ``states``; the
-        rest is returned as JSON.
+        """Load weights and optimizer states into this rank's, optimizer states also into
+        ``states``, and return the rest as JSON.
         """
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
@@ -178,6 +178,9 @@ class RunCheckpoints:
         }
 
     def _check_continuity(self, folder: Path, state: Mapping[str, Any], steps: Steps) -> None:
+        """Check that the run goes on with the same data, order, base and kind of optimizer states;
+        warn of other fields that were changed.
+        """
         earlier_version = state["data"] in steps.earlier_data
         if state["data"] != steps.data and not earlier_version:
             raise CheckpointError(
@@ -204,8 +207,8 @@ class RunCheckpoints:
             logger.warning("resuming with %s", ", ".join(changed.values()))
 
     def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Adapters go on over the numbers that they began over; folders of older versions do not
-        say of all what these are.
+        """Check that adapters go on over the base that they began over. Checkpoints of older versions
+        may not describe it.
         """
         if "base" not in about:
             return
@@ -224,7 +227,7 @@ class RunCheckpoints:
             )
 
     def _check_states(self, folder: Path, before: Mapping[str, Any]) -> None:
-        """States in 8 bits are of no use to states in fp32, nor these to them."""
+        """Check that optimizer states are of the same kind: 8 bits or not."""
         had = before.get("use_8bit_optimizer", False)
         if had != self.config.use_8bit_optimizer:
             kind = "8 bits" if had else "fp32 or bf16"
@@ -236,8 +239,8 @@ class RunCheckpoints:
             )
 
     def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """Where the model came from and fields of the configuration that are not as before, and
-        how each is told.
+        """Return the fields of the configuration, and ``model``, that were changed, with words for
+        each.
         """
         now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
         names = (now.keys() & before.keys()) - OF_A_START
@@ -247,8 +250,11 @@ class RunCheckpoints:
         }
 
     def _send_weights(self) -> None:
-        """The first rank's weights to all, but what a rank has of frozen ones that are divided;
-        those that wait in host memory are frozen, and the same everywhere."""
+        """Send the first rank's weights to all ranks.
+
+        Shards of divided frozen weights are not sent, nor are weights in host memory, which are
+        frozen and the same everywhere.
+        """
         buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
         trained = {p.device for p in self.model.parameters() if p.requires_grad}
         sent = (*whole_parts(self.model.parameters()), *buffers)
@@ -257,22 +263,21 @@ class RunCheckpoints:
     def _send_optimizer(
         self, optimizer: FusedAdamW, states: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """The states that the first rank has read to all, a weight at a time."""
+        """Send the optimizer states that the first rank has read to all ranks, weight by weight."""
         if self.ranks.count == 1:
             return
         for name, parameter in checkpoint.trained(self.model):
             sent = optimizer.empty_states(parameter)
             for part, tensor in states.get(name, {}).items():
-                if (
-                    part in sent
-                ):  # an fp32 weight has no lower half, though divided ones of bf16 would
+                # Of an fp32 weight there is no lower half, though a divided one of bf16 wrote it.
+                if part in sent:
                     sent[part].copy_(tensor)
             self.ranks.same_weights(sent.values())
             optimizer.load_state(parameter, sent)
 
     def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
-        """After each step: once, begin to allocate the memory for checkpoints that will be
-        written before the run ends.
+        """Begin to allocate the memory for checkpoints that are written before the run ends. Called
+        after each step; only the first call has an effect.
         """
         if self._prepared:
             return
@@ -284,23 +289,21 @@ class RunCheckpoints:
                 self._staging.prepare(state.changing().values())
 
     def _writes(self, optimizer: FusedAdamW) -> bool:
-        """Whether this rank writes something of a checkpoint: the first does, and all where
-        states are sharded.
+        """Return whether this rank writes a part of a checkpoint: the first rank does, and all
+        ranks do if states are sharded.
         """
         return self.ranks.writer or isinstance(optimizer, ShardedAdamW)
 
     def _state(
         self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> checkpoint.State:
-        """What this rank writes, the tensors themselves."""
-        weights = (
-            self.model.state_dict(keep_vars=True)
-            if self.ranks.writer and self._divided is None
-            else {}
-        )
-        states = (
-            checkpoint.optimizer_states(self.model, optimizer) if self._writes(optimizer) else {}
-        )
+        """Return the state that this rank writes: the tensors themselves, no copies."""
+        weights: dict[str, Tensor] = {}
+        if self.ranks.writer and self._divided is None:
+            weights = self.model.state_dict(keep_vars=True)
+        states: dict[str, Any] = {}
+        if self._writes(optimizer):
+            states = checkpoint.optimizer_states(self.model, optimizer)
         return checkpoint.State(weights, states, random, facts)
 
     def save(
@@ -311,14 +314,14 @@ class RunCheckpoints:
         steps: Steps,
         about: Mapping[str, Any],
     ) -> None:
-        """Begin the checkpoint of this step, whose metrics have arrived; all ranks must ask.
+        """Begin the checkpoint of this step, whose metrics have arrived; all ranks must call it.
 
-        Its tensors are copied while the next forward and backward pass run, and written by a
-        thread; training waits for the last one, and where host memory is too small for a copy. The
-        checkpoint before it is finished first.
+        Tensors are copied while the next forward and backward pass run, and a thread writes them.
+        Training waits for the last checkpoint of a run, and if host memory is too small for a copy.
+        The checkpoint before is finished first.
 
         Raises:
-            CheckpointError: this one or the one before it cannot be written.
+            CheckpointError: this checkpoint or the one before cannot be written.
         """
         self.finish()
         self._optimizer = optimizer
@@ -353,8 +356,8 @@ class RunCheckpoints:
             self.finish()
 
     def _must_wait(self, state: checkpoint.State, run: Run) -> bool:
-        """Whether training waits until the checkpoint is written, since a copy does not fit or
-        would be worth nothing.
+        """Return whether training waits until the checkpoint is written: after the last step, or if
+        a copy does not fit.
         """
         fits = self._fits(state)
         if not fits and run.step != run.total_steps:
@@ -365,13 +368,13 @@ class RunCheckpoints:
         return run.step == run.total_steps or not fits
 
     def _fits(self, state: checkpoint.State) -> bool:
-        """Whether host memory holds the copies of all ranks, those of a machine together; all
-        must ask.
+        """Return whether the host memory of each machine holds the copies of its ranks; all ranks
+        must call it.
         """
-        here = socket.gethostname()
+        host = socket.gethostname()
         needed = self._staging.needed(state.changing().values())
-        told = self.ranks.gather_values([here, needed])
-        others = sum(size for host, size in told if host == here) - needed
+        sizes = self.ranks.gather_values([host, needed])
+        others = sum(size for name, size in sizes if name == host) - needed
         return all(self.ranks.gather_values(self._staging.fits(state.changing().values(), others)))
 
     def _start(
@@ -381,8 +384,10 @@ class RunCheckpoints:
         write: Callable[[checkpoint.State], None],
         ended: Told | None = None,
     ) -> None:
-        """Begin to write a state, of copies if training does not wait; the others are told when
-        it has ``ended``.
+        """Begin to write a state: from copies if training does not wait.
+
+        Args:
+            ended: tells the other ranks when it is written; None if nobody waits.
         """
         if waits:
             if self._staging.device.type == "cuda":
@@ -395,7 +400,7 @@ class RunCheckpoints:
     def _write(
         self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State
     ) -> None:
-        """On the first rank: the checkpoint of a step, with the files of the others."""
+        """Write the checkpoint of a step, on the first rank, with the files of the other ranks."""
         write_divided = None
         if self._divided is not None and files is not None:
             write_divided = partial(
@@ -428,7 +433,7 @@ class RunCheckpoints:
         self.written.append((step, folder))
 
     def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:
-        """On another rank: its part of that checkpoint."""
+        """Write this rank's part of the checkpoint, and hand it to the first rank."""
         share = (
             None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
         )
@@ -441,7 +446,7 @@ class RunCheckpoints:
             write(state)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is written; all ranks must ask.
+        """Wait until the checkpoint that was begun is written; all ranks must call it.
 
         Raises:
             CheckpointError: it could not be written.
@@ -450,24 +455,25 @@ class RunCheckpoints:
         self._background.wait()
 
     def hold_update(self) -> None:
-        """Called between the backward pass and the update, which must not change what is still
-        being copied.
+        """Wait, between the backward pass and the update, until the tensors of a checkpoint are
+        copied.
         """
         self._staging.hold_update()
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint that this rank was writing could not be written; ``finish``
-        raises why.
-        """
+        """Return whether this rank failed to write a checkpoint; ``finish`` raises the error."""
         return self._background.error is not None
 
     def __enter__(self) -> RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """However the run ended, the checkpoint that was begun is finished. No rank leaves
-        before it is: the others would end with that one, the first while it writes."""
+        """Finish the checkpoint that was begun, however the run ended.
+
+        No rank leaves before that: a rank that ends takes the others with it, the first one while
+        it writes.
+        """
         if kind is not None and self._background.busy:
             logger.warning("finishing the checkpoint that was begun")
         try:
@@ -479,8 +485,8 @@ class RunCheckpoints:
         self._staging.release()
 
     def _has_best(self, run: Run) -> bool:
-        """Whether the first rank's folder holds the weights of the best step. Older checkpoints
-        do not say which it is.
+        """Return whether the first rank's folder holds the weights of the best step, which older
+        checkpoints do not name.
         """
         if run.best_step is None:
             if math.isfinite(run.best_loss):
@@ -509,13 +515,15 @@ class RunCheckpoints:
         return self.folder_of(run.best_step)
 
     def restore_best(self, run: Run) -> int:
-        """Load the weights of the step with the lowest held-out loss, unless it is the last; the
-        step whose weights the model has now."""
+        """Load the weights of the step with the lowest held-out loss, unless it is the last step;
+        return the step whose weights the model has now.
+        """
         if run.best_step is None or run.best_step == run.step:
             return run.step
 
         def load() -> bool:
-            if damage := checkpoint.check_checkpoint(self._best(run)):
+            damage = checkpoint.check_checkpoint(self._best(run))
+            if damage:
                 logger.error(
                     "%s: %s; the model of the last step is written instead of the best",
                     self._best(run),
@@ -543,9 +551,10 @@ class RunCheckpoints:
         return run.best_step
 
 
-def _shared(source: str, target: str) -> str:
-    """A file of weights by another name of the same file, where the file system has such: nobody
-    writes into one again. Every other file is copied."""
+def _link_or_copy(source: str, target: str) -> str:
+    """Make a hard link to a file of weights, into which nobody writes again, if the file system has
+    hard links; copy every other file.
+    """
     if source.endswith(".safetensors"):
         try:
             os.link(source, target)

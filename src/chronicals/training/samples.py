@@ -1,4 +1,4 @@
-"""What the model answers to a few rows before and after training, for the report."""
+"""Answers of the model to a few rows before and after training, for the report."""
 
 from __future__ import annotations
 

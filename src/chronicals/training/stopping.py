@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stop:
-    """Whether a run is to end, on any rank.
+    """Request to end a run, from any rank.
 
     Attributes:
         reason: why, in words; None while nobody asked.
@@ -29,14 +29,15 @@ class Stop:
         self.save = True
 
     def ask(self, reason: str, save: bool = True) -> None:
-        """From any thread, and from signal handlers."""
+        """Ask the run to end; may be called from any thread and from signal handlers."""
         self.save = save
         self.reason = reason
 
     def is_asked(
         self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool
     ) -> bool:
-        """Whether the run is to end after this step, the same on all ranks, which must all ask.
+        """Return whether the run is to end after this step: the same on all ranks, which must all
+        call it.
 
         Args:
             failed: whether this rank could not write a checkpoint; then, too, it is to end.
@@ -68,8 +69,8 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Within, in the main thread: the first Ctrl-C or SIGTERM asks, the second ends the
-        process at once.
+        """Return a context in which, in the main thread, the first Ctrl-C or SIGTERM asks the run
+        to end, and the second ends the process at once.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -61,7 +61,7 @@ class Point:
 
 
 class Tracker(Callback, ABC):
-    """What trackers share: a check at the start, a thread, patience. A subclass says how to begin,
+    """Base of the trackers: a check at the start, a thread, patience. A subclass says how to begin,
     store and end.
 
     Attributes:
@@ -91,8 +91,8 @@ class Tracker(Callback, ABC):
         threading.Thread(target=self._import, daemon=True).start()
 
     def _import(self) -> None:
-        """What ``begin`` imports, while the model and the data are prepared; an error is raised
-        there.
+        """Import what ``begin`` needs, while the model and the data are prepared; ``begin`` raises
+        an error.
         """
         with suppress(Exception):
             importlib.import_module(self.used or self.module)
@@ -129,7 +129,7 @@ class Tracker(Callback, ABC):
     # ---------------------------------------------------------------------------------------------
 
     def run_began(self, run: Run) -> None:
-        """Raises ConfigurationError where the tracker cannot be started."""
+        """Start the tracker; raises ConfigurationError if it cannot be started."""
         try:
             self.stored = self.begin(run)
         except Exception as error:
@@ -209,7 +209,7 @@ class Tracker(Callback, ABC):
             )
 
     def _arrived(self) -> Iterator[Point | Outcome]:
-        """At least one, and whatever else is there."""
+        """Return at least one event, and all others that have arrived."""
         yield self.arrivals.get()
         while not self.arrivals.empty():
             yield self.arrivals.get()
@@ -375,8 +375,8 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
-    """Those that ``config.trackers`` names; TensorBoard where it is installed if the field was left
-    alone.
+    """Build the trackers that ``config.trackers`` names; TensorBoard if it is installed and the
+    field was not set.
 
     Raises:
         ConfigurationError: one is not installed; the message names the extra.
@@ -416,7 +416,7 @@ def _ids(run: Run) -> tuple[Path, dict[str, str]]:
 
 
 def earlier_id(run: Run, tracker: str) -> str | None:
-    """What the tracker called the run that is now resumed; None for a new one."""
+    """Return the tracker's name for the run that is now resumed; None for a new one."""
     return _ids(run)[1].get(tracker) if run.step else None
 
 
@@ -430,8 +430,8 @@ def keep_id(run: Run, tracker: str, identity: str) -> None:
 
 
 def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """What ``metrics.jsonl`` has of the part before: of ``train`` or ``eval``, at which step,
-    which values.
+    """Yield the metrics of the earlier part that ``metrics.jsonl`` holds: ``train`` or ``eval``,
+    the step, and the values.
     """
     for line in read_metrics(run.output_dir / "metrics.jsonl"):
         step = line.pop("step")

@@ -73,16 +73,15 @@ class ChronicalsTrainer:
     """Trains a Hugging Face causal language model.
 
     Args:
-        model: the model, on its device; ``device_map="auto"`` is fine as long as it uses one
-            device.
-        tokenizer: its tokenizer; ``pad_token = eos_token`` is fine.
-        config: everything else; ``ChronicalsConfig()`` if None.
-        callbacks: further callbacks; those for files and progress, and the trackers, are there
-            anyway.
-        write_recipe: takes the folder of a new run and writes there what it was started with.
+        model: the model, on its device; ``device_map="auto"`` is allowed if it uses one device.
+        tokenizer: its tokenizer; ``pad_token = eos_token`` is allowed.
+        config: all settings; ``ChronicalsConfig()`` if None.
+        callbacks: callbacks beside those for files, progress and trackers.
+        write_recipe: writes the recipe that started the run into the folder of a new run, which it
+            gets; None for none.
 
     Raises:
-        ValueError: it is another kind of model, or the configuration cannot be honoured with it on
+        ValueError: the model is of another kind, or the configuration cannot be honoured with it on
             this machine; the message names the field.
         VersionError: torch, transformers or PEFT is older than the lowest version that chronicals
             runs with.
@@ -117,17 +116,18 @@ class ChronicalsTrainer:
         self._write_recipe = write_recipe
 
     def release_graphs(self) -> None:
-        """Give back the memory of CUDA graphs, as a callback may ask between steps; the next
-        ones run as usual and are captured anew."""
+        """Release the memory of CUDA graphs. A callback may call it between steps; later steps are
+        captured anew.
+        """
         if self._session is not None:
             self._session.release_graphs()
 
     def stop(self, save: bool = True) -> None:
-        """End the run in progress after the step at hand: ``train`` writes a checkpoint and raises
+        """End the run after the current step: ``train`` writes a checkpoint and raises
         ``Interrupted``.
 
-        May be called from any thread, from callbacks, and on any rank; all ranks stop after the
-        same step. It does nothing where ``train`` is not running.
+        It may be called from any thread, from callbacks, and on any rank; all ranks stop after the
+        same step. It does nothing if ``train`` is not running.
 
         Args:
             save: whether to write a checkpoint first.
@@ -140,14 +140,14 @@ class ChronicalsTrainer:
         eval_dataset: Source | None = None,
         resume: bool | str | Path = False,
     ) -> TrainingResult:
-        """Train, evaluate, write the model and the report.
+        """Train and evaluate the model, and write the model and the report.
 
         Args:
             train_dataset: a file or rows; see ``chronicals.data.read_records``.
             eval_dataset: held-out data; or ``validation_split`` takes a share of ``train_dataset``.
-            resume: True goes on from the newest whole checkpoint in ``output_dir``, if there is
-                one, exactly as if never stopped; the folder of a checkpoint, or of another run,
-                goes on from there.
+            resume: True resumes from the newest whole checkpoint in ``output_dir``, if there is
+                one, as if the run had never stopped; a folder resumes from that checkpoint, or from
+                the newest of that run.
 
         Raises:
             DataError: the data would make training wrong.
@@ -174,7 +174,8 @@ class ChronicalsTrainer:
                         return self._train(train_dataset, eval_dataset, resumed)
         finally:
             self._session = None
-            if self.tokenizer.pad_token != padding:  # a reward model was saved with another one
+            # An objective may have chosen another padding token for the model that it saved.
+            if self.tokenizer.pad_token != padding:
                 self.tokenizer.pad_token = padding
 
     def _train(
@@ -215,11 +216,11 @@ class ChronicalsTrainer:
             saying_what_helps(config, self.device, self.ranks.count),
         ):
             objective = self.objective
-            given = [store for store in (train_store, eval_store) if store is not None]
-            train_store, *held = with_frozen_columns(
-                given, objective, model, self.tokenizer, config, self.ranks
+            stores = [store for store in (train_store, eval_store) if store is not None]
+            train_store, *held_out = with_frozen_columns(
+                stores, objective, model, self.tokenizer, config, self.ranks
             )
-            eval_store = held[0] if held else None
+            eval_store = held_out[0] if held_out else None
             samples = Samples(
                 model, self.tokenizer, eval_store or train_store, self._samples(), self.output_dir
             )
@@ -239,37 +240,37 @@ class ChronicalsTrainer:
 
     @contextmanager
     def _in_its_folder(self) -> Iterator[EarlierRun | None]:
-        """Within: the folder takes the files of this run. Gives the run that is to be replaced,
-        on the first rank.
+        """Return a context in which the folder takes the files of this run. It gives the run that is
+        to be replaced, on the first rank.
         """
         folder = self.output_dir
         earlier = None
 
         def make_room() -> None:
             nonlocal earlier
-            there = holds_a_run(folder)
-            if self.config.overwrite and there:
+            has_run = holds_a_run(folder)
+            if self.config.overwrite and has_run:
                 check_replaceable(folder, self.model, self.config)
-                earlier = held.enter_context(replacing(folder))
-            if self._write_recipe is not None and (earlier is not None or not there):
+                earlier = contexts.enter_context(replacing(folder))
+            if self._write_recipe is not None and (earlier is not None or not has_run):
                 self._write_recipe(folder)
 
-        with ExitStack() as held:
+        with ExitStack() as contexts:
             self.ranks.writer_does(make_room, CheckpointError)
             yield earlier
 
     @contextmanager
     def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
-        """Within: the batch of the configuration is fitted to the data."""
-        asked = self.config
+        """Return a context in which batch and learning rate of the configuration fit the data."""
+        original = self.config
         self.config = fit_batch(
-            fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed
+            fit_learning_rate(original, self.ranks, self.model), plan, self.ranks, resumed
         )
         try:
             self.config = with_token_ids(self.config, self.tokenizer)
             yield self.config
         finally:
-            self.config = asked
+            self.config = original
 
     def _run(
         self,
@@ -306,7 +307,8 @@ class ChronicalsTrainer:
         self._prove_that_ranks_are_alike(run, stream, eval_store)
         if resumed is None:
             self.ranks.writer_does(samples.keep, OSError)
-        run.trainable_share = self._trainable_share()
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        run.trainable_share = trained / count_values(model)
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
         divided = model if session.decisions["sharding"].how == WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
@@ -325,7 +327,7 @@ class ChronicalsTrainer:
             )
 
     def _samples(self) -> int:
-        """How many answers the report shows."""
+        """Return how many answers the report shows."""
         if self.config.report_samples and not self.objective.generates:
             logger.info(
                 "the report has no sample answers: objective=%r trains no language model",
@@ -376,14 +378,10 @@ class ChronicalsTrainer:
             }
             prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
 
-    def _trainable_share(self) -> float:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad) / count_values(
-            self.model
-        )
-
     def _own_callbacks(self) -> list[Callback]:
-        """Trackers first: where they go on from, they read in the metrics of the part before."""
+        """Return the callbacks of every run."""
         return [
+            # Trackers come first: they read in the earlier metrics where they go on from.
             *build_trackers(self.config),
             MetricsFile(self.output_dir / "metrics.jsonl"),
             ProgressBar(),
