@@ -256,7 +256,7 @@ def test_how_much_survives(run, tmp_path):
 
 def test_large_models_are_compared_in_16_bits(run, tmp_path, monkeypatch):
     """By bounds that allow for what torch itself rounds then."""
-    monkeypatch.setattr(source, "LARGE", 0)
+    monkeypatch.setattr(source, "LARGE_MODEL_BYTES", 0)
     for exported in export(run, ["merged-fp32", "gguf-f32", "adapter", "fp8"], tmp_path):
         assert not exported.proof.failed
     bounds = {

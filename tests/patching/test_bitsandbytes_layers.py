@@ -214,7 +214,8 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
 )
 def test_a_planted_fault_is_found(folder, old, new, monkeypatch):
     monkeypatch.setattr(
-        "chronicals.models.linear.shared", mutant(bitsandbytes_layer, old, new).shared
+        "chronicals.quantization.bitsandbytes_layer.shared",
+        mutant(bitsandbytes_layer, old, new).shared,
     )
     model = adapted(loaded(folder))
     patch_parts(model, whole_layers=True)
