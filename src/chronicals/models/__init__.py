@@ -1,4 +1,4 @@
-"""Hugging Face models: loading one, reading its head, and giving it a Batch."""
+"""Hugging Face models: loading, reading the output head, and running a Batch through a model."""
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.model_shape import ModelShape

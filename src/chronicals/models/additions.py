@@ -1,6 +1,4 @@
-"""Additions: terms that any objective's loss has beside its own, made of what a model computes
-beside its states.
-"""
+"""Additional loss terms, computed from what a model returns beside its hidden states."""
 
 from __future__ import annotations
 
@@ -19,17 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a forward pass over T tokens of a Batch gave; zero for tokens that are not computed.
+    """Outputs of one forward pass over the T tokens of a Batch; zero for tokens that are not
+    computed.
 
     Attributes:
-        states: ``[T, D]``, or logits ``[T, V]``.
-        router_logits: ``[T, E]`` of each layer with routed experts, where they were asked for.
-        layers_ahead: ``[T, n, E]`` of each such layer: the logits that it predicts of itself and of
-            n - 1 later layers.
-        tokens_ahead: ``[T, K, L, E]``: those that are predicted of all layers for the tokens t + 1
-            … t + K.
-        received: int64 ``[T, k]`` of each layer of ``PresentedModel.experts``: the experts that
-            tokens really got; ids that no expert has stand for none.
+        states: hidden states ``[T, D]``, or logits ``[T, V]``.
+        router_logits: ``[T, E]`` per layer with routed experts; empty unless requested.
+        layers_ahead: ``[T, n, E]`` per such layer: predicted router logits of the layer itself and
+            of n - 1 later layers.
+        tokens_ahead: ``[T, K, L, E]``: predicted router logits of all L layers for the tokens t + 1
+            … t + K, or None.
+        received: int64 ``[T, k]`` per module of ``PresentedModel.experts``: ids of the experts that
+            process each token. An id outside 0 … E - 1 means no expert.
     """
 
     states: Tensor
@@ -40,11 +39,11 @@ class Computed:
 
 
 class Addition(Protocol):
-    """Of the losses of a run; held by ``PresentedModel.additions``."""
+    """An additional loss term of a run, as listed in ``PresentedModel.additions``."""
 
     @property
     def lookahead(self) -> bool:
-        """Whether it needs what the model predicts of its routers."""
+        """True if the term needs the model's predictions of its router logits."""
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
-        """Terms and metrics by names of its own. Called where gradients are computed."""
+        """Return terms and metrics by name. Called only while gradients are computed."""

@@ -1,12 +1,13 @@
 """Replaces the attention of one model instance, without changing its configuration or its class.
 
-A model of transformers reads ``config._attn_implementation`` in two places: attention modules look
-up the attention function by it, the model looks up the function that makes the mask. ``install``
-puts copies of these methods on the instance, in which both lookups go through a ``Seam``.
-accelerate keeps the forward of a module with a hook in ``_old_forward``; there the copy is put. A
-forward that somebody else replaced cannot be copied. Its module gets a view of its configuration
-instead, in which ``_attn_implementation`` has another value. Several seams can be installed at
-once; the last one is asked first.
+A transformers model reads ``config._attn_implementation`` in two places: attention modules look up
+the attention function by it, and the model looks up the function that makes the mask. ``install``
+puts copies of these methods on the instance. In the copies both lookups go through a ``Seam``.
+
+accelerate keeps the forward of a module with a hook in ``_old_forward``; the copy is put there. A
+forward that other code replaced cannot be copied. Its module gets a view of its configuration
+instead, with another value of ``_attn_implementation``. Several seams can be installed at once; the
+last one is asked first.
 """
 
 from __future__ import annotations
@@ -29,42 +30,44 @@ from chronicals.models.rebinding import OURS, functions_beside, names_in, reboun
 logger = logging.getLogger(__name__)
 
 SEAMS = "_chronicals_seams"
-"""Attribute of a module: by the name of a method, or ``CONFIG``, what was installed there
-(``Installed``).
-"""
+"""Attribute of a module: its ``Installed`` records, by the name of a method or ``CONFIG``."""
 
 HOOK = "_hf_hook"
 HOOKED = "_old_forward"
 """Attributes in which accelerate keeps the hook of a module, and the module's own forward."""
 
 CONFIG = "config"
-"""Attribute that is replaced where the forward is somebody else's."""
+"""Attribute that is replaced if other code replaced the forward."""
 
 Attention = Callable[..., Any]
-"""transformers' interface: ``(module, query, key, value, attention_mask, **options)`` to
-``(output, weights)``.
+"""A transformers attention function: ``(module, query, key, value, attention_mask, **options) ->
+(output, weights)``.
 """
 
 
 @dataclass(frozen=True)
 class Seam:
-    """What attends, and how masks are made; this one leaves both as they are.
+    """A replacement of the attention function and of the mask lookup; this base class changes
+    neither.
 
     Attributes:
-        label: a word for it.
+        label: a short name.
     """
 
     label: str
 
     def attend(self, name: str, own: Attention) -> Attention:
-        """What runs in the place of ``own``, transformers' function for the implementation
+        """Return the attention function to use instead of ``own``, that of the implementation
         ``name``.
         """
         return own
 
     def name(self, name: str) -> str:
-        """In the place of an implementation's name, the one by which causal masks are made: a
-        key of transformers' table of mask functions, or, for no mask at all, any other name."""
+        """Return the implementation name by which causal masks are made, instead of ``name``.
+
+        The result is a key of transformers' table of mask functions. With any other name no mask is
+        made.
+        """
         return name
 
 
@@ -72,7 +75,7 @@ NOTHING = Seam("nothing")
 
 
 class AttentionFunctions:
-    """In place of transformers' table of attention functions, for the methods of one seam."""
+    """A stand-in for transformers' table of attention functions that passes lookups through a seam."""
 
     def __init__(self, own: Any, seam: Seam):
         self.own = own
@@ -89,8 +92,9 @@ class AttentionFunctions:
 
 
 class ConfigView:
-    """A view of a configuration in which attention has another name; of a call that makes a
-    mask, or of one module.
+    """A view of a configuration whose ``_attn_implementation`` is the name that a seam gives.
+
+    It is passed to one mask function, or replaces the configuration of one module.
     """
 
     def __init__(self, config: Any, seam: Seam):
@@ -108,9 +112,7 @@ class ConfigView:
 
 
 def text_configs(model: Any) -> list[Any]:
-    """The configurations that modules of the text hold: a layer that was copied has one of its
-    own.
-    """
+    """Return the text model's configurations that modules hold; a deep-copied layer holds its own."""
     config = _behind(model.config)
     text = config.get_text_config()
     others = {id(part) for part in _parts_of(config)} - {id(text)}
@@ -120,14 +122,14 @@ def text_configs(model: Any) -> list[Any]:
 
 
 def _behind(config: Any) -> Any:
-    """The configuration itself where ``config`` is a view of one."""
+    """Return the configuration itself if ``config`` is a view of one."""
     while isinstance(config, ConfigView):
         config = vars(config)["_config"]
     return config
 
 
 def _parts_of(config: Any) -> Iterator[Any]:
-    """The configuration, and those within it."""
+    """Yield the configuration and all configurations nested in it."""
     yield config
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -136,8 +138,11 @@ def _parts_of(config: Any) -> Iterator[Any]:
 
 
 def places(model: Any) -> list[tuple[nn.Module, str]]:
-    """The modules of the model's text, and the methods of theirs that look up what attends or
-    what makes causal masks; none where no module looks up what attends."""
+    """Return the text model's modules with the names of their methods that use a lookup.
+
+    These methods look up the attention function or make causal masks. The list is empty if no
+    module looks up the attention function.
+    """
     texts = {id(config) for config in text_configs(model)}
     found = []
     attends = False
@@ -153,8 +158,10 @@ def places(model: Any) -> list[tuple[nn.Module, str]]:
 
 
 def foreign_forward(model: Any) -> str:
-    """The class of a module whose method somebody else replaced or decorated, so that it cannot
-    be copied; empty if there is none. Hooks of accelerate are none."""
+    """Return the class of a module whose method other code replaced or decorated; empty if none.
+
+    Such a method cannot be copied. Hooks of accelerate do not count.
+    """
     return next(
         (type(module).__name__ for module, name in places(model) if _slot(module, name) == CONFIG),
         "",
@@ -166,17 +173,17 @@ NOT_WHOLE = (
     "call "
     "unpatch_model(model) first"
 )
-"""Why a model with methods that were made for it is written to no file: it could not be read."""
+"""Error text: a model with generated methods is not pickled, since it could not be unpickled."""
 
 
 @dataclass
 class Installed:
-    """What was put in the place of a method of one module, or of its configuration.
+    """A replacement of one module's method or configuration.
 
     Attributes:
-        before: what the instance had there, or None where it had the method of its class.
-        seams: in the order in which they were installed.
-        ours: the function, or the view, that was put there last.
+        before: the attribute that the instance had, or None if it used the method of its class.
+        seams: seams in the order of installation.
+        ours: the function or the view that was installed last.
     """
 
     before: Any
@@ -193,7 +200,7 @@ class Installed:
 
 
 def install(model: Any, seam: Seam) -> None:
-    """Let ``seam`` attend in the text of ``model``; towers of other kinds keep their own."""
+    """Route the attention of the text model through ``seam``; other towers keep their own."""
     for module, slot in dict.fromkeys(
         (module, _slot(module, name)) for module, name in places(model)
     ):
@@ -205,9 +212,7 @@ def install(model: Any, seam: Seam) -> None:
 
 
 def remove(model: nn.Module, seam: Seam) -> None:
-    """Take ``seam`` out again, the last one put in where it was put in several times; others
-    stay where they are.
-    """
+    """Remove the latest installation of ``seam``; other installations stay."""
     for module in model.modules():
         installed = vars(module).get(SEAMS, {})
         for slot, there in list(installed.items()):
@@ -221,7 +226,7 @@ def remove(model: nn.Module, seam: Seam) -> None:
 
 
 def is_in(model: nn.Module, seam: Seam) -> bool:
-    """Whether ``seam`` is in ``model``."""
+    """Return True if ``seam`` is installed in ``model``."""
     return any(
         seam in there.seams
         for module in model.modules()
@@ -230,9 +235,7 @@ def is_in(model: nn.Module, seam: Seam) -> bool:
 
 
 def module_without(model: Any, seam: Seam) -> str:
-    """The class of a module that would attend, or make masks, without ``seam``; empty if there
-    is none.
-    """
+    """Return the class of a module that would attend or make masks without ``seam``; empty if none."""
     for module, name in places(model):
         installed = vars(module).get(SEAMS, {})
         through = [
@@ -244,21 +247,22 @@ def module_without(model: Any, seam: Seam) -> str:
 
 
 def _attribute(module: nn.Module, slot: str) -> str:
-    """The attribute of the instance in which ``slot`` is: under accelerate's hook, where the
-    hook looks for the forward.
+    """Return the instance attribute behind ``slot``: for a forward under accelerate's hook,
+    ``_old_forward``.
     """
     return HOOKED if slot == "forward" and HOOK in vars(module) and HOOKED in vars(module) else slot
 
 
 def _is_ours(module: nn.Module, attribute: str, installed: Installed) -> bool:
-    """Whether what stands in ``attribute`` is what was put there."""
+    """Return True if ``attribute`` holds the function or view that was installed."""
     there = vars(module).get(attribute)
     return getattr(there, "__func__", there) is installed.ours
 
 
 def _found(module: nn.Module, slot: str, installed: Installed) -> str | None:
-    """The attribute in which our function or view is now: accelerate's hooks move it. None where
-    it is in none.
+    """Return the attribute that now holds our function or view, or None.
+
+    accelerate's hooks move the function between ``forward`` and ``_old_forward``.
     """
     attributes = (slot, HOOKED) if slot == "forward" else (slot,)
     return next(
@@ -267,8 +271,8 @@ def _found(module: nn.Module, slot: str, installed: Installed) -> str | None:
 
 
 def _slot(module: nn.Module, name: str) -> str:
-    """What a seam is put into for the method ``name``: the method, or ``CONFIG`` where it is
-    somebody else's.
+    """Return the slot for a seam on method ``name``: the method, or ``CONFIG`` if other code
+    replaced it.
     """
     installed = vars(module).get(SEAMS, {}).get(name)
     attribute = _attribute(module, name)
@@ -281,8 +285,9 @@ def _slot(module: nn.Module, name: str) -> str:
 
 
 def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:
-    """Give the instance what goes through the seams; what somebody else put there since is left
-    alone, and reported.
+    """Set the attribute of the instance to the function or view that uses the current seams.
+
+    An attribute that other code has replaced since is kept, with a warning.
     """
     attribute = (
         _attribute(module, slot) if installed.ours is None else _found(module, slot, installed)
@@ -313,8 +318,10 @@ def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:
 
 @functools.cache
 def _methods(cls: type[nn.Module]) -> dict[str, bool]:
-    """``forward`` and what it calls on ``self``, as far as they look up what attends (True) or
-    what makes masks (False).
+    """Return the methods that use a lookup, among ``forward`` and what it calls on ``self``.
+
+    The value is True for a method that looks up the attention function, False for one that only
+    makes masks.
     """
     names = {}
     waiting = ["forward"]
@@ -341,8 +348,9 @@ _MADE: dict[tuple, Callable | None] = {}
 
 
 def _within(function: Callable, seam: Seam) -> Callable | None:
-    """``function`` as it runs within ``seam``; the same object every time, for compiled code
-    looks at it.
+    """Return a copy of ``function`` whose lookups go through ``seam``; None if it cannot be copied.
+
+    The copy is cached, since torch.compile guards on the identity of a function.
     """
     key = function, seam, functions_beside(function)
     if key not in _MADE:
@@ -355,8 +363,11 @@ def _within(function: Callable, seam: Seam) -> Callable | None:
 
 
 def _uses(function: FunctionType) -> dict[str, Any]:
-    """By their global names, what a function uses: tables of attention functions, functions that
-    make causal masks, and those of its file that use them."""
+    """Return the globals of ``function`` that a seam replaces, by name.
+
+    These are tables of attention functions, functions that make causal masks, and functions of the
+    same file that use them.
+    """
     found = {name: function.__globals__.get(name) for name in names_in(function.__code__)}
     return {
         name: value
@@ -370,15 +381,13 @@ def _attends(value: Any) -> bool:
 
 
 def _makes_masks(value: Any) -> bool:
-    """Whether it is one of transformers' functions that make causal masks, or one of ours in its
-    place.
-    """
+    """Return True for a transformers function that makes causal masks, or our wrapper of one."""
     known = isinstance(value, FunctionType) and value.__module__ == masking_utils.__name__
     return known and value.__name__ in CREATORS
 
 
 def _is_beside(value: Any, function: FunctionType) -> bool:
-    """Whether it is another function of the same file that makes masks."""
+    """Return True for another function of the same file that makes masks."""
     if not isinstance(value, FunctionType) or value.__globals__.get(
         "__file__"
     ) != function.__globals__.get("__file__"):
@@ -393,7 +402,7 @@ CREATORS = (
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 )
-"""Functions of ``transformers.masking_utils`` that take a configuration first."""
+"""Functions of ``transformers.masking_utils`` whose first argument is a configuration."""
 
 
 def _replaced(value: Any, seam: Seam) -> Any:

@@ -1,9 +1,8 @@
-"""The format of the weights beneath adapters, read off the model that has them.
+"""The quantisation of the base weights under an adapter, read off the model and stored beside it.
 
-An adapter is trained over numbers, and its folder names the files that these came from. Where
-layers were quantised after their weights were read, those files hold other numbers: how each layer
-was quantised is written beside the adapter, and what loads, merges or exports it makes the same
-numbers again.
+An adapter fits the weight values that it was trained with, and its folder names the files of the
+base model. If layers were quantised after loading, these files hold other values. The folder of the
+adapter therefore states how each layer was quantised, and loading, merging and export repeat it.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from chronicals.quantization import FourBits, packed_experts, packed_modules
 from chronicals.quantization.bitsandbytes_layer import recipe_of
 
 BESIDE_ADAPTERS = "base_layer"
-"""Name by which adapters, ours and PEFT's, hold the layer that they are around."""
+"""Attribute in which an adapter layer, ours or PEFT's, holds the layer that it wraps."""
 
 OLDER = {
     "bf16": ("bfloat16", "bfloat16"),
     "fp16": ("float32", "float16"),
     "fp32": ("float32", "float32"),
 }
-"""Dtypes before quantising and of products, by ``mixed_precision``, in folders that state
-nothing else of a base in NF4.
+"""Dtype before quantisation and dtype of products, by ``mixed_precision``.
+
+For older adapter folders, which state nothing else about a base in NF4.
 """
 
 
 class OtherBase(ValueError):
-    """A model's layers are quantised otherwise than those that an adapter was trained over."""
+    """A model's layers are quantised differently from those that an adapter was trained with."""
 
 
 @dataclass(frozen=True)
 class BaseFormat:
-    """The quantised layers of a model by their paths without adapters; all others are in 16 or 32
-    bit.
+    """The quantised layers of a model, by path without adapters; all others are in 16 or 32 bit.
 
     Attributes:
-        layers: linear layers; None where a folder does not name them, and they are those that
-            ``load_model`` quantises.
-        experts: modules with stacked weights.
-        usual: how all are quantised that are not named.
-        by_transformers: ``quantization_config`` of layers that transformers quantised, to something
-            else than 4 bits.
+        layers: linear layers; None if the folder does not name them: those that ``load_model``
+            quantises.
+        experts: modules with stacked weights; None as for ``layers``.
+        usual: the format of layers that are not named.
+        by_transformers: ``quantization_config`` of layers that transformers quantised to another
+            format than 4 bits.
     """
 
     layers: Mapping[str, FourBits] | None = field(default_factory=dict)
@@ -58,8 +57,9 @@ class BaseFormat:
 
     @classmethod
     def of(cls, model: Any) -> BaseFormat | None:
-        """Return the format of a model's layers; None where none is quantised, or its files hold
-        the very codes.
+        """Return the format of a model's layers.
+
+        None if no layer is quantised, or if the model's files store the quantised codes themselves.
         """
         inner = within_adapters(model)
         layers = dict(_linear_layers(inner))
@@ -76,8 +76,9 @@ class BaseFormat:
 
     @classmethod
     def read(cls, stated: Mapping[str, Any] | None) -> BaseFormat | None:
-        """The format in ``to_json``'s words, or in those of older folders: NF4, and the
-        ``mixed_precision`` of the run.
+        """Parse the output of ``to_json``, or what older folders state; None if it is empty.
+
+        Older folders state only the ``mixed_precision`` of the run, and mean NF4.
         """
         if not stated:
             return None
@@ -96,7 +97,7 @@ class BaseFormat:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: each way of quantising once, with the layers that have it."""
+        """Return plain JSON that lists each format once, with its layers."""
         assert self.layers is not None and self.experts is not None
         kinds = list(dict.fromkeys([*self.layers.values(), *self.experts.values()]))
         groups = [
@@ -113,42 +114,46 @@ class BaseFormat:
         return {**({"in_4_bits": groups} if groups else {}), **theirs}
 
     def kind_of(self, path: str) -> FourBits | None:
-        """Return how a linear layer is quantised; None where it is not."""
+        """Return the format of a linear layer; None if it is not quantised."""
         return self.usual if self.layers is None else self.layers.get(path)
 
     def kind_of_experts(self, path: str) -> FourBits | None:
-        """Return how stacked experts are quantised; None where they are not."""
+        """Return the format of stacked experts; None if they are not quantised."""
         return self.usual if self.experts is None else self.experts.get(path)
 
     def kind_at(self, path: str) -> FourBits | None:
-        """Return how a linear layer or stacked experts are quantised; None where they are not."""
+        """Return the format of a linear layer or of stacked experts; None if it is not quantised."""
         kind = self.kind_of(path)
         return self.kind_of_experts(path) if kind is None else kind
 
     @property
     def in_8_bits(self) -> bool:
-        """True if layers are bitsandbytes' in LLM.int8."""
+        """True if the layers are bitsandbytes' layers for LLM.int8."""
         described = self.by_transformers or {}
         return bool(described.get("load_in_8bit") or described.get("_load_in_8bit"))
 
     @property
     def kinds(self) -> set[FourBits]:
-        """All ways in which layers are quantised."""
+        """All formats that occur among the layers."""
         if self.layers is None or self.experts is None:
             return {self.usual}
         return {*self.layers.values(), *self.experts.values()}
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which weights are to be read: the one from which all were quantised, or
-        fp32, which holds what any held; None where it is not known."""
+        """The dtype in which the weights must be read before they are quantised; None if unknown.
+
+        If the layers were quantised from several dtypes it is fp32, which holds every value of
+        each.
+        """
         names = {kind.quantized_from for kind in self.kinds}
         known = [getattr(torch, name) for name in names if name is not None]
         return (known[0] if len(known) == 1 else torch.float32) if known else None
 
     def difference(self, other: BaseFormat | None) -> str | None:
-        """Return in words how another model's layers are quantised otherwise, but for the dtype of
-        products; None where they are quantised the same.
+        """Describe how another model's layers are quantised differently; None if they are not.
+
+        The dtype of products is not compared.
         """
         if other is None:
             return f"{self} there, nothing is quantised here"
@@ -178,12 +183,14 @@ class BaseFormat:
 
     @property
     def code(self) -> str:
-        """Name of the codes in words, as ``NF4``."""
+        """Name of the 4-bit codes, such as ``NF4``."""
         return " and ".join(sorted({kind.code.upper() for kind in self.kinds}))
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
-    """Linear layers in 4 bits, ours or bitsandbytes', by their paths without adapters."""
+    """Yield each linear layer in 4 bits, ours or bitsandbytes': its path without adapters, its
+    format.
+    """
     for path, module in model.named_modules():
         recipe = recipe_of(module)
         if recipe is not None:
@@ -191,7 +198,9 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
 
 
 def _described_by_transformers(model: Any) -> dict[str, Any] | None:
-    """``quantization_config`` of a model that transformers quantised by layers of its own."""
+    """Return ``quantization_config`` if transformers quantised the model by its own layers, else
+    None.
+    """
     config = getattr(model.config, "quantization_config", None)
     if config is None or not getattr(model, "is_quantized", False):
         return None
@@ -204,7 +213,7 @@ def _described_by_transformers(model: Any) -> dict[str, Any] | None:
 
 
 def without_adapters(path: str) -> str:
-    """The path that a module has in a model without adapters."""
+    """Return the path that a module has in a model without adapters."""
     return ".".join(part for part in path.split(".") if part != BESIDE_ADAPTERS)
 
 

@@ -1,5 +1,6 @@
-"""A model in 4 bits as transformers and bitsandbytes make it: for what is compared with ours.
-Training needs neither.
+"""Loads a model in 4 bits by transformers and bitsandbytes, as a reference for ours.
+
+Training needs neither package.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from chronicals.models.completeness import check_whole
 from chronicals.models.four_bits import linear_layers
 
 NEEDED = ("bitsandbytes", "accelerate")
-"""Packages that transformers needs for it."""
+"""Packages that transformers needs to load such a model."""
 
 
 def missing_for_bitsandbytes() -> list[str]:
@@ -32,23 +33,24 @@ def load_by_bitsandbytes(
     products: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model whose layers are ``bitsandbytes.nn.Linear4bit`` where ours would be
-    ``Linear4bit``, in training mode.
+    """Load a model with ``bitsandbytes.nn.Linear4bit`` layers where ours has packed ones, in
+    training mode.
 
-    A checkpoint that is in 4 bits already is loaded as it says; of another one the layers that
-    ``quantise_layers`` takes are quantised to NF4 in blocks of 64.
+    A checkpoint in 4 bits is loaded as its configuration says. In any other one, the layers that
+    ``quantise_layers`` takes are quantised to NF4 with blocks of 64 weights.
 
     Args:
         kind: class of the model.
         name: folder or hub name of its checkpoint.
-        dtype: of the weights, from which they are quantised.
-        nested: whether scales are quantised themselves.
-        products: dtype of the products, by default ``dtype``.
+        dtype: dtype of the weights before quantisation.
+        device: device of all weights.
+        nested: quantise the scales, too (double quantisation).
+        products: dtype of the matrix products, by default ``dtype``.
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        ImportError: transformers lacks a package for it.
-        ValueError: the checkpoint is in another format, or does not fit the class.
+        ImportError: transformers lacks a package.
+        ValueError: the checkpoint is in another packed format, or does not fit the class.
     """
     from transformers import AutoConfig, BitsAndBytesConfig
 
@@ -90,8 +92,8 @@ def load_by_bitsandbytes(
 
 
 def layers_left(model: Any) -> list[str]:
-    """Return the paths of the linear layers that transformers would quantise and
-    ``quantise_layers`` does not.
+    """Return the paths of linear layers that transformers would quantise and ``quantise_layers``
+    would not.
     """
     ours = linear_layers(model)
     paths = []

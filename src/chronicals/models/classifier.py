@@ -1,8 +1,7 @@
-"""A score for a whole document: a linear head on the hidden state of its last token, and the class
-it is saved as.
+"""A scalar score of a whole document: a linear head on the hidden state of its last token.
 
-The head is a part of the causal language model, under the name that it has in transformers'
-``XForSequenceClassification``; files hold a model of that class with one label, which has no head
+The head is part of the causal language model, under the name that it has in transformers'
+``XForSequenceClassification``. The model is saved as that class with one label, which has no head
 that predicts tokens.
 """
 
@@ -27,15 +26,15 @@ from chronicals.models.loading import (
 )
 
 SCORE = "score"
-"""The head's name in the model."""
+"""Name of the head in the model."""
 
 
 class Score(nn.Linear):
-    """``r = w · h``, ``[1, D]`` without a bias.
+    """A linear head ``r = w · h`` with weight ``[1, D]`` and no bias.
 
     Attributes:
-        pad_token_id: that rows of the saved classifier are padded with; its score is of the last
-            token that is another.
+        pad_token_id: padding token of the saved classifier, which scores the last other token of a
+            row.
     """
 
     def __init__(self, wide: int, pad_token_id: int):
@@ -43,21 +42,22 @@ class Score(nn.Linear):
         self.pad_token_id = pad_token_id
 
     def of(self, states: Tensor) -> Tensor:
-        """fp32 at least ``[N]``, of hidden states ``[N, D]``."""
+        """Return the scores ``[N]`` of hidden states ``[N, D]``, in at least fp32."""
         wide = torch.promote_types(states.dtype, torch.float32)
         return (states.to(wide) * self.weight[0].to(wide)).sum(-1)
 
 
 def score_of(model: Any) -> Score | None:
-    """The head of ``attach_score``, if the model has one."""
+    """Return the head that ``attach_score`` added, or None."""
     found = getattr(model, SCORE, None)
     return found if isinstance(found, Score) else None
 
 
 def attach_score(model: Any, pad_token_id: int) -> Score:
-    """Give a causal language model a new head, drawn by torch's random numbers as transformers
-    draws its own; the head that predicts tokens, which would not be saved, is frozen unless it is
-    the embedding.
+    """Add a score head to a causal language model, or return the one that it has.
+
+    A new head is drawn from torch's random numbers with transformers' standard deviation. The head
+    that predicts tokens is not saved, so it is frozen unless it is tied to the embedding.
 
     Raises:
         ValueError: transformers has no class that holds the model and the head.
@@ -81,7 +81,7 @@ def attach_score(model: Any, pad_token_id: int) -> Score:
 
 
 def classifier_class(model: Any) -> Any | None:
-    """transformers' class for a sequence of this architecture with a label, or None."""
+    """Return transformers' sequence classification class of this architecture, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
@@ -112,11 +112,12 @@ def _check_class(model: Any) -> None:
 
 
 def saved_form(model: Any, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """What a model is written as: itself, or with a score the classifier, whose tensors share the
-    model's memory.
+    """Return the model to save: ``model``, or the classifier if it has a score head.
+
+    The tensors of the classifier share the model's memory.
 
     Args:
-        weights: tensors in the place of the model's own, by the names of ``model.state_dict()``.
+        weights: tensors to use instead of the model's own, by the names of ``model.state_dict()``.
     """
     score = score_of(model)
     if score is None:
@@ -128,12 +129,12 @@ def saved_form(model: Any, weights: Mapping[str, Tensor] | None = None) -> Any:
 
 
 def form_without_weights(model: Any) -> Any:
-    """What a model is written as: itself, or with a score the classifier, on the meta device."""
+    """Return the model to save as ``saved_form`` does, but a classifier on the meta device."""
     return model if score_of(model) is None else _without_weights(*classifier_of(model))
 
 
 def classifier_of(model: Any) -> tuple[Any, Any]:
-    """Class and configuration that a model with a score is saved as."""
+    """Return the class and the configuration that a model with a score head is saved as."""
     score = score_of(model)
     assert score is not None
     return classifier_class(model), _configured(model, score.pad_token_id)
@@ -152,11 +153,13 @@ def _without_weights(kind: Any, config: Any) -> Any:
 
 
 def load_scored(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The language model with a score that was saved as a classifier. It predicts nothing: a head
-    that is not the embedding is zero, for no file holds it.
+    """Load a language model with a score head from a saved classifier, in evaluation mode.
+
+    It cannot predict tokens: no file holds that head, so it is zero unless it is tied to the
+    embedding.
 
     Raises:
-        ValueError: it cannot be loaded, with the reason.
+        ValueError: it cannot be loaded; the message says why.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,5 +1,6 @@
-"""Whether a checkpoint has exactly the weights of a model class, apart from those that the class
-leaves out by design.
+"""Checks that a checkpoint has exactly the weights of a model class.
+
+Weights that the class leaves out by design are allowed.
 """
 
 from __future__ import annotations
@@ -14,22 +15,20 @@ from chronicals.model_shape import ModelShape
 logger = logging.getLogger(__name__)
 
 COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
-"""Buffers that some classes compute and some checkpoints store."""
+"""Names of buffers that some classes compute and some checkpoints store."""
 
 NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
-"""Parts that predict further tokens for speculative decoding, which causal language models leave
-out.
-"""
+"""Names of layers for speculative decoding, which causal language models leave out."""
 
 FEW = 4
-"""Names in an error, at most."""
+"""Most names in an error."""
 
 
 def check_whole(model: Any, report: Mapping[str, Any]) -> None:
-    """Check the loading report of ``from_pretrained``.
+    """Check the loading report of ``from_pretrained``; log the weights that the class leaves out.
 
     Args:
-        report: as returned with ``output_loading_info=True``.
+        report: the second result of ``from_pretrained(…, output_loading_info=True)``.
 
     Raises:
         ValueError: weights are missing, have another shape, or would be dropped; the message names
@@ -70,8 +69,9 @@ def _told(names: Collection[str]) -> str:
 
 
 def _is_left_by_design(model: Any, name: str) -> bool:
-    """Whether a weight is of a part beside the language model: a classifier, a vision tower,
-    speculative decoding.
+    """Return True if a weight belongs to a part other than the language model.
+
+    Such parts are a classifier, a vision tower, or layers for speculative decoding.
     """
     text = model.config.get_text_config()
     layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -85,8 +85,9 @@ def _is_left_by_design(model: Any, name: str) -> bool:
 
 
 def _is_beside(model: Any, name: str) -> bool:
-    """Whether a weight's closest existing module is the model itself or its body: it belongs to
-    a part the class lacks.
+    """Return True if the closest existing module of a weight is the model itself or its body.
+
+    The weight then belongs to a part that the class lacks.
     """
     paths = {path: module for path, module in model.named_modules()}
     path = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Experts of a loaded model: a watch over what their stacked matrices are multiplied with."""
+"""Observes the inputs of each expert's matrices in a model with stacked experts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 PRODUCTS = ("linear", "matmul", "__matmul__")
-"""Names of torch's functions that multiply something with an expert's matrix, which is their
-second argument.
-"""
+"""Names of torch functions that multiply by an expert's matrix, their second argument."""
 
 Through = Callable[[str, int, Tensor], Tensor]
-"""Called with the path of a stacked parameter, the number of an expert and what is multiplied
-with its matrix, ``[n, in]``; gives what is multiplied in its place."""
+"""A function of the path of a stacked parameter, the index of an expert, and the input ``[n, in]``
+of its matrix; it returns the input to use instead.
+"""
 
 
 def speaks_of_experts(config: Any) -> bool:
-    """Whether a configuration has a field about experts; recurrent layers have stacked weights
-    without.
+    """Return True if a configuration has a field about experts.
+
+    Stacked weights alone do not show experts: recurrent layers have them, too.
     """
     return any("expert" in name for name in config.get_text_config().to_dict())
 
 
 def watch_experts(model: nn.Module, through: Through) -> Callable[[], None]:
-    """Let what each expert's matrices are multiplied with pass through a function, until what is
-    returned is called.
+    """Pass the input of each expert's matrices through a function; return a function that stops it.
 
-    Experts are computed one after the other meanwhile, as transformers defines them (its
-    implementation ``eager``).
+    Until then experts are computed one after the other, by transformers' ``eager`` implementation.
     """
     watched = []
     for path, module in model.named_modules():
@@ -60,10 +58,13 @@ def _watched(
 
 
 class _Products(TorchFunctionMode):
-    """Within: products with a matrix of stacked parameters are told by where in memory it lies.
+    """A context that intercepts products with the matrices of stacked parameters.
+
+    It recognises an expert's matrix by its address in memory.
 
     Args:
-        stacks: by their paths.
+        stacks: stacked parameters by path.
+        through: called with the input of each product.
     """
 
     def __init__(self, stacks: dict[str, nn.Parameter], through: Through):

@@ -1,9 +1,9 @@
-"""Linear layers and stacked experts of decoder layers in 4 bits: quantised while a checkpoint is
-read, or in a model in memory.
+"""Quantises linear layers and stacked experts of decoder layers to 4 bits.
 
-Head, embeddings, norms, routers and whatever is neither a plain linear layer nor stacked experts
-stay as they are. While reading, no more than one weight exists in 16 bit beside those that stay so,
-with the tensors of a file that it is made of.
+This happens while a checkpoint is read, or afterwards to a model in memory. The head, embeddings,
+norms, routers, and everything that is neither a plain linear layer nor stacked experts stay
+unchanged. While reading, at most one weight to be quantised exists in 16 bit, together with the
+tensors of a file that it is made of.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from chronicals.quantization.experts import can_be_packed, pack_stack
 logger = logging.getLogger(__name__)
 
 METHOD = "chronicals_nf4"
-"""Name by which transformers finds the quantiser that runs while it reads."""
+"""``quant_method`` of the quantiser in transformers' registry."""
 
 WATCHED = "_chronicals_watched_quantising"
 """Attribute of a model: the ``Watch`` that saw its weights while they were quantised."""
 
 Watch = Callable[[str, Tensor, PackedWeight], None]
-"""Called for every layer that is quantised: its path, its weight, and what that becomes."""
+"""A function called for every quantised layer with its path, its weight ``[out, in]`` and the
+packed weight.
+"""
 
 Take = Callable[[nn.Linear, Tensor], nn.Module]
-"""Called for a layer whose weight was read: gives the module that takes its place, which has a
-parameter ``weight``.
+"""A function of a linear layer and the weight read for it that returns the replacement of the
+layer, which must have a parameter ``weight``.
 """
 
 QUANTISED_FROM = "_chronicals_quantised_from"
-"""Attribute of a model with layers that were quantised here: the dtype that their weights had
-before.
-"""
+"""Attribute of a model whose layers were quantised here: the dtype of their weights before."""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of small linear layers that choose experts, where a rounding would choose others, or of
-what holds these.
+"""Names of router layers, or of modules around them, which stay unquantised.
+
+Rounding errors in a router would change which experts are chosen.
 """
 
 
 def has_4bit_layers(model: nn.Module) -> bool:
-    """Return True if linear layers were quantised to 4 bits, here or as bitsandbytes does."""
+    """Return True if linear layers were quantised to 4 bits, here or by bitsandbytes."""
     return any(layer.recipe is not None for _, layer in packed_layers(model))
 
 
@@ -68,22 +69,27 @@ def has_4bit_experts(model: nn.Module) -> bool:
 
 
 def has_packed_layers(model: nn.Module) -> bool:
-    """Return True if linear layers have their weight packed, in 4 bits or in another format that
-    is dequantised for each product.
+    """Return True if linear layers have packed weights: 4 bits, or another format that is
+    dequantised for each product.
     """
     return next(packed_layers(model), None) is not None
 
 
 def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | None = None) -> int:
-    """Quantise the linear layers and stacked experts of the decoder layers to NF4, in place, one
-    after the other, and return how many linear layers there were.
+    """Quantise the linear layers and stacked experts of the decoder layers in place.
+
+    The format is NF4 unless ``form`` says otherwise. Layers are quantised one after the other.
 
     Args:
-        watch: sees each weight of a linear layer; the model knows it afterwards.
-        form: which layers are quantised instead of those, and how.
+        watch: called with each weight of a linear layer; also stored on the model.
+        form: the layers to quantise instead, and their formats.
+
+    Returns:
+        The number of linear layers that were quantised.
 
     Raises:
-        ValueError: there is none, nor one in 4 bits already; or experts have adapters.
+        ValueError: no layer can be quantised and none is in 4 bits already, or experts have
+            adapters.
     """
     layers = _named_layers(model, form)
     experts = _named_experts(model, form)
@@ -106,11 +112,13 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
 
 
 def quantise_experts(model: Any) -> int:
-    """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer, and
-    nothing else; return how many layers there were. They are frozen.
+    """Quantise only the stacked experts of the decoder layers to NF4, in place, and freeze them.
+
+    Returns:
+        The number of decoder layers with such experts.
 
     Raises:
-        ValueError: there is none, or it has adapters.
+        ValueError: there are no stacked experts, or they have adapters.
     """
     found = stacked_experts(model)
     if not found:
@@ -131,9 +139,7 @@ def _quantise_experts(
 
 
 def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
-    """Return the plain layers that are to be quantised, by their paths; a form may name others
-    than the usual ones.
-    """
+    """Return the layers to quantise by path: those that ``form`` names, else the usual ones."""
     if form is None or form.layers is None:
         return dict(linear_layers(model))
     named = {path: module for path, module in model.named_modules() if path in form.layers}
@@ -145,7 +151,7 @@ def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
 
 
 def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
-    """Return the experts that are to be quantised, by their paths."""
+    """Return the stacked experts to quantise by path."""
     found = stacked_experts(model)
     return (
         found
@@ -155,7 +161,6 @@ def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
 
 
 def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
-    """Return how a layer is to be quantised."""
     return (None if form is None else form.kind_of(path)) or FourBits()
 
 
@@ -164,13 +169,13 @@ def _kind_of_experts(path: str, form: BaseFormat | None) -> FourBits:
 
 
 def _is_transposed(layer: nn.Module) -> bool:
-    """Return True for a linear layer whose weight is ``[in, out]``, as GPT-2's."""
+    """Return True for a linear layer with weight ``[in, out]``, as in GPT-2."""
     return type(layer).__name__ == "Conv1D"
 
 
 def _check_bare(experts: Iterable[str]) -> None:
-    """Raises ValueError where experts have adapters already, whose sizes are those of what they
-    are around.
+    """Raise ValueError if experts have adapters already: adapters are sized by the module they
+    wrap.
     """
     wrapped = next((path for path in experts if path.rpartition(".")[2] == "base_layer"), None)
     if wrapped is not None:
@@ -178,9 +183,7 @@ def _check_bare(experts: Iterable[str]) -> None:
 
 
 def stacked_experts(model: Any) -> dict[str, nn.Module]:
-    """Return the modules of decoder layers that hold experts as stacked weights in 16 or 32 bit, by
-    their paths.
-    """
+    """Return the modules in decoder layers with experts as stacked 16- or 32-bit weights, by path."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
         path: module
@@ -192,15 +195,15 @@ def stacked_experts(model: Any) -> dict[str, nn.Module]:
 def quantising_while_reading(
     watch: Watch | None = None, take: Take | None = None, form: BaseFormat | None = None
 ) -> Any:
-    """Return ``quantization_config`` for ``from_pretrained``, by which it quantises the linear
-    layers and stacked experts of the decoder layers to NF4.
+    """Return a ``quantization_config`` with which ``from_pretrained`` quantises to NF4 as it reads.
 
-    Nothing of it stays in the model's configuration.
+    It quantises the linear layers and stacked experts of the decoder layers, and leaves no trace in
+    the model's configuration.
 
     Args:
-        watch: sees each weight of a linear layer.
-        take: replaces the linear layers, and nothing is quantised.
-        form: which layers are quantised instead of those, and how.
+        watch: called with each weight of a linear layer.
+        take: replaces each linear layer; nothing is quantised then.
+        form: the layers to quantise instead, and their formats.
     """
     configuration = _classes()()
     configuration.watch = watch
@@ -210,10 +213,10 @@ def quantising_while_reading(
 
 
 def count_values(model: nn.Module) -> int:
-    """Return how many weights a model's parameters stand for.
+    """Return the number of weights that a model's parameters represent.
 
-    Of packed weights those that the codes stand for; of other bytes two a byte, as 4 bits have; of
-    what is divided among ranks those of all.
+    Packed weights count the weights behind the codes. Other uint8 parameters count two weights a
+    byte. A parameter that is divided among ranks counts the parts of all ranks.
     """
     packed = set[int]()
     total = 0
@@ -228,7 +231,7 @@ def count_values(model: nn.Module) -> int:
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the plain layers that ``load_model`` quantises, by their paths."""
+    """Return the plain linear layers that ``load_model`` quantises, by path."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
         path: module
@@ -276,8 +279,7 @@ def _report(model: Any) -> None:
 
 @functools.cache
 def _classes() -> Any:
-    """Register the quantiser below with transformers, and return the class of the configuration
-    that asks for it."""
+    """Register the quantiser below with transformers and return its configuration class."""
     from transformers.core_model_loading import ConversionOps
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -364,14 +366,14 @@ def _classes() -> Any:
 
 
 class _Stacks:
-    """Stacked experts of a model that is being read.
+    """The stacked experts of a model while it is read.
 
     Args:
-        experts: by their paths.
-        form: how they are quantised, by default as usual.
+        experts: modules by path.
+        form: their formats; NF4 by default.
 
     Attributes:
-        names: of their stacked weights, in the model.
+        names: names of their stacked weights in the model.
     """
 
     def __init__(self, experts: Mapping[str, nn.Module], form: BaseFormat | None = None):
@@ -388,8 +390,10 @@ class _Stacks:
         self._packed: dict[str, dict[str, PackedWeight]] = {path: {} for path in experts}
 
     def take(self, model: Any, name: str, stack: Tensor) -> Tensor:
-        """Quantise a stack that was read, on a card where there is one, and return its codes;
-        one of another shape stays what it is, for the loader to complain of."""
+        """Quantise a stack that was read, on the GPU if there is one, and return its codes.
+
+        A stack of the wrong shape is returned unchanged; the loader reports it.
+        """
         path, _, own = name.rpartition(".")
         if tuple(stack.shape) != self.shapes[path][own]:
             return stack
@@ -403,11 +407,11 @@ class _Stacks:
         return packed.codes
 
     def settle(self, model: Any) -> None:
-        """Put the quantised experts in the places of those that were read whole.
+        """Replace the modules that were read by packed experts.
 
         Raises:
-            ValueError: a stack in the files has another shape; transformers below 5.21 does not
-                complain of it.
+            ValueError: a stack in the files has another shape. transformers below 5.21 does not
+                report it.
         """
         for path, packed in self._packed.items():
             for own in self.shapes[path].keys() - packed.keys():
@@ -425,9 +429,7 @@ class _Stacks:
 
 
 def _check_shapes(model: Any) -> None:
-    """Raises ValueError where a layer has got a weight of another shape, of which not every
-    loader complains.
-    """
+    """Raise ValueError if a layer got a weight of another shape, which not every loader reports."""
     for path, layer in linear_layers(model).items():
         there = tuple(layer.weight.shape)
         here = layer.out_features, layer.in_features
@@ -446,9 +448,12 @@ def _take(
     take: Take | None = None,
     kind: FourBits | None = None,
 ) -> Tensor:
-    """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, or
-    what ``take`` makes of it, and return its codes; a weight of another shape stays what it is,
-    for the loader to complain of. Where there is a card, that quantises."""
+    """Quantise a weight that was read, on the GPU if there is one, install its layer, return its
+    codes.
+
+    With ``take`` the layer that it returns is installed instead, and its weight is returned. A
+    weight of the wrong shape is returned unchanged; the loader reports it.
+    """
     linear = model.get_submodule(path)
     if weight.shape != linear.weight.shape:
         return weight

@@ -1,4 +1,4 @@
-"""Weights that a model's class keeps in fp32."""
+"""The weights that a model's class keeps in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Return parts of the names of weights that are fp32 where transformers loads the model in
+    """Return the name parts of weights that stay in fp32 when transformers loads the model in
     ``dtype``.
     """
     fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())

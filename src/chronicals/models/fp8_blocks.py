@@ -1,8 +1,7 @@
-"""Checkpoints in FP8 with a scale of each block of a weight (``weight_scale_inv``), as DeepSeek
-V3's, read into 16 bit.
+"""Dequantises checkpoints in FP8 with one scale a block (``weight_scale_inv``) while they are read.
 
-By itself transformers dequantises them only where there is no card with FP8; on one it computes by
-layers of its own, which nothing here knows.
+DeepSeek V3's checkpoints are of this kind. By itself transformers dequantises them only on machines
+without an FP8 GPU. With one it uses layers of its own, which this package does not support.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ METHOD = "fp8"
 """``quant_method`` of such checkpoints."""
 
 BLOCK = (128, 128)
+"""Rows and columns of a block if the configuration does not say."""
 
 
 def dequantising(config: Any, model: Any) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` by which these weights, of linear layers and of experts,
-    become 16 bit.
+    """Return arguments of ``from_pretrained`` that dequantise linear layers and experts to 16 bit.
 
     Args:
-        config: with a ``quantization_config`` of that method.
-        model: of it, on the meta device.
+        config: a configuration with a ``quantization_config`` of method ``fp8``.
+        model: the model on the meta device.
 
     Raises:
-        ValueError: blocks end within a weight, which transformers would take for blocks of another
-            size.
+        ValueError: a weight is not a whole number of blocks, so that transformers would infer
+            another block size.
     """
     from transformers import FineGrainedFP8Config
 
@@ -57,8 +56,9 @@ def dequantising(config: Any, model: Any) -> dict[str, Any]:
 
 
 def _stored_shapes(model: Any, kept: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield names and shapes of the matrices of linear layers and of single experts, whose gate and
-    up are two tensors in the files.
+    """Yield names and shapes of the matrices in the files: linear layers and single experts.
+
+    Gate and up of an expert are two tensors in the files, one in the model.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 

@@ -1,10 +1,9 @@
-"""A model out of a GGUF file, whose linear layers keep their weights in the file's blocks.
+"""Loads a model from a GGUF file; its linear layers keep the file's quantised blocks.
 
-Every tensor finds its place by the inverse of the tables that write such files
-(``formats/gguf/tensors.py``). Rows of q and k that llama.cpp has in another order are moved whole,
-with all their blocks, so that no bit of them changes. Weights that are not of plain linear layers
-in decoder layers (embedding, head, norms, stacked experts), and types without a kernel, are
-dequantised once; the log names them.
+Tensors are mapped by the inverse of the tables that write such files (``formats/gguf/tensors.py``).
+llama.cpp stores the rows of q and k in another order for some families. They are permuted as whole
+rows of blocks, so no bit of a block changes. All other weights (embedding, head, norms, stacked
+experts) and types without a kernel are dequantised once while loading; the log names them.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
     """Load a causal language model into host memory, in evaluation mode.
 
     Args:
-        dtype: of weights that are not in blocks, and of dequantised values.
-        packed: layers keep the file's blocks; otherwise all weights are dequantised.
+        path: a GGUF file.
+        dtype: dtype of weights without blocks and of dequantised values.
+        packed: keep the file's blocks in linear layers; if False, all weights are dequantised.
 
     Raises:
-        NotExpressible: the architecture, a setting or a tensor is not proved here; the message
-            names it.
+        NotExpressible: the architecture, a setting or a tensor is not supported; the message names
+            it.
         ValueError: the package gguf is missing, or the file is damaged.
     """
     file = GGUFFile(path)
@@ -68,7 +68,7 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """Build the model without initial values, whose memory is not taken until it is written."""
+    """Build the model without initialising its weights; pages are allocated as they are written."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -79,7 +79,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _check_tensors(file: GGUFFile, pieces: list[TensorPiece], extra: set[str]) -> None:
-    """Raise ValueError if the file has other tensors than the model, or of other shapes."""
+    """Raise ValueError if the file has other tensors than the model, or tensors of other shapes."""
     expected = {piece.name: piece.shape for piece in pieces}
     missing = sorted(expected.keys() - file.tensors.keys())
     unknown = sorted(file.tensors.keys() - expected.keys() - extra)
@@ -106,7 +106,7 @@ def _check_tensors(file: GGUFFile, pieces: list[TensorPiece], extra: set[str]) -
 def _packable(model: Any, file: GGUFFile, pieces: list[TensorPiece]) -> dict[str, TensorPiece]:
     """Return the layers that keep the file's blocks, by path, with the pieces of their weights.
 
-    They are plain linear layers of decoder layers whose blocks have a kernel.
+    They are plain linear layers of decoder layers, of types that have a kernel.
     """
     by_source = {piece.sources[0]: piece for piece in pieces if len(piece.sources) == 1}
     layers = {}
@@ -118,7 +118,7 @@ def _packable(model: Any, file: GGUFFile, pieces: list[TensorPiece]) -> dict[str
 
 
 def _put(model: Any, path: str, file: GGUFFile, piece: TensorPiece, dtype: torch.dtype) -> None:
-    """Replace a plain layer by one over the file's blocks, with rows in the model's order."""
+    """Replace a linear layer by one with the file's blocks, in the model's order of rows."""
     linear: nn.Linear = model.get_submodule(path)
     ((_, _, rows),) = piece.backward(file.blocks(piece.name))
     weight = Blocks.of(rows.contiguous(), file.type_of(piece.name), dtype)

@@ -1,7 +1,7 @@
-"""Head: what a causal language model does with its last hidden states, as tensors and numbers.
+"""The output head of a causal language model as tensors and numbers.
 
-A loss takes the module, not a raw weight: scale, softcap and bias come with it, and a head that is
-not understood is refused by name instead of being computed wrongly.
+A loss takes a ``Head`` instead of a raw weight, so that scale, softcap and bias come with it. A
+head of an unknown kind is refused by name instead of being computed wrongly.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from chronicals.quantization import packed_weight
 
 
 class UnknownHead(ValueError):
-    """The output layer is of a kind that is not understood."""
+    """The output layer is of an unsupported kind."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """``softcap · tanh(scale · (h Wᵀ + b + α (dropout(h) Aᵀ) Bᵀ) / softcap)``.
+    """The function ``softcap · tanh(scale · (h Wᵀ + b + α (dropout(h) Aᵀ) Bᵀ) / softcap)``.
 
     Attributes:
-        table: ``[V, D]``, as it is stored.
+        table: ``[V, D]`` as stored, without the trained rows.
         bias: ``[V]`` or None.
         scale: factor on the logits.
         softcap: bound of the logits, or None.
-        adapter: A, B and α of LoRA on the head, or None; without dropout where the layer is not
-            being trained.
-        rows: of the table that trained ones stand for, or None.
+        adapter: A, B and α of LoRA on the head, or None; its dropout is 0 unless the layer is in
+            training mode.
+        rows: rows of the table that are replaced by trained ones, or None.
     """
 
     table: Tensor
@@ -46,14 +46,16 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """W: the table, or a copy of it with the trained rows; who takes table and rows apart
-        makes none.
+        """W ``[V, D]``: the table, or a copy of it with the trained rows.
+
+        A caller that handles ``table`` and ``rows`` separately avoids the copy.
         """
         return self.table if self.rows is None else self.rows.within(self.table)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` of ``hidden`` ``[..., D]``: products in the dtype of ``hidden``, the rest
-        in at least fp32.
+        """Return logits ``[..., V]`` of hidden states ``[..., D]``.
+
+        The products are in the dtype of ``hidden``, everything after them in at least fp32.
         """
         dtype = hidden.dtype
         x = F.linear(
@@ -71,12 +73,13 @@ SCALES: dict[str, Callable[[float], float]] = {
     "logits_scaling": lambda divisor: 1.0 / divisor,  # Granite
     "lm_head_multiplier": lambda factor: factor,  # Falcon-H1
 }
-"""Configuration fields that multiply the logits, and the factor they stand for."""
+"""Configuration fields that scale the logits, and the factor as a function of the field."""
 
 
 def read_head(model: Any) -> Head:
-    """The head of a transformers causal language model as it is now: its adapters may be switched
-    off or merged later.
+    """Return the current head of a causal language model.
+
+    Its adapters may be switched off or merged later, so callers read it again when they need it.
 
     Raises:
         UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one
@@ -105,7 +108,7 @@ def read_head(model: Any) -> Head:
 
 
 def _with_trained_rows(layer: Any) -> tuple[Any, Rows | None]:
-    """A head without the rows that are trained by themselves, and these."""
+    """Return a head without its separately trained rows, and these rows or None."""
     if (
         f"{type(layer).__module__}.{type(layer).__qualname__}"
         != "chronicals.lora.tokens.TrainedTokens"

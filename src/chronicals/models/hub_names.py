@@ -1,8 +1,8 @@
-"""A quick answer to whether a name that is no folder here is a repository of the Hugging Face hub.
+"""Checks quickly that a name is a local folder or a repository of the Hugging Face hub.
 
-transformers asks the hub for each file of a model, and again and again where it cannot be reached:
-half a minute and more for a mistyped folder. Here it is asked once for a name, before anything is
-loaded.
+transformers asks the hub for each file of a model, and retries if the hub is unreachable. A
+mistyped folder then takes half a minute or more to fail. Here the hub is asked once a name, before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import re
 from pathlib import Path
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""``name`` or ``owner/name``, letters, digits, ``-``, ``_`` and ``.``."""
+"""``name`` or ``owner/name``, of letters, digits, ``-``, ``_`` and ``.``."""
 
 PATIENCE = 5.0
-"""Seconds in which the hub must answer: far longer than a request takes, and about as long as a
-person waits for an error.
+"""Timeout of the request in seconds.
+
+A request takes far less, and a person waits about as long for an error.
 """
 
 ANY_OF = ("config.json", "adapter_config.json", "tokenizer_config.json")
-"""Files of which one is in the cache where a repository was loaded before."""
+"""Files of which at least one is cached if the repository was loaded before."""
 
 
 @functools.cache
 def check_exists(name: str) -> None:
-    """Raise ValueError where ``name`` is neither a path here, nor a repository in the cache or on
-    the hub.
+    """Raise ValueError if ``name`` is neither a local path nor a repository in the cache or on the
+    hub.
 
-    An answer that leaves it open, such as a server's error, raises nothing: whoever loads the model
-    says what happened.
+    An inconclusive answer, such as a server error, raises nothing: loading the model will report
+    it.
     """
     if Path(name).expanduser().exists():
         return

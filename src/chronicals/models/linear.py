@@ -1,4 +1,4 @@
-"""Reading a linear layer: the plain layer, and the adapter around it."""
+"""Reads a linear layer: the plain layer, and the adapter around it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from chronicals.quantization.bitsandbytes_layer import as_ours
 
 
 class UnknownLinear(ValueError):
-    """The layer is neither a plain linear layer nor one with plain LoRA; the message continues a
-    sentence after its name.
+    """The layer is neither a plain linear layer nor one with plain LoRA.
+
+    The message continues a sentence that begins with the layer's name.
     """
 
 
 class ReadLinear(NamedTuple):
-    """A linear layer as it is now: its adapter may be off or merged later.
+    """The current state of a linear layer; its adapter may be switched off or merged later.
 
     Attributes:
-        layer: the plain layer, its weight packed or not.
-        adapter: on it; None where there is none, or where it is off.
-        rank: of an adapter that is there, on or off.
+        layer: the plain layer, with a dense or a packed weight.
+        adapter: its active adapter, or None.
+        rank: rank of its adapter, active or not; 0 without one.
     """
 
     layer: nn.Linear | PackedLinear
@@ -40,8 +41,9 @@ def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
 
 
 def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
-    """The one active adapter of PEFT's LoRA layer; None where there is none, or where it is
-    merged.
+    """Return the active adapter of PEFT's LoRA layer and True if it is on; None if there is none.
+
+    A merged adapter counts as none.
     """
     names = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
     if not names:
@@ -66,13 +68,15 @@ ADAPTED: dict[str, Callable[[Any], tuple[Adapter | None, bool]]] = {
     "peft.tuners.lora.layer.Linear": _of_peft,
     "peft.tuners.lora.bnb.Linear4bit": _of_peft,
 }
-"""Layers that add an adapter to their ``base_layer``, and how it is read from them, and whether
-it is on.
+"""Functions that read an adapter layer, by its class: they return the adapter, and True if it is
+on.
+
+The wrapped layer is its ``base_layer``.
 """
 
 
 def read_linear(layer: Any) -> ReadLinear:
-    """The plain linear layer that ``layer`` is or is built on, and its adapter.
+    """Return the plain linear layer that ``layer`` is or wraps, and its adapter.
 
     Raises:
         UnknownLinear: it is something else.

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers; safetensors only, no remote code unless the user asks."""
+"""Loads models and tokenizers: safetensors only, and no remote code unless the user asks for it."""
 
 from __future__ import annotations
 
@@ -39,27 +39,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
-"""The dtype of the weights by ``mixed_precision``; for fp16 they are fp32, since fp16 would lose
-small updates.
+"""Dtype of the weights by ``mixed_precision``.
+
+For fp16 the weights are fp32, since fp16 would lose small updates.
 """
 
 BASE_ROWS = "_chronicals_base_rows"
-"""Attribute of a model: rows of the embedding in the checkpoint it was loaded from; None or
-absent if unknown.
-"""
+"""Attribute of a model: rows of the embedding in its checkpoint; None or absent if unknown."""
 
 RUNS_ON = "_chronicals_runs_on"
-"""Attribute of a model: the device where it will run, though its weights are elsewhere as yet."""
+"""Attribute of a model: the device that it will run on, while its weights are still elsewhere."""
 
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
-"""Said in errors about a safetensors file that cannot be read."""
+"""Part of an error about a safetensors file that cannot be read."""
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A tokenizer from a folder, a hub name or a GGUF file.
+    """Load a tokenizer from a folder, a hub name or a GGUF file.
 
     Raises:
-        ValueError: there is none, with the reason.
+        ValueError: it cannot be loaded; the message says why.
     """
     from transformers import AutoTokenizer
 
@@ -71,10 +70,11 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A model's configuration from a folder, a hub name or a GGUF file.
+    """Load a model's configuration from a folder, a hub name or a GGUF file.
 
     Raises:
-        ValueError: there is none, with the reason.
+        ValueError: it cannot be loaded; the message says why.
+        VersionError: torch or transformers is too old.
     """
     from transformers import AutoConfig
 
@@ -98,14 +98,16 @@ def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool)
 
 
 def without_field(error: Exception) -> str:
-    """What an error of loading says of a model that another field names: all but ``model='…':
-    ``.
+    """Return a loading error without its prefix ``model='…': ``, for a model named by another
+    field.
     """
     return re.sub(r"""^model=('[^'\n]*'|"[^"\n]*"): """, "", str(error))
 
 
 def _where(name: str | Path) -> str:
-    """The beginning of an error about a name that is no folder, and so was looked up on the hub."""
+    """Return the beginning of an error about a name that was looked up on the hub, else an empty
+    string.
+    """
     return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
@@ -117,27 +119,25 @@ def load_model(
     watch: Watch | None = None,
     form: BaseFormat | None = None,
 ) -> PreTrainedModel:
-    """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file,
-    in host memory.
+    """Load a causal language model, or one of images and text, into host memory.
 
-    Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``). Weights in FP8 with
-    scales of blocks, as DeepSeek V3's, are dequantised as they are read, those of experts too, on
-    any machine.
+    The linear layers of a GGUF file keep the file's blocks (``gguf_loading.py``). FP8 weights with
+    a scale a block, as in DeepSeek V3, are dequantised as they are read, on any machine.
 
     Args:
-        quantization: ``nf4``: the linear layers and stacked experts of its decoder layers are
-            quantised to 4 bits as they are read; ``int8``: linear layers become bitsandbytes'
-            layers in LLM.int8 (Dettmers et al., 2022), which are for computing alone, not to be
-            trained.
-        watch: sees each weight when it is quantised, and is then known to the model
-            (``lora.loftq``).
-        form: of ``nf4``, which layers are quantised instead of the usual ones, and how.
+        name: a folder, a hub name or a GGUF file.
+        dtype: dtype of the weights, and of products with packed ones.
+        trust_remote_code: run code that comes with the model.
+        quantization: ``nf4`` quantises the linear layers and stacked experts of the decoder layers
+            to 4 bits as they are read. ``int8`` makes linear layers bitsandbytes' layers for
+            LLM.int8 (Dettmers et al., 2022), for inference only.
+        watch: called with each weight that is quantised; also stored on the model, for
+            ``lora.loftq``.
+        form: with ``nf4``, the layers to quantise instead of the usual ones, and their formats.
 
     Raises:
-        ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the
-            reason.
-        VersionError: torch or transformers is older than the lowest version that chronicals runs
-            with.
+        ValueError: it cannot be loaded, or checkpoint and class do not fit; the message says why.
+        VersionError: torch or transformers is older than the oldest supported version.
     """
     check_versions()
     if (file := gguf_of(name)) is not None:
@@ -173,16 +173,17 @@ def load_model(
 def load_base(
     name: str | Path, dtype: torch.dtype, trust_remote_code: bool, form: BaseFormat
 ) -> Any:
-    """The base of an adapter with the very numbers that it was trained over, in host memory.
+    """Load the base of an adapter into host memory, with the weight values that it was trained
+    with.
 
     Args:
-        dtype: of what is not quantised, and of what codes are dequantised to.
-        form: of its layers then; where the files hold other numbers, those are quantised so as they
-            are read.
+        dtype: dtype of weights that are not quantised, and of dequantised ones.
+        form: the formats of the base's layers in training. Layers that the files hold unquantised
+            are quantised so as they are read.
 
     Raises:
-        ValueError: it cannot be loaded, with the reason.
-        OtherBase: the layers of the files cannot become what they were.
+        ValueError: it cannot be loaded; the message says why.
+        OtherBase: the layers of the files cannot be brought to these formats.
     """
     read_in = form.dtype or dtype
     described = (
@@ -206,7 +207,7 @@ def load_base(
 
 
 def _named(model: Any, name: str | Path) -> Any:
-    """The model, which knows where it is from."""
+    """Record on the model where it was loaded from and the size of its vocabulary."""
     model.config._name_or_path = lasting(name)
     setattr(model, BASE_ROWS, ModelShape.of(model.config).vocabulary or None)
     return model
@@ -223,11 +224,10 @@ def _of_gguf(file: Path, name: str | Path, dtype: torch.dtype, quantization: str
 
 
 def is_packed(config: Any) -> bool:
-    """Return True if a configuration is of a checkpoint in a packed format, such as bitsandbytes' 4
-    bits or MXFP4.
+    """Return True if the checkpoint is in a packed format, such as bitsandbytes' 4 bits or MXFP4.
 
     Raises:
-        ValueError: it is of one in bitsandbytes' 8 bits.
+        ValueError: it is in bitsandbytes' 8 bits.
     """
     described = _quantization(config)
     if described.get("load_in_8bit"):
@@ -245,11 +245,13 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 
 def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """``load_whole`` of a checkpoint in a packed format, whose layers or experts become packed ones
-    of ours; no other library is needed.
+    """Load a checkpoint in a packed format into our packed layers or experts, as ``load_whole``
+    does.
+
+    No other quantisation library is needed.
 
     Raises:
-        ValueError: as there; or a packed weight is damaged; the message names it.
+        ValueError: as in ``load_whole``, or a packed weight is damaged; the message names it.
     """
     from chronicals.models.packed_loading import as_ours, settle
 
@@ -262,8 +264,8 @@ def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """``auto_class.from_pretrained(name, **options)``; checkpoint and model class must have the
-    same weights.
+    """Call ``auto_class.from_pretrained``, and check that checkpoint and class have the same
+    weights.
 
     Raises:
         ValueError: they do not; the message names the weights.
@@ -281,11 +283,11 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The model of a folder or hub name without its weights, which are read by rows when they are
-    divided among processes.
+    """Load a model without its weights, whose rows are read later, by the process that needs them.
 
     Raises:
-        ValueError: it cannot be loaded, or its weights cannot be read by rows, with the reason.
+        ValueError: it cannot be loaded, or its weights cannot be read by rows; the message says
+            why.
     """
     from huggingface_hub import snapshot_download
     from transformers import GenerationConfig
@@ -309,11 +311,14 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
 def load_replacing(
     name: str | Path, dtype: torch.dtype, take: Take, trust_remote_code: bool = False
 ) -> Any:
-    """``load_model`` of 16-bit weights, in which a module of the caller's takes the place of each
-    linear layer of the decoder layers as soon as its weight was read.
+    """Load a model in 16 bit, and replace each linear layer of the decoder layers as its weight is
+    read.
+
+    Args:
+        take: returns the replacement of a layer.
 
     Raises:
-        ValueError: as there.
+        ValueError: as in ``load_whole``, or the checkpoint is quantised.
     """
     config = load_config(name, trust_remote_code)
     _check_in_16_bit(config, name)
@@ -344,10 +349,10 @@ def _config(name: str | Path, trust_remote_code: bool) -> Any:
 
 
 def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[str]:
-    """Names of the weights of linear layers that ``load_model`` quantises.
+    """Return the names of the linear weights that ``load_model`` quantises.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the configuration cannot be loaded.
     """
     return {
         f"{path}.weight" for path in linear_layers(load_without_weights(name, trust_remote_code))
@@ -355,10 +360,10 @@ def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[st
 
 
 def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """The model of a folder or hub name on torch's meta device: names and shapes alone.
+    """Build the model of a folder or hub name on the meta device: names and shapes only.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the configuration cannot be loaded.
     """
     config = load_config(name, trust_remote_code)
     with torch.device("meta"):
@@ -368,11 +373,10 @@ def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> A
 def _quantising(
     config: Any, watch: Watch | None, quantization: str, form: BaseFormat | None = None
 ) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` by which it quantises what it reads.
+    """Return arguments of ``from_pretrained`` that quantise the weights as they are read.
 
     Raises:
-        ValueError: that is quantised already, otherwise than in 4 bits of bitsandbytes; or
-            bitsandbytes is needed and missing.
+        ValueError: the weights are quantised already, or bitsandbytes is needed and missing.
     """
     if described := _quantization(config):
         raise ValueError(
@@ -393,8 +397,10 @@ def _quantising(
 
 
 def _auto_class(config: Any) -> Any:
-    """transformers' Auto class for the model: causal LM, or image-text-to-text if the
-    configuration names such a class.
+    """Return transformers' Auto class for the model.
+
+    It is the one for images and text if the configuration names such a class or has no other, else
+    the one for causal language models.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -411,16 +417,12 @@ def _auto_class(config: Any) -> Any:
 
 
 def embedding_table(model: Any) -> torch.Tensor:
-    """The weight of the input embedding as it is stored, ``[V, D]``, without rows that are
-    trained by themselves.
-    """
+    """Return the stored weight ``[V, D]`` of the input embedding, without separately trained rows."""
     layer = model.get_input_embeddings()
     return getattr(layer, "base_layer", layer).weight
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that token ids must be on: that of the embedding, unless it is still to come
-    there.
-    """
+    """Return the device for token ids: that of the embedding, or the one that it will be moved to."""
     coming: torch.device | None = vars(model).get(RUNS_ON)
     return embedding_table(model).device if coming is None else coming

@@ -1,7 +1,8 @@
-"""Heads of a decoder that predict which experts will be chosen (``moe/lookahead/heads.py``): their names,
-and where they are.
+"""Names and modules of the heads that predict a decoder's expert choices
+(``moe/lookahead/heads.py``).
 
-Logits do not depend on them. Beside adapters they are trained whole, and saved with these.
+Logits do not depend on these heads. With adapters, the heads are trained in full and saved together
+with the adapters.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from typing import Any
 from torch import nn
 
 HEADS = ("layer_ahead", "token_ahead")
-"""Attributes of a decoder with such heads, and so the last parts of their paths."""
+"""Attributes of a decoder with such heads; a path that contains one belongs to a head."""
 
 
 def lookahead_heads(model: Any) -> dict[str, nn.Module]:
-    """By these names, the heads of the native mixture; none of any other model."""
+    """Return the heads of the native mixture-of-experts model by name; empty for any other model."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     there = {name: getattr(decoder, name, None) for name in HEADS}
     return {name: module for name, module in there.items() if isinstance(module, nn.Module)}
 
 
 def is_of_head(name: str) -> bool:
-    """Whether a path is that of a head, or of a weight of one."""
+    """Return True if ``name`` is the path of a head, or of a weight in one."""
     return any(part in HEADS for part in name.split("."))

@@ -1,12 +1,12 @@
-"""Packed documents for attention that takes no bounds: it runs on one document after the other, all
-else on the pack.
+"""Runs attention on one document of a pack after the other, for classes that take no document
+bounds.
 
-Some classes choose the keys of a query by a part of their own, over a whole row and its mask
-(DeepSeek V3.2's indexer), or attend to keys that they make of several tokens (DeepSeek V4's
-compressors). Their attention modules get a forward that cuts what they are given into documents,
-makes each document's mask, and puts the outputs end to end. Nothing is computed for padding, and no
-mask is larger than a document. The bounds are numbers on the host, so that steps are no CUDA
-graphs.
+All other layers run on the whole pack. Some classes choose the keys of a query over a whole row and
+its mask (DeepSeek V3.2's indexer), or attend to keys made of several tokens (DeepSeek V4's
+compressors). Their attention modules get a forward that splits its inputs into documents, makes a
+mask for each, and concatenates the outputs. Nothing is computed for padding, and no mask is larger
+than a document. The bounds are Python numbers on the host, so such a step cannot be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from chronicals.models.attention_seam import Seam
 from chronicals.models.rebinding import OURS
 
 DOCUMENTS = "documents_of_pack"
-"""Argument by which the bounds of documents reach attention modules: start and end of each that
-has tokens.
+"""Argument that passes document bounds to attention modules: (start, end) of each non-empty
+document.
 """
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "flash")
-"""Arguments with the bounds of a whole pack, which a document by itself has not."""
+"""Arguments that describe a whole pack, removed when attention runs on a single document."""
 
 WITH_MASKS = ("eager", "sdpa")
-"""Implementations of attention of transformers that take a mask with a value a key."""
+"""Attention implementations of transformers that take an additive mask."""
 
 CHOOSERS = {
     "indexer": "chooses the keys that a query attends to",
     "compressor": "attends to keys that it makes of several tokens",
 }
-"""Parts of an attention beside its projections, and what they do over a whole row of tokens and
-its mask.
-"""
+"""Submodules of an attention that need a whole row of tokens and its mask, and what they do."""
 
 
 INSTALLED = "_chronicals_one_by_one"
+"""Attribute of an attention module that runs on documents: its ``Installed`` record."""
 
 
 @dataclass
 class Installed:
-    """Of an attention module that runs on documents.
+    """The state of an attention module that runs on documents.
 
     Attributes:
-        before: the forward that the instance had, or None where it had that of its class.
-        times: how often it was asked for.
+        before: the forward that the instance had, or None if it used that of its class.
+        times: number of ``install`` calls that are not undone.
     """
 
     before: Any
@@ -60,7 +59,7 @@ class Installed:
 
 
 class WithoutMasks(Seam):
-    """The class's own attention; the model makes no mask for the whole pack."""
+    """A seam that keeps the class's own attention, while the model makes no mask for the pack."""
 
     def name(self, name: str) -> str:
         return "none"
@@ -71,18 +70,18 @@ SEAM = WithoutMasks("one_by_one")
 
 @dataclass(frozen=True)
 class PerDocument:
-    """What a layer's attention returned for each document beside its output, as a later layer's
-    takes it.
+    """The additional outputs of a layer's attention for each document, to be passed to a later
+    layer.
 
     Attributes:
-        values: in the order of the documents.
+        values: one a document, in their order.
     """
 
     values: tuple[Any, ...]
 
 
 def own_choice(model: Any) -> str:
-    """That and where attention has other keys than one a token; empty if there is none."""
+    """Describe an attention that does not have exactly one key a token; empty if there is none."""
     for module in attention_modules(model):
         for name, does in CHOOSERS.items():
             part = getattr(module, name, None)
@@ -92,7 +91,7 @@ def own_choice(model: Any) -> str:
 
 
 def why_not_one_by_one(model: Any) -> str:
-    """Why attention modules cannot be given a mask for each document; empty if they can."""
+    """Explain why attention modules cannot get a mask for each document; empty if they can."""
     name = model.config.get_text_config()._attn_implementation
     if name in (None, *WITH_MASKS):
         return ""
@@ -103,6 +102,7 @@ def why_not_one_by_one(model: Any) -> str:
 
 
 def attention_modules(model: Any) -> list[nn.Module]:
+    """Return the attention modules that are direct children of decoder layers."""
     layers = getattr(model.get_decoder(), "layers", ())
     return [
         child
@@ -113,11 +113,10 @@ def attention_modules(model: Any) -> list[nn.Module]:
 
 
 def install(model: Any) -> None:
-    """Let attention modules that are given ``DOCUMENTS`` run on one document after the other. May
-    be called several times.
+    """Run attention modules document by document when they get ``DOCUMENTS``; calls may be nested.
 
     Raises:
-        RuntimeError: the forward of an attention module was replaced by something else.
+        RuntimeError: other code replaced the forward of an attention module.
     """
     modules = attention_modules(model)
     if any(INSTALLED in vars(module) for module in modules):
@@ -154,7 +153,7 @@ def remove(model: Any) -> None:
 
 
 def _one_by_one(own: Callable[..., tuple]) -> Callable[..., tuple]:
-    """``own``, the forward of an attention module, called for each document."""
+    """Return a forward that calls ``own``, that of an attention module, for each document."""
 
     def forward(self: nn.Module, *args: Any, **options: Any) -> tuple:
         documents = options.pop(DOCUMENTS, None)
@@ -180,7 +179,9 @@ def _one_by_one(own: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> Any:
-    """What of an argument belongs to a document: of tensors ``[1, T, …]`` its tokens."""
+    """Return the part of an argument that belongs to a document: of a tensor ``[1, T, …]``, its
+    tokens.
+    """
     if isinstance(value, PerDocument):
         return value.values[number]
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == tokens:
@@ -195,8 +196,12 @@ def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> 
 
 
 def causal_mask(states: Tensor, window: int | None) -> Tensor:
-    """What is added to the scores of a document's states ``[1, L, D]``: ``[1, 1, L, L]``, the
-    lowest number where a key is later than its query, or ``window`` tokens or more before it."""
+    """Return the additive mask ``[1, 1, L, L]`` of a document's states ``[1, L, D]``, in their
+    dtype.
+
+    It holds the lowest finite number where a key is later than its query, or at least ``window``
+    tokens earlier; 0 elsewhere.
+    """
     place = torch.arange(states.shape[1], device=states.device)
     distance = place[:, None] - place[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)

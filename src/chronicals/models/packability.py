@@ -1,13 +1,14 @@
-"""Does a model class keep packed documents apart? Proved on a small random twin, once for each
-class and configuration.
+"""Tests that a model class keeps packed documents apart, on a small random twin.
 
-A twin is a model of the same class and configuration, with smaller sizes, in fp32 on the CPU, all
-parameters random. The hidden states of each document packed among others, and the gradient of its
-embeddings, must be those of the document alone, in any order of the documents. A model with
-recurrence, convolutions or ALiBi fails this, and so does one whose attention does not get the
-document bounds. The same twin shows whether answers attend to a prompt that they share, which a
-class does not let them that makes masks of positions by itself, and whether ``read_head`` reads the
-head correctly.
+A twin has the same class and configuration with smaller sizes, in fp32 on the CPU, with random
+parameters. The hidden states of each packed document, and the gradient of its embeddings, must
+equal those of the document by itself, in any order of the documents. A model with recurrence,
+convolutions or ALiBi fails this test. So does one whose attention does not get the document bounds.
+
+The same twin shows two more properties: ``read_head`` reads the head correctly, and answers attend
+to a prompt that they share. The second fails for classes that make masks from positions.
+
+Results are cached by class and configuration.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ logger = logging.getLogger(__name__)
 DOCUMENT_LENGTHS = (7, 1, 12, 5)
 PROMPT = 3
 ANSWERS = (0, 1)
-"""Of these documents; together no longer than the longest."""
+"""Indices into ``DOCUMENT_LENGTHS``; prompt and answers together are no longer than the longest."""
 
 TOLERANCE = 1e-4
-"""Relative to the largest value; fp32 rounding gives 1e-6, a leak from a neighbour 1e-1."""
+"""Allowed error relative to the largest value; fp32 rounding gives 1e-6, a leak 1e-1."""
 
 
 @dataclass(frozen=True)
 class Packability:
-    """What the twin showed.
+    """The properties that a twin showed.
 
     Attributes:
-        packed: documents stay apart when packed.
-        head_proved: ``read_head`` gives the model's own logits.
-        reason: why ``packed`` is False.
+        packed: packed documents do not affect each other.
+        head_proved: ``read_head`` reproduces the model's own logits.
+        reason: why ``packed`` is False, or empty.
         causal: no hidden state depends on later tokens.
         sees_prompts: packed answers attend to a prompt that they share.
-        has_twin: there is a twin; without one nothing of the class is proved.
-        one_by_one: they stay apart where attention runs on one document after the other.
+        has_twin: a twin could be run; if not, nothing is known of the class.
+        one_by_one: documents stay apart if attention runs on one after the other.
     """
 
     packed: bool
@@ -63,7 +64,10 @@ _PROVED: dict[tuple[type, str], Packability] = {}
 
 
 def prove_packability(model: Any) -> Packability:
-    """Build the twin of ``model`` (whose own tensors are not touched) and compare; cached."""
+    """Compare packed and single documents on the twin of ``model``; the result is cached.
+
+    The tensors of ``model`` itself are not used.
+    """
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -78,10 +82,10 @@ def prove_packability(model: Any) -> Packability:
 
 
 def why_neighbours_matter(config: Any, width: int) -> str:
-    """Why documents of a batch change each other by its longest one; empty if they do not.
+    """Explain how the longest document of a batch changes the others; empty if it does not.
 
-    Some rotary embeddings change their frequencies for the whole batch where its longest document
-    exceeds a limit. The twin's documents are too short to show it.
+    Some rotary embeddings change their frequencies for the whole batch if its longest document
+    exceeds a limit. The documents of a twin are too short to show it.
 
     Args:
         width: most tokens of a document.
@@ -138,7 +142,7 @@ def _prove(cls: Any, config: Any) -> Packability:
 
 
 def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool = False) -> str:
-    """What packed documents change of each other, in one order or another; empty if nothing."""
+    """Describe how packed documents change each other in two orders; empty if they do not."""
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
         packed = _documents_packed(twin, order, one_by_one)
         for name, expected, got in zip(("hidden states", "gradients"), alone, packed):
@@ -149,8 +153,8 @@ def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool 
 
 
 def _answers_see_prompts(twin: Any) -> bool:
-    """Whether states and gradients of answers behind one prompt are those of each behind a
-    prompt of its own.
+    """Return True if answers with one shared prompt have the states and gradients of those with a
+    copy each.
     """
     documents = _documents(twin)
     prompt = documents[PROMPT]
@@ -170,7 +174,7 @@ def _answers_see_prompts(twin: Any) -> bool:
 
 
 def _sharing(prompt: Tensor, answers: list[Tensor]) -> Batch:
-    """Answers, and behind them the prompt that they share."""
+    """Return a Batch of answers followed by the prompt that they share."""
     ids = torch.cat([*answers, prompt])
     lengths = [*(len(answer) for answer in answers), len(prompt)]
     starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -237,7 +241,7 @@ def _documents_packed(
 
 @torch.no_grad()
 def _is_causal(twin: Any) -> bool:
-    """Whether the hidden states before the last token do not change with that token."""
+    """Return True if changing the last token leaves all earlier hidden states unchanged."""
     ids = _documents(twin)[2][None]
     other = ids.clone()
     other[0, -1] = FIRST_TOKEN + (ids[0, -1] == FIRST_TOKEN)

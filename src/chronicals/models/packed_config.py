@@ -1,6 +1,4 @@
-"""``quantization_config`` of a model's configuration, by which transformers and bitsandbytes
-load what it is saved as.
-"""
+"""Writes the ``quantization_config`` with which transformers and bitsandbytes load a saved model."""
 
 from __future__ import annotations
 
@@ -14,14 +12,13 @@ __all__ = ["describe_packed", "packed_description"]
 
 
 def describe_packed(model: Any) -> None:
-    """Let the configuration say which layers are packed: nothing is said where there are none, and
-    what is said stays where there are some.
+    """Add ``quantization_config`` for packed layers, or remove it if there are none.
 
-    To be called after layers became packed or plain, and before ``save_pretrained``.
+    An existing one is kept while there are packed layers. Call this after layers were packed or
+    unpacked, and before ``save_pretrained``.
 
     Raises:
-        ValueError: layers or experts are in a format that no files of transformers have a form
-            for.
+        ValueError: layers or experts are in a format that transformers cannot store.
     """
     for path, module in packed_modules(model):
         reason = module.why_not_saved
