@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computed:
-    """Outputs of one forward pass over the T tokens of a Batch; zero for tokens that are not
-    computed.
+    """Outputs of one forward pass over the T tokens of a Batch.
 
     Attributes:
-        states: hidden states ``[T, D]``, or logits ``[T, V]``.
+        states: hidden states ``[T, D]``, or logits ``[T, V]``; zero for tokens that are not
+            computed, as in all other fields.
         router_logits: ``[T, E]`` per layer with routed experts; empty unless requested.
         layers_ahead: ``[T, n, E]`` per such layer: predicted router logits of the layer itself and
             of n - 1 later layers.

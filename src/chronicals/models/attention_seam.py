@@ -40,14 +40,15 @@ CONFIG = "config"
 """Attribute that is replaced if other code replaced the forward."""
 
 Attention = Callable[..., Any]
-"""A transformers attention function: ``(module, query, key, value, attention_mask, **options) ->
-(output, weights)``.
+"""A transformers attention function.
+
+It maps ``(module, query, key, value, attention_mask, **options)`` to ``(output, weights)``.
 """
 
 
 @dataclass(frozen=True)
 class Seam:
-    """A replacement of the attention function and of the mask lookup; this base class changes
+    """A replacement of the attention function and of the mask lookup; the base class changes
     neither.
 
     Attributes:
@@ -112,7 +113,7 @@ class ConfigView:
 
 
 def text_configs(model: Any) -> list[Any]:
-    """Return the text model's configurations that modules hold; a deep-copied layer holds its own."""
+    """Return the text configurations that the modules hold; a deep-copied layer holds its own."""
     config = _behind(model.config)
     text = config.get_text_config()
     others = {id(part) for part in _parts_of(config)} - {id(text)}
@@ -235,7 +236,7 @@ def is_in(model: nn.Module, seam: Seam) -> bool:
 
 
 def module_without(model: Any, seam: Seam) -> str:
-    """Return the class of a module that would attend or make masks without ``seam``; empty if none."""
+    """Return the class of a module that attends or makes masks without ``seam``; empty if none."""
     for module, name in places(model):
         installed = vars(module).get(SEAMS, {})
         through = [
@@ -247,8 +248,9 @@ def module_without(model: Any, seam: Seam) -> str:
 
 
 def _attribute(module: nn.Module, slot: str) -> str:
-    """Return the instance attribute behind ``slot``: for a forward under accelerate's hook,
-    ``_old_forward``.
+    """Return the attribute of the instance that holds ``slot``.
+
+    It is ``_old_forward`` for the forward of a module under accelerate's hook.
     """
     return HOOKED if slot == "forward" and HOOK in vars(module) and HOOKED in vars(module) else slot
 
@@ -271,8 +273,9 @@ def _found(module: nn.Module, slot: str, installed: Installed) -> str | None:
 
 
 def _slot(module: nn.Module, name: str) -> str:
-    """Return the slot for a seam on method ``name``: the method, or ``CONFIG`` if other code
-    replaced it.
+    """Return the slot for a seam on method ``name``.
+
+    It is the method, or ``CONFIG`` if other code replaced the method.
     """
     installed = vars(module).get(SEAMS, {}).get(name)
     attribute = _attribute(module, name)

@@ -188,8 +188,9 @@ class BaseFormat:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
-    """Yield each linear layer in 4 bits, ours or bitsandbytes': its path without adapters, its
-    format.
+    """Yield path and format of each linear layer in 4 bits, ours or bitsandbytes'.
+
+    The paths are those without adapters.
     """
     for path, module in model.named_modules():
         recipe = recipe_of(module)
@@ -198,9 +199,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
 
 
 def _described_by_transformers(model: Any) -> dict[str, Any] | None:
-    """Return ``quantization_config`` if transformers quantised the model by its own layers, else
-    None.
-    """
+    """Return ``quantization_config`` if transformers quantised the model itself, else None."""
     config = getattr(model.config, "quantization_config", None)
     if config is None or not getattr(model, "is_quantized", False):
         return None

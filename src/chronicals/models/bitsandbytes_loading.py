@@ -33,8 +33,7 @@ def load_by_bitsandbytes(
     products: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model with ``bitsandbytes.nn.Linear4bit`` layers where ours has packed ones, in
-    training mode.
+    """Load a model with ``bitsandbytes.nn.Linear4bit`` layers, in training mode.
 
     A checkpoint in 4 bits is loaded as its configuration says. In any other one, the layers that
     ``quantise_layers`` takes are quantised to NF4 with blocks of 64 weights.
@@ -92,8 +91,9 @@ def load_by_bitsandbytes(
 
 
 def layers_left(model: Any) -> list[str]:
-    """Return the paths of linear layers that transformers would quantise and ``quantise_layers``
-    would not.
+    """Return the paths of linear layers that only transformers would quantise.
+
+    ``quantise_layers`` leaves them dense, and so must the reference.
     """
     ours = linear_layers(model)
     paths = []

@@ -13,8 +13,8 @@ PRODUCTS = ("linear", "matmul", "__matmul__")
 """Names of torch functions that multiply by an expert's matrix, their second argument."""
 
 Through = Callable[[str, int, Tensor], Tensor]
-"""A function of the path of a stacked parameter, the index of an expert, and the input ``[n, in]``
-of its matrix; it returns the input to use instead.
+"""A function of the path of a stacked parameter, the index of an expert, and the input ``[n,
+in]`` of its matrix. It returns the input to use instead.
 """
 
 

@@ -39,13 +39,15 @@ WATCHED = "_chronicals_watched_quantising"
 """Attribute of a model: the ``Watch`` that saw its weights while they were quantised."""
 
 Watch = Callable[[str, Tensor, PackedWeight], None]
-"""A function called for every quantised layer with its path, its weight ``[out, in]`` and the
-packed weight.
+"""A function that is called for every quantised layer.
+
+Its arguments are the path, the weight ``[out, in]`` and the packed weight.
 """
 
 Take = Callable[[nn.Linear, Tensor], nn.Module]
-"""A function of a linear layer and the weight read for it that returns the replacement of the
-layer, which must have a parameter ``weight``.
+"""A function of a linear layer and the weight read for it that returns the layer's replacement.
+
+The replacement must have a parameter ``weight``.
 """
 
 QUANTISED_FROM = "_chronicals_quantised_from"
@@ -69,8 +71,9 @@ def has_4bit_experts(model: nn.Module) -> bool:
 
 
 def has_packed_layers(model: nn.Module) -> bool:
-    """Return True if linear layers have packed weights: 4 bits, or another format that is
-    dequantised for each product.
+    """Return True if linear layers have packed weights.
+
+    They are in 4 bits, or in another format that is dequantised for each product.
     """
     return next(packed_layers(model), None) is not None
 
@@ -174,8 +177,8 @@ def _is_transposed(layer: nn.Module) -> bool:
 
 
 def _check_bare(experts: Iterable[str]) -> None:
-    """Raise ValueError if experts have adapters already: adapters are sized by the module they
-    wrap.
+    """Raise ValueError if experts have adapters already, whose sizes are those of the wrapped
+    module.
     """
     wrapped = next((path for path in experts if path.rpartition(".")[2] == "base_layer"), None)
     if wrapped is not None:
@@ -183,7 +186,7 @@ def _check_bare(experts: Iterable[str]) -> None:
 
 
 def stacked_experts(model: Any) -> dict[str, nn.Module]:
-    """Return the modules in decoder layers with experts as stacked 16- or 32-bit weights, by path."""
+    """Return the modules in decoder layers with stacked 16- or 32-bit experts, by path."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
         path: module
@@ -448,11 +451,11 @@ def _take(
     take: Take | None = None,
     kind: FourBits | None = None,
 ) -> Tensor:
-    """Quantise a weight that was read, on the GPU if there is one, install its layer, return its
-    codes.
+    """Quantise a weight just read, install its layer and return its codes.
 
-    With ``take`` the layer that it returns is installed instead, and its weight is returned. A
-    weight of the wrong shape is returned unchanged; the loader reports it.
+    It is quantised on the GPU if there is one. With ``take`` the layer that it returns is installed
+    instead, and its weight is returned. A weight of the wrong shape is returned unchanged; the
+    loader reports it.
     """
     linear = model.get_submodule(path)
     if weight.shape != linear.weight.shape:

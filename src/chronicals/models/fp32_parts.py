@@ -8,7 +8,7 @@ import torch
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Return the name parts of weights that stay in fp32 when transformers loads the model in
+    """Return name parts of the weights that transformers keeps in fp32 when it loads in
     ``dtype``.
     """
     fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())

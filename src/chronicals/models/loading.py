@@ -105,9 +105,7 @@ def without_field(error: Exception) -> str:
 
 
 def _where(name: str | Path) -> str:
-    """Return the beginning of an error about a name that was looked up on the hub, else an empty
-    string.
-    """
+    """Return the beginning of an error about a name that was looked up on the hub, else ""."""
     return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
@@ -283,7 +281,7 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Load a model without its weights, whose rows are read later, by the process that needs them.
+    """Load a model without its weights; each process later reads the rows that it holds.
 
     Raises:
         ValueError: it cannot be loaded, or its weights cannot be read by rows; the message says
@@ -311,8 +309,7 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
 def load_replacing(
     name: str | Path, dtype: torch.dtype, take: Take, trust_remote_code: bool = False
 ) -> Any:
-    """Load a model in 16 bit, and replace each linear layer of the decoder layers as its weight is
-    read.
+    """Load a model in 16 bit, replacing each linear layer of the decoder layers as it is read.
 
     Args:
         take: returns the replacement of a layer.
@@ -417,12 +414,12 @@ def _auto_class(config: Any) -> Any:
 
 
 def embedding_table(model: Any) -> torch.Tensor:
-    """Return the stored weight ``[V, D]`` of the input embedding, without separately trained rows."""
+    """Return the stored weight ``[V, D]`` of the input embedding, without trained rows."""
     layer = model.get_input_embeddings()
     return getattr(layer, "base_layer", layer).weight
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device for token ids: that of the embedding, or the one that it will be moved to."""
+    """Return the device for token ids: where the embedding is, or where it will be moved."""
     coming: torch.device | None = vars(model).get(RUNS_ON)
     return embedding_table(model).device if coming is None else coming

@@ -1,8 +1,7 @@
-"""Names and modules of the heads that predict a decoder's expert choices
-(``moe/lookahead/heads.py``).
+"""Names and modules of the heads that predict a decoder's expert choices.
 
-Logits do not depend on these heads. With adapters, the heads are trained in full and saved together
-with the adapters.
+They are defined in ``moe/lookahead/heads.py``. Logits do not depend on them. With adapters, the
+heads are trained in full and saved together with the adapters.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Any
 from torch import nn
 
 HEADS = ("layer_ahead", "token_ahead")
-"""Attributes of a decoder with such heads; a path that contains one belongs to a head."""
+"""Attributes of a decoder with such heads; a path with one of these parts belongs to a head."""
 
 
 def lookahead_heads(model: Any) -> dict[str, nn.Module]:
-    """Return the heads of the native mixture-of-experts model by name; empty for any other model."""
+    """Return the heads of the native mixture-of-experts model by name; empty for other models."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     there = {name: getattr(decoder, name, None) for name in HEADS}
     return {name: module for name, module in there.items() if isinstance(module, nn.Module)}

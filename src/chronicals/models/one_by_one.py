@@ -1,12 +1,11 @@
-"""Runs attention on one document of a pack after the other, for classes that take no document
-bounds.
+"""Runs attention on one document of a pack after the other.
 
-All other layers run on the whole pack. Some classes choose the keys of a query over a whole row and
-its mask (DeepSeek V3.2's indexer), or attend to keys made of several tokens (DeepSeek V4's
-compressors). Their attention modules get a forward that splits its inputs into documents, makes a
-mask for each, and concatenates the outputs. Nothing is computed for padding, and no mask is larger
-than a document. The bounds are Python numbers on the host, so such a step cannot be captured in a
-CUDA graph.
+It is for classes whose attention takes no document bounds; all other layers run on the whole pack.
+Some classes choose the keys of a query over a whole row and its mask (DeepSeek V3.2's indexer), or
+attend to keys made of several tokens (DeepSeek V4's compressors). Their attention modules get a
+forward that splits its inputs into documents, makes a mask for each, and concatenates the outputs.
+Nothing is computed for padding, and no mask is larger than a document. The bounds are Python
+numbers on the host, so such a step cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from chronicals.models.attention_seam import Seam
 from chronicals.models.rebinding import OURS
 
 DOCUMENTS = "documents_of_pack"
-"""Argument that passes document bounds to attention modules: (start, end) of each non-empty
-document.
-"""
+"""Argument that passes the (start, end) of each non-empty document to attention modules."""
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "flash")
-"""Arguments that describe a whole pack, removed when attention runs on a single document."""
+"""Arguments that describe a whole pack; attention on a single document does not get them."""
 
 WITH_MASKS = ("eager", "sdpa")
 """Attention implementations of transformers that take an additive mask."""
@@ -70,8 +67,7 @@ SEAM = WithoutMasks("one_by_one")
 
 @dataclass(frozen=True)
 class PerDocument:
-    """The additional outputs of a layer's attention for each document, to be passed to a later
-    layer.
+    """The additional outputs of a layer's attention for each document, for a later layer.
 
     Attributes:
         values: one a document, in their order.
@@ -179,9 +175,7 @@ def _one_by_one(own: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> Any:
-    """Return the part of an argument that belongs to a document: of a tensor ``[1, T, …]``, its
-    tokens.
-    """
+    """Return a document's part of an argument: of a tensor ``[1, T, …]``, the document's tokens."""
     if isinstance(value, PerDocument):
         return value.values[number]
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == tokens:

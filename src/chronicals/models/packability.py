@@ -153,8 +153,9 @@ def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool 
 
 
 def _answers_see_prompts(twin: Any) -> bool:
-    """Return True if answers with one shared prompt have the states and gradients of those with a
-    copy each.
+    """Return True if answers with one shared prompt match answers with a copy of it each.
+
+    Their hidden states and the gradient of the embeddings are compared.
     """
     documents = _documents(twin)
     prompt = documents[PROMPT]

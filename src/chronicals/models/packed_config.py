@@ -1,4 +1,7 @@
-"""Writes the ``quantization_config`` with which transformers and bitsandbytes load a saved model."""
+"""Writes the ``quantization_config`` by which other libraries load a saved packed model.
+
+These libraries are transformers and bitsandbytes.
+"""
 
 from __future__ import annotations
 

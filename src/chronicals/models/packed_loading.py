@@ -1,10 +1,12 @@
-"""Loading checkpoints whose weights are packed, by transformers, into modules of ours: linear layers
-in bitsandbytes' 4 bits, and stacked experts in a format with ``PackedWeight.STACK_PARTS``.
+"""Loads checkpoints with packed weights through transformers, into our packed modules.
 
-transformers knows a quantizer, which prepares the model and says what becomes of the tensors of a
-file. Ours put a place for each packed weight into the model, let it take the weight's tensors as
-they come, and put packed layers or experts there at the end. No other library is needed, and
-nothing is ever dequantized.
+They hold linear layers in bitsandbytes' 4 bits, or stacked experts in a format with
+``PackedWeight.STACK_PARTS``.
+
+transformers calls a quantizer, which prepares the model and says how tensors of a file are
+converted. Our quantizers put a placeholder for each packed weight into the model, let it take the
+weight's tensors as they are read, and install packed layers or experts at the end. No other library
+is needed, and nothing is dequantised.
 """
 
 from __future__ import annotations
@@ -28,24 +30,23 @@ from chronicals.quantization.packed import PACKED_FORMATS
 from chronicals.versions import QUANTIZER_SAYS_DTYPE, transformers_before
 
 METHOD = "chronicals_4bit"
-"""Name of the quantizer of linear layers in transformers' registry."""
+"""Name of the quantizer for linear layers in transformers' registry."""
 
 STACKS_METHOD = "chronicals_stacks"
-"""Name of the quantizer of stacked experts in transformers' registry."""
+"""Name of the quantizer for stacked experts in transformers' registry."""
 
 PACKED_HERE = "_chronicals_packed_here"
-"""Attribute of experts that are being loaded: the packed weights by name."""
+"""Attribute of experts while they are loaded: the packed weights by name."""
 
 FAILURES = "_chronicals_failures"
-"""Attribute of a model that is being loaded: what was wrong with its packed weights."""
+"""Attribute of a model while it is loaded: errors about its packed weights."""
 
 
 def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``quantization_config`` of a configuration, with which transformers loads modules of
-    ours.
+    """Return a ``quantization_config`` with which transformers loads our modules.
 
     Args:
-        described: the checkpoint's own, of a packed format.
+        described: ``quantization_config`` of the checkpoint, which is in a packed format.
     """
     form = format_of_files(described)
     assert form is not None
@@ -60,8 +61,10 @@ def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settle(model: Any, described: Mapping[str, Any]) -> None:
-    """Leave nothing of the quantizer in a loaded model, whose configuration is to be that of its
-    files.
+    """Remove the quantizer from a loaded model, and restore ``quantization_config`` of its files.
+
+    Args:
+        described: ``quantization_config`` of the files.
     """
     del model.hf_quantizer
     model.config.quantization_config = dict(described)
@@ -70,17 +73,18 @@ def settle(model: Any, described: Mapping[str, Any]) -> None:
 
 
 class _Place(nn.Module):
-    """Place of a linear layer while its tensors are read.
+    """A placeholder for a linear layer while its tensors are read.
+
+    Args:
+        linear: the layer.
+        stored: dtype of the codes in the file.
 
     Attributes:
+        shape: ``(out, in)`` of the dense weight.
         packed: the weight, once it was read.
     """
 
     def __init__(self, linear: Any, stored: torch.dtype = torch.uint8):
-        """
-        Args:
-            stored: dtype of the codes in the file.
-        """
         super().__init__()
         conv = isinstance(linear, Conv1D)
         self.shape: tuple[int, int] = (
@@ -98,7 +102,7 @@ class _Place(nn.Module):
 
 
 class _Take(ConversionOps):
-    """Gives the tensors of a layer to its place."""
+    """The conversion that hands the tensors of a layer to its placeholder."""
 
     def convert(
         self,
@@ -160,11 +164,11 @@ class _Config(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class _Quantizer(HfQuantizer):
-    """Quantizer of layers that are packed already, so that it never quantizes.
+    """The quantizer for linear layers that are packed already; it never quantises.
 
     Attributes:
-        dtype: that is asked for.
-        dtypes: of the dense parameters by name, before they are loaded.
+        dtype: dtype that was requested for the model.
+        dtypes: dtypes of the dense parameters before loading, by name.
     """
 
     dtype: torch.dtype
@@ -206,7 +210,7 @@ class _Quantizer(HfQuantizer):
     def get_new_dtype(
         self, converter: Any, param: Any, dtype: torch.dtype | None
     ) -> torch.dtype | None:
-        """None for the tensors of a place: only what is stored dense is cast."""
+        """Return None for a placeholder's tensors, so that only dense tensors are cast."""
         return dtype if dtype is not None and dtype.is_floating_point else None
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
@@ -222,8 +226,9 @@ class _Quantizer(HfQuantizer):
             self._cast_renamed(model)
 
     def _cast_renamed(self, model: Any) -> None:
-        """Cast dense parameters that older versions left in the dtype of the file, to what they
-        are without a quantizer.
+        """Cast dense parameters that older versions left in the dtype of the file.
+
+        They get the dtype that they have without a quantizer.
         """
         in_fp32 = list(model._get_dtype_plan(self.dtype))
         pattern = build_glob_alternation(in_fp32)[0] if in_fp32 else None
@@ -234,10 +239,10 @@ class _Quantizer(HfQuantizer):
 
 
 class _TakeStack(ConversionOps):
-    """Packs the tensors of a stacked weight and leaves it with its module (``PACKED_HERE``).
+    """The conversion that packs a stacked weight's tensors and stores it in ``PACKED_HERE``.
 
     Args:
-        form: their format.
+        form: format of the weight.
     """
 
     def __init__(self, form: type[PackedWeight]):
@@ -280,10 +285,11 @@ class _StacksConfig(QuantizationConfigMixin):
 
 @register_quantizer(STACKS_METHOD)
 class _StacksQuantizer(HfQuantizer):
-    """Reader of experts whose stacks are packed in the checkpoint.
+    """The quantizer for experts whose stacked weights are packed in the checkpoint.
 
     Attributes:
-        shapes: of the stacked weights in the class, by path and name.
+        dtype: dtype that was requested for the model.
+        shapes: dense shapes of the stacked weights, by path and name.
     """
 
     dtype: torch.dtype

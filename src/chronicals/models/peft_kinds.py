@@ -1,8 +1,8 @@
-"""PEFT's kinds of adapters: which a model is looked through for, and which a run cannot train.
+"""PEFT's adapter types: the ones that still allow packing, and the ones a run cannot train.
 
-An adapter whose layers take every token by itself leaves documents apart and the head where it is:
-the model beneath PEFT's wrapping takes packs as it did. Other kinds go through the wrapping, in
-padded rows.
+An adapter whose layers compute each token by itself keeps documents apart and the head unchanged,
+so the model inside PEFT's wrapper takes packs as before. Models with other types are called through
+the wrapper, with padded rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ BY_TOKEN = frozenset(
         "TRAINABLE_TOKENS",
     }
 )
-"""Kinds whose layers compute each token's output of that token's input alone, and whose model
-adds nothing to its loss.
-"""
+"""Types whose layers compute each token's output from that token alone, without a loss term."""
 
 REFUSED = {
     "ADALORA": "adds a term to the loss and is told each step to take rank away; take LoRA, with "
@@ -41,17 +39,18 @@ REFUSED = {
     "SHADOW": "trains a second model beside this one, whose loss is not computed here; take LoRA",
     "XLORA": "runs the model twice to weigh its adapters; take LoRA",
 }
-"""Kinds that need more of a trainer than a step, and what to do instead."""
+"""Types that need more of a trainer than a step, and what to do instead."""
 
 
 IN_TYPES_OF_THEIR_OWN = BY_TOKEN - {"LORA", "LN_TUNING"}
-"""Kinds whose layers compute with fp32 parameters over a base of any type; of others parameters
-are of the base's type.
+"""Types whose layers compute with fp32 parameters over a base of any dtype.
+
+Adapters of other types have the base's dtype.
 """
 
 
 def kinds(model: Any) -> list[str]:
-    """Of the adapters of PEFT that a model has, wrapped or beneath the wrapping."""
+    """Return the types of a model's PEFT adapters, with or without PEFT's wrapper."""
     found = getattr(model, "peft_config", None)
     return (
         [str(getattr(c.peft_type, "value", c.peft_type)) for c in found.values()]
@@ -61,8 +60,8 @@ def kinds(model: Any) -> list[str]:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Names of the adapters of PEFT that a model computes with, in their order; none where it
-    has only ours, or none.
+    """Return the names of the active PEFT adapters in order; empty if a model has none or only
+    ours.
     """
     if hasattr(model, "get_base_model"):
         named = model.active_adapters
@@ -74,26 +73,30 @@ def active_adapters(model: Any) -> list[str]:
 
 
 def attached_by_transformers(model: Any) -> bool:
-    """Whether a model has adapters of PEFT by transformers' ``add_adapter``, without a wrapping."""
+    """Return True if PEFT adapters were attached by transformers' ``add_adapter``, without a
+    wrapper.
+    """
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unfused_kind(model: Any) -> str | None:
-    """The first of these that PEFT's own modules compute, in layers that are never fused: any
-    but LoRA.
+    """Return the first adapter type other than LoRA, or None.
+
+    PEFT's own modules compute such adapters, so their layers are never fused.
     """
     return next((kind for kind in kinds(model) if kind != "LORA"), None)
 
 
 def stays_in_fp32(model: Any) -> bool:
-    """Whether adapters of PEFT are trained in fp32 over any base."""
+    """Return True if all PEFT adapters are trained in fp32 over a base of any dtype."""
     found = kinds(model)
     return bool(found) and all(kind in IN_TYPES_OF_THEIR_OWN for kind in found)
 
 
 def within_adapters(model: Any) -> Any:
-    """The model in PEFT's wrapping by adapters whose layers take every token by itself; any
-    other model as it is.
+    """Return the model inside PEFT's wrapper if its adapters compute each token by itself.
+
+    Any other model is returned as it is.
     """
     if not hasattr(model, "get_base_model"):
         return model

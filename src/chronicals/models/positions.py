@@ -1,5 +1,7 @@
-"""How many positions a model has: a table of positions ends; rotary embeddings go on, beyond
-what the model was trained for.
+"""The number of positions of a model.
+
+A table of learned positions ends. Rotary embeddings continue, beyond what the model was trained
+with.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ FEW = 16
 
 
 def check_positions(model: Any, longest: int) -> None:
-    """Check that ``model`` has positions for a document of ``longest`` tokens; warn if it was not
-    trained for so many.
+    """Check that ``model`` has positions for a document of ``longest`` tokens.
+
+    Logs a warning if the model has them but was not trained with so many.
 
     Raises:
         ValueError: it has fewer.
@@ -45,7 +48,7 @@ def check_positions(model: Any, longest: int) -> None:
 
 
 def last_position(model: Any, longest: int) -> int | None:
-    """The number of positions of ``model`` if it is smaller than ``longest``, else None."""
+    """Return the number of positions of ``model`` if it is a limit below ``longest``, else None."""
     model = within_adapters(model)
     stated = _stated(model)
     return stated if stated is not None and longest > stated and _has_no_more(model) else None
@@ -57,8 +60,9 @@ def _stated(model: Any) -> int | None:
 
 
 def _stretched(text: Any) -> float:
-    """The factor by which rotary positions are stretched. Configurations differ in whether the
-    stated number includes it.
+    """Return the scaling factor of rotary positions; 1 without scaling.
+
+    Configurations differ in whether ``max_position_embeddings`` includes it.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
@@ -66,8 +70,9 @@ def _stretched(text: Any) -> float:
 
 
 def _has_no_more(model: Any) -> bool:
-    """Whether a small random twin fails beyond its last position; False where no twin can be
-    built.
+    """Return True if a small random twin fails beyond its last position.
+
+    False if no twin can be built.
     """
     try:
         config = twin_config(model.config)

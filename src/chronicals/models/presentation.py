@@ -1,8 +1,9 @@
-"""Presenting a Batch to a Hugging Face model: hidden states come back flat, one row a token.
+"""Runs a Batch through a Hugging Face model; outputs are flat, with one row a token.
 
-Where the class is proved to respect documents, the Batch goes in packed, with transformers' own
-arguments (``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``) and our attention in a seam of
-the instance. Otherwise its documents become padded rows with a mask: slower, the same result.
+If the class is proved to keep documents apart, the Batch goes in packed. It is passed with
+transformers' own arguments (``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``), and our
+attention is installed on the instance by a seam. Otherwise its documents become padded rows with a
+mask, which is slower and gives the same result.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ from chronicals.models.terms import Terms
 Result = TypeVar("Result")
 
 ATTENTION = "chronicals_documents"
-"""Name of document attention in transformers' table, for modules whose forward is somebody
-else's; there is no mask function of this name, so that transformers makes no mask. No
-configuration of a user's carries it."""
+"""Name of document attention in transformers' table of attention functions.
+
+It is for modules whose forward other code replaced. No mask function has this name, so transformers
+makes no mask. No configuration of a user contains it.
+"""
 
 AS_FORWARD = "chronicals_forward"
-"""Method of a model whose weights are gathered for each forward pass: it calls what it is given,
-as such a pass.
+"""Method of a model whose weights are gathered for each forward pass.
+
+It calls its argument as one such pass.
 """
 
 LOOKAHEAD = "output_lookahead"
-"""Argument by which a model also predicts the choices of its routers."""
+"""Argument that requests predictions of the model's router choices."""
 
 CACHES = ("cache", "past_key_values")
-"""What transformers calls the keys and values of earlier tokens: newer versions, and older ones."""
+"""Names of the key-value cache among transformers' arguments, in newer and in older versions."""
 
 
 def _documents_only(
@@ -68,8 +72,9 @@ def _documents_only(
     split_documents: SplitDocuments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H,
-    D]`` out.
+    """Attend within documents, by transformers' attention interface.
+
+    Queries are ``[1, H, Q, D]``, keys and values ``[1, K, T, D]``, the output is ``[1, Q, H, D]``.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
@@ -129,7 +134,7 @@ AttentionInterface.register(ATTENTION, _documents_only)
 
 
 class OverDocuments(Seam):
-    """Attention takes the bounds of documents, and no masks are made."""
+    """A seam whose attention takes document bounds; no masks are made."""
 
     def attend(self, name: str, own: Attention) -> Attention:
         return _documents_only
@@ -146,18 +151,16 @@ class PresentedModel:
     """A model together with the way it takes a Batch.
 
     Attributes:
-        model: the Hugging Face model, without PEFT's wrapping where that is looked through.
-        packed: True where it takes documents end to end.
-        head_is_read: True where its head is taken as tensors, False where the model's own logits
-            must be used.
-        router_loss: what its class adds to the loss, where its configuration asks for it.
-        flash: False where packs attend by no backend of FlashAttention.
-        pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch
-            is one pack.
-        additions: what else is minimised beside any objective's terms.
-        experts: the modules that layers call for their experts, where it is recorded what these
-            receive.
-        one_by_one: packs, but attention takes no bounds and runs on one document after the other.
+        model: the Hugging Face model, inside PEFT's wrapper if ``within_adapters`` allows it.
+        packed: the model takes documents packed; False for padded rows.
+        head_is_read: the head is read as tensors; False if the model's own logits must be used.
+        router_loss: the loss that its class adds if its configuration asks for it, or None.
+        flash: False if packs must not use a FlashAttention backend.
+        pack_width: tokens of a pack, each of which has its own router loss; None if a Batch is one
+            pack.
+        additions: loss terms beside those of the objective.
+        experts: modules whose received expert ids are recorded.
+        one_by_one: packs, with attention on one document after the other.
     """
 
     model: Any
@@ -172,13 +175,15 @@ class PresentedModel:
 
     @property
     def records_routers(self) -> bool:
-        """Whether a forward pass that trains also needs the logits of routers."""
+        """True if a forward pass in training also needs router logits."""
         return self.router_loss is not None or bool(self.additions)
 
     def as_forward(self, compute: Callable[[], Result]) -> Result:
-        """``compute()``, which may use the model's parts and its head: as one forward pass of
-        the whole model, where weights are gathered for each. What it returns is a tensor, or
-        tensors in dictionaries."""
+        """Call ``compute`` as one forward pass of the model; it may use the model's parts and head.
+
+        This matters for weights that are gathered for each pass. The result must be a tensor, or
+        tensors in dictionaries.
+        """
         forward: Callable[[Callable[[], Result]], Result] | None = getattr(
             self.model, AS_FORWARD, None
         )
@@ -186,17 +191,17 @@ class PresentedModel:
 
     @property
     def head(self) -> Head | None:
-        """The head as it is now, or None where the model's own logits must be used."""
+        """The current head, or None if the model's own logits must be used."""
         return read_head(self.model) if self.head_is_read else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Terms]:
-        """What an objective starts from.
+        """Compute the input of an objective.
 
         Returns:
-            The hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` where
-            that is None; and auxiliary terms by name, which belong to the loss: ``router_loss`` of
-            mixture-of-experts classes that ask for one, and, where gradients are computed, those of
-            ``additions``.
+            Hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` if
+                ``head`` is None. And auxiliary loss terms by name: ``router_loss`` of
+                mixture-of-experts classes that ask for one, and while gradients are computed those
+                of ``additions``.
         """
         return (
             self.states(batch)
@@ -205,7 +210,9 @@ class PresentedModel:
         )
 
     def states(self, batch: Batch) -> tuple[Tensor, Terms]:
-        """As when called, but the hidden states ``[T, D]`` whatever the head is."""
+        """Compute the hidden states ``[T, D]``, whatever the head is, and the auxiliary loss
+        terms.
+        """
         return self._with_terms(batch, self.model.get_decoder(), "last_hidden_state")
 
     def _with_terms(self, batch: Batch, module: Any, name: str) -> tuple[Tensor, Terms]:
@@ -225,28 +232,30 @@ class PresentedModel:
         return computed.states, terms
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """``[T, D]`` before the head."""
+        """Compute the hidden states ``[T, D]`` before the head."""
         return self._run(batch, self.model.get_decoder(), "last_hidden_state").states
 
     def logits(self, batch: Batch) -> Tensor:
-        """``[T, V]`` from the model itself."""
+        """Compute the model's own logits ``[T, V]``."""
         return self._run(batch, self.model, "logits").states
 
     def router_logits(self, batch: Batch) -> Sequence[Tensor]:
-        """``[T, E]`` of each layer with routed experts; zero for tokens that are not computed."""
+        """Compute ``[T, E]`` per layer with routed experts; zero for tokens that are not
+        computed.
+        """
         return self.computed(batch, lookahead=False).router_logits
 
     def computed(self, batch: Batch, lookahead: bool) -> Computed:
-        """Hidden states before the head, the logits of routers and, if asked for, what is
-        predicted of them.
+        """Compute hidden states before the head and router logits; with ``lookahead`` also
+        predicted ones.
         """
         return self._run(batch, self.model.get_decoder(), "last_hidden_state", True, lookahead)
 
     def _run(
         self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False
     ) -> Computed:
-        """What ``module`` gives: its output of that name, and what else is asked for: a row a
-        token.
+        """Call ``module``; return its output ``name`` and the requested router outputs, one row
+        a token.
         """
         if batch.split is not None and not self.packed:
             raise ValueError(
@@ -298,8 +307,9 @@ class PresentedModel:
 
     @contextmanager
     def attending_documents(self) -> Iterator[PresentedModel]:
-        """Within: the model's attention takes document bounds. Afterwards it is as before, ready
-        to generate.
+        """A context in which the model's attention takes document bounds.
+
+        Afterwards it is as before, ready to generate.
         """
         if not self.packed:
             yield self
@@ -312,8 +322,8 @@ class PresentedModel:
 
     @contextmanager
     def attending_as_before(self) -> Iterator[None]:
-        """Within ``attending_documents``: the model's attention is for a while what it was, for
-        whoever calls the model.
+        """A context inside ``attending_documents`` with the model's original attention, for
+        direct calls.
         """
         if not self.packed:
             yield
@@ -338,10 +348,10 @@ class PresentedModel:
 
 
 def _attend_documents(model: Any) -> None:
-    """Let the model's attention take document bounds.
+    """Install document attention.
 
     Raises:
-        RuntimeError: a module would attend without them, across documents.
+        RuntimeError: a module would attend without document bounds, so across documents.
     """
     attention_seam.install(model, SEAM)
     without = attention_seam.module_without(model, SEAM)
@@ -355,7 +365,7 @@ def _attend_documents(model: Any) -> None:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Within: evaluation mode. Afterwards every module is in the mode it was in."""
+    """A context in evaluation mode; afterwards every module is in its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -366,6 +376,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:
+    """Return the arguments with which a model takes a Batch packed."""
     keys = batch.keys
     found = {
         "input_ids": batch.input_ids[None],
@@ -382,21 +393,20 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
 
 
 def documents_of(batch: Batch) -> list[tuple[int, int]]:
-    """Start and end of each document that has tokens."""
+    """Return (start, end) of each non-empty document. Waits for the device."""
     bounds = batch.cu_seqlens.tolist()
     return [(start, end) for start, end in zip(bounds, bounds[1:]) if end > start]
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Documents that have a target as right-padded rows, behind the prompt that they share with
-    others.
+    """Documents with a target as right-padded rows, each after the prompt that it shares, if any.
 
     Attributes:
         inputs: arguments of the model.
-        kept: int64, the documents' own tokens among those of the rows, and of each prompt one copy,
-            flat.
-        places: int64, where each of these stands in the Batch.
+        kept: int64, flat indices into the rows of the tokens whose outputs are used: the documents'
+            own, and one copy of each prompt.
+        places: int64, the position of each of these tokens in the Batch.
     """
 
     inputs: dict[str, Any]
@@ -433,7 +443,7 @@ class PaddedRows:
 
 
 def _first_of_their_prompts(rows: list[Tensor], own: list[Tensor]) -> list[bool]:
-    """Whether no row before has the prompt that stands before a row's own tokens."""
+    """Return for each row whether it is the first with its prompt; False for rows without one."""
     prompts = [int(row[0]) if len(row) > len(some) else None for row, some in zip(rows, own)]
     return [
         prompt is not None and prompt not in prompts[:number]

@@ -1,4 +1,4 @@
-"""How a model takes Batches: decided once, by what is proved of its class, and said."""
+"""Decides how a model takes Batches, from what is proved of its class, and logs the decision."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ def present(
     pack_width: int | None = None,
     shared_prompts: bool = False,
 ) -> PresentedModel:
-    """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
+    """Decide how ``model`` takes Batches; each fallback to a slower way is logged once.
 
     Args:
-        model: a Hugging Face model, or PEFT's wrapping of one, which is looked through where every
-            token is taken by itself.
-        fused_head: False always takes the model's own logits.
-        flash: False attends by no backend of FlashAttention.
-        pack_width: tokens of a pack, of which a Batch has several; None for Batches of one.
-        shared_prompts: whether Batches have answers that share a prompt.
+        model: a Hugging Face model, with or without PEFT's wrapper.
+        fused_head: False always uses the model's own logits.
+        flash: False never uses a FlashAttention backend.
+        pack_width: tokens of a pack if a Batch has several; None for Batches of one pack.
+        shared_prompts: Batches have answers that share a prompt.
 
     Raises:
-        ValueError: the model sees the tokens that it is to predict.
+        ValueError: the model is not causal: it sees the tokens that it is to predict.
     """
     model = within_adapters(model)
     proof = prove_packability(model)
@@ -86,7 +85,7 @@ def present(
 
 
 def _attention_dropout(config: Any) -> str:
-    """That and how the model drops what it attends to, which our attention does not; else empty."""
+    """Describe the model's attention dropout, which our attention does not apply; empty if none."""
     shares = {
         name: share
         for name, share in vars(config).items()

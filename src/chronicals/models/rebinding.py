@@ -1,7 +1,7 @@
 """Copies of functions with some global names replaced, for use as methods of single instances.
 
-A copy has the code object of the function, a copy of its globals with the names replaced, and its
-decorators. No source text is read, and no class or module is written to.
+A copy has the function's code object, a copy of its globals with the names replaced, and its
+decorators. No source text is read, and no class or module is modified.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 OURS = "chronicals_form"
-"""Attribute of a function that replaces a method of a single instance: the name of the
-replacement.
-"""
+"""Attribute of a function that replaces a method of an instance: the name of the replacement."""
 
 
 def functions_beside(function: Callable) -> tuple:
-    """The functions among the globals of ``function``; other code may replace each of them."""
+    """Return the functions among the globals of ``function``; other code may replace any of
+    them.
+    """
     names = getattr(inspect.unwrap(function), "__globals__", {})
     return tuple(value for value in names.values() if isinstance(value, FunctionType))
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Global names and attributes that a code object uses, comprehensions and inner functions
-    included.
+    """Return the global names and attributes that a code object uses.
+
+    Comprehensions and inner functions are included.
     """
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*(names_in(part) for part in inner))
 
 
 def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callable | None:
-    """A copy of ``function`` in which the global ``names`` have these values.
+    """Return a copy of ``function`` in which the global ``names`` have these values.
+
+    None if a decorator does not keep the decorated function in its closure.
 
     Args:
         function: a plain Python function, decorated or not.
-        label: a word for the values; the copied globals are shared by all calls with the same
-            functions, names and label.
-
-    Returns:
-        The copy, or None if a decorator does not keep the decorated function in its closure.
+        names: new values of globals by name.
+        label: a name for these values. Calls with the same functions, names and label share the
+            copied globals.
     """
     inner = inspect.unwrap(function)
     assert isinstance(inner, FunctionType)
@@ -52,8 +53,9 @@ def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callabl
 
 
 def _decorated_alike(function: Any, made: Callable) -> Callable | None:
-    """``made`` with the decorators of ``function``; None if one of them does not keep the
-    decorated function in its closure.
+    """Apply the decorators of ``function`` to ``made``.
+
+    None if a decorator does not keep the decorated function in its closure.
     """
     decorated = getattr(function, "__wrapped__", None)
     if decorated is None:
@@ -70,7 +72,7 @@ def _decorated_alike(function: Any, made: Callable) -> Callable | None:
 def _copied(
     function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """The function with these globals and this closure."""
+    """Return a copy of the function with these globals and this closure."""
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__qualname__ = function.__qualname__
@@ -79,8 +81,9 @@ def _copied(
 
 
 def _globals_with(function: FunctionType, names: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The globals of ``function`` with ``names`` replaced, in a module of their own, where
-    ``torch.compile`` looks them up.
+    """Return the globals of ``function`` with ``names`` replaced.
+
+    They are those of a new module in ``sys.modules``, where ``torch.compile`` looks them up.
     """
     version = hash(functions_beside(function))  # other code may have replaced one since
     name = (
