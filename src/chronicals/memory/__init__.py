@@ -1,4 +1,4 @@
-"""Activations that are not kept: recomputed, moved to host memory, or computed in tiles."""
+"""Ways to hold fewer activations on the GPU: recomputation, offload to host memory, tiles."""
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.memory.offload import ActivationOffload

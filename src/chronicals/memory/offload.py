@@ -1,13 +1,13 @@
-"""Activations in host memory between the forward and the backward pass.
+"""Keeps saved activations in host memory between the forward and the backward pass.
 
-Tensors that autograd saves are copied to the host on a stream of their own while the forward pass
-goes on, and prefetched before the backward pass uses them. A tensor stays on the card until its
-copy has ended; at most ``window`` bytes are in such copies, so a card that computes faster than the
-bus copies waits for the bus. At most as many are prefetched at a time. The tensors saved last are
-used first, and are still on the card then.
+Tensors that autograd saves are copied to the host on a separate stream during the forward pass, and
+prefetched before the backward pass uses them. A tensor stays on the GPU until its copy has ended.
+At most ``window`` bytes are in such copies, so a GPU that computes faster than the bus copies waits
+for the bus. Prefetching has the same limit. The tensors saved last are used first, and are still on
+the GPU then.
 
-All order is by streams, without a host synchronisation, so a step can be captured in a CUDA graph
-after it has run once, which allocates the host memory.
+All ordering is by streams, without host synchronisation. After one ordinary step, which allocates
+the host memory, a step can therefore be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from chronicals.kernels.launch import next_power_of_2
 
 SMALLEST = 1 << 20
-"""Bytes of the smallest tensor that is moved."""
+"""Bytes of the smallest tensor that is offloaded."""
 
 LARGEST_RATIO = 4
-"""A tensor's whole storage is moved, with all tensors in it, unless the storage is more than
-this many times as large as the tensor that is saved first; then that tensor is copied out of it."""
+"""Largest ratio of a storage's size to that of the tensor saved first for moving the whole storage.
+
+A storage up to this size is moved with all tensors in it. From a larger one, the saved tensor is
+copied out first.
+"""
 
 AT_A_TIME = 3
-"""The default window, in tensors as large as the largest: one being copied, one waiting, one
-just computed. That is about what a layer of an 8B model saves; a recomputed layer saves its
-input alone."""
+"""Default window in units of the largest tensor: one being copied, one waiting, one just computed.
+
+That is about what a layer of an 8B model saves; a recomputed layer saves only its input.
+"""
 
 
 class ActivationOffload:
-    """Moves what autograd saves in forward passes of ``module`` to host memory; see the module's
-    docstring.
+    """Moves the tensors that autograd saves in forward passes of ``module`` to host memory.
 
-    Weights stay on the card. Results are bit-equal. Host memory is kept for later passes.
+    Weights stay on the GPU. Results are bit-equal. Host buffers are reused by later passes. Usable
+    as a context manager.
 
     Args:
-        module: such as the decoder of a model; of recomputed layers in it the inputs are moved.
-        smallest: bytes of the smallest tensor that is moved; ``SMALLEST`` by default.
-        window: most bytes that are copied in one direction at a time; by default ``AT_A_TIME``
-            times the largest tensor.
+        module: for example a model's decoder; recomputed layers in it offload their inputs.
+        smallest: bytes of the smallest tensor that is offloaded; ``SMALLEST`` by default.
+        window: most bytes being copied in one direction at a time; ``AT_A_TIME`` times the largest
+            tensor by default.
     """
 
     def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
@@ -64,6 +68,7 @@ class ActivationOffload:
 
     @property
     def window(self) -> int:
+        """Most bytes that are being copied in one direction at a time."""
         return AT_A_TIME * self.largest if self._window is None else self._window
 
     def __enter__(self) -> ActivationOffload:
@@ -73,9 +78,7 @@ class ActivationOffload:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the hooks, as the end of ``with`` does; backward passes of earlier forward
-        passes still work.
-        """
+        """Remove the hooks; backward passes of earlier forward passes still work."""
         for hook in self._hooks:
             hook.remove()
         while self._passes:  # torch calls no hook where a pass ends by KeyboardInterrupt
@@ -97,7 +100,7 @@ class ActivationOffload:
             hooks.__exit__(None, None, None)
 
     def _follow(self, device: torch.device) -> None:
-        """Take streams of the module's present device."""
+        """Create copy streams if the module has moved to another device."""
         if device != self.device:
             self.device = device
             self.free = {}
@@ -108,10 +111,10 @@ class ActivationOffload:
             )
 
     def take(self, size: int) -> Tensor:
-        """A buffer of at least ``size`` bytes in host memory, pinned if the device is a card.
+        """Return a uint8 host buffer of at least ``size`` bytes, pinned if the device is a GPU.
 
-        Sizes are powers of two, so that a buffer serves passes of other lengths too; torch rounds
-        pinned memory up to them anyway.
+        Sizes are powers of two, so that passes of other lengths can reuse a buffer. torch rounds
+        pinned memory up to powers of two anyway.
         """
         rounded = next_power_of_2(size)
         free = self.free.setdefault(rounded, [])
@@ -128,13 +131,13 @@ class _Saved:
     """A storage with saved tensors, and its copy on the host.
 
     Attributes:
-        number: its place in the order of the forward pass.
-        here: its bytes on the device, while a copy runs or until its last use.
+        number: its index in the order of the forward pass.
+        here: its bytes on the device, while a copy runs and until its last use; else None.
         first: a tensor in it, while ``here`` is the storage that the forward pass allocated.
         version: autograd's version counter of ``first`` when it was saved.
         event: the end of the latest copy.
-        uses: how many saved tensors in it were not unpacked yet.
-        spoiled: it was written to while it was being copied.
+        uses: number of its saved tensors that are not unpacked yet.
+        spoiled: it was modified while it was being copied.
     """
 
     def __init__(self, owner: ActivationOffload, number: int, tensor: Tensor):
@@ -156,14 +159,13 @@ class _Saved:
         self.here = self.first = None
 
     def check(self) -> None:
+        """Set ``spoiled`` if the storage was modified after it was saved."""
         self.spoiled = self.spoiled or (
             self.first is not None and self.first._version != self.version
         )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in this storage, which is being copied and was not written to
-        since it was saved.
-        """
+        """Return True if the tensor is in this storage, which is being copied and is unmodified."""
         if self.first is None or self.version != tensor._version:
             return False
         return self.first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -171,7 +173,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Place:
-    """What autograd keeps instead of a tensor: a view into a saved storage."""
+    """The stand-in for a tensor that autograd keeps: a view into a saved storage."""
 
     memory: _Saved
     dtype: torch.dtype
@@ -188,11 +190,11 @@ class _Tape:
     """One forward pass and the backward passes through it.
 
     Attributes:
-        saved: what was moved, in order; autograd keeps it alive.
+        saved: offloaded storages in order; autograd keeps them alive.
         leaving: copies to the host that may still run, oldest first.
         coming: bytes being prefetched, by number.
-        used: streams on which something of this pass runs; a captured graph can wait for these
-            only.
+        used: streams with work of this pass; only these may be waited for in a captured graph.
+        joins: the end of the backward pass is already set to wait for the copy streams.
     """
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
@@ -210,6 +212,9 @@ class _Tape:
     # -------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
+        """Start copying a tensor that autograd saves, and return its stand-in, or the tensor if
+        it stays.
+        """
         if not self._moves(tensor):
             return tensor
         saved = next((other for other in self.leaving if other.holds(tensor)), None)
@@ -253,7 +258,6 @@ class _Tape:
             oldest.free_device_memory()
 
     def _wait_for(self, saved: _Saved) -> None:
-        """Let the current stream wait for the copy."""
         if saved.event is not None:
             torch.cuda.current_stream(self.device).wait_event(saved.event)
 
@@ -261,6 +265,7 @@ class _Tape:
     # ------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Tensor | _Place) -> Tensor:
+        """Return the tensor for a stand-in, and prefetch the storages that are needed next."""
         if isinstance(packed, Tensor):
             return packed
         saved = packed.memory
@@ -304,9 +309,7 @@ class _Tape:
             saved.event = back.record_event()
 
     def _free_copied(self) -> None:
-        """Free what was used while it was still on the card, after the last copies to the host
-        have ended.
-        """
+        """Free storages whose uses ended while their copies ran, once the last copy has ended."""
         if self.leaving:
             self._wait_for(self.leaving[-1])
         for saved in self.leaving:
@@ -315,7 +318,7 @@ class _Tape:
         self.leaving.clear()
 
     def _join_at_the_end(self) -> None:
-        """Let the current stream wait for the copy streams when the backward pass ends."""
+        """Make the current stream wait for the copy streams when the backward pass ends."""
         if not self.joins and torch._C._current_graph_task_id() != -1:
             self.joins = True
             torch.autograd.Variable._execution_engine.queue_callback(self._join)  # type: ignore[attr-defined]

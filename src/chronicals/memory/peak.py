@@ -1,16 +1,18 @@
-"""Bytes that a training step is expected to hold on a card, by the moments at which most of it is
-live.
+"""Estimates the bytes that a training step holds on the GPU, at the moments of peak memory.
 
-A step holds what is there all the time (weights, states, gradients) and, beside that, the largest
-of three moments:
+A step holds a constant part (weights, optimizer states, gradients) and, in addition, the largest of
+three moments:
 
-    loss        what all layers keep for the backward pass, hidden states with their gradient, the logits of a chunk
-    backward    what the layers before keep, and what one layer needs while its own backward pass runs
-    end         gradients of all trained weights where the backward pass makes them, and the first layer's own backward pass
+    loss        activations kept by all layers, hidden states and their gradient, the
+                logits of a chunk
+    backward    activations kept by the earlier layers, and what one layer needs during
+                its own backward pass
+    end         gradients of all trained weights if the backward pass allocates them, and
+                the backward pass of the first layer
 
-The elements of a token and layer below were read from the allocator's history of whole steps on an
-H200 (``benchmarks/long_documents.py``). D width, Q and K widths of all query heads and of all key
-heads, F inner width of the MLP.
+The numbers of elements a token and layer below were read from the allocator's history of whole
+steps on an H200 (``benchmarks/long_documents.py``). Letters: D model width, Q and K total width of
+query and of key heads, F inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -25,28 +27,30 @@ from chronicals.memory.offload import AT_A_TIME
 from chronicals.model_shape import ModelShape
 
 RESERVE = 0.9
-"""Fraction of the card's memory that an estimate may fill; the rest is fragmentation and
+"""Fraction of the GPU's memory that an estimate may fill; the rest is for fragmentation and
 workspaces.
 """
 
 NOTHING = "nothing"
 CHEAP = "norms and gated units"
 LAYERS = "layers"
-"""What is recomputed, from the fastest to the leanest. The second is for fused layers and
-recomputes no matrix product: by bytes and operations of the 8B shape it costs 0.5 ns for each
-thousand bytes it saves, the third 4."""
+"""What is recomputed, from the fastest to the leanest choice.
+
+``CHEAP`` is for fused layers and recomputes no matrix product. By bytes and operations of an 8B
+model it costs 0.5 ns for each 1,000 bytes it saves, ``LAYERS`` 4 ns.
+"""
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a weight.
+    """Bytes of one weight.
 
     Attributes:
-        frozen: of one that is not trained; embeddings and heads have those of an activation's
+        frozen: a weight that is not trained. Embeddings and heads take the size of an activation
             element instead.
-        trained: with its optimizer states, and with its gradient where that is there while
-            activations are.
-        gradient: of the gradient, where the backward pass makes it as it frees activations.
+        trained: a trained weight with its optimizer states, and with its gradient if that is
+            allocated during the forward pass.
+        gradient: the gradient, if the backward pass allocates it while it frees activations.
     """
 
     frozen: float
@@ -56,22 +60,21 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class StepShape:
-    """How a step computes, as far as its memory depends on it.
+    """The properties of a step that its memory depends on.
 
     Attributes:
-        tokens: of one forward pass.
-        fused: decoder layers run fused; else activations are those of an unfused layer, ``30 D + 5
-            F`` elements.
-        element: bytes of an element of the activations.
+        tokens: tokens of one forward pass.
+        fused: decoder layers run fused; an unfused layer keeps ``30 D + 5 F`` elements a token.
+        element: bytes of an activation element.
         logit_rows: rows of logits that exist at a time.
-        in_fp8: of inputs and outputs, whether such trained products are in FP8, which keep what
-            norms and units make in 8 bits.
-        magnitudes: adapters have them (DoRA), whose gradients are made of what products return; a
-            fused layer keeps the gates and ups anyway.
-        copies_attended: the output product of attention has adapters, whose columns its input has
-            no room for.
-        tile: rows of an MLP that are computed at a time; 0 where all are.
-        offloads: what autograd saves waits in host memory.
+        in_fp8: function of input and output width, True for trained products in FP8. Their inputs,
+            made by norms and gated units, are kept in 8 bits.
+        magnitudes: adapters have magnitudes (DoRA), whose gradients need the outputs of products. A
+            fused layer keeps gate and up outputs anyway.
+        copies_attended: attention's output projection has adapters, so its input is copied to make
+            room for their columns.
+        tile: rows of an MLP that are computed at a time; 0 for all.
+        offloads: saved tensors are offloaded to host memory.
     """
 
     tokens: int
@@ -87,18 +90,18 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that a training run is expected to hold.
+    """Expected memory of a training run, in bytes.
 
     Attributes:
-        fixed: weights, optimizer states, and gradients that are there while activations are.
+        fixed: weights, optimizer states, and gradients that are allocated during the forward pass.
         layers: number of decoder layers.
         kept: activations of one layer, by what is recomputed.
-        total: memory of the card; 0 without one.
-        gradients: that the backward pass makes as it frees activations.
+        total: memory of the GPU; 0 without one.
+        gradients: gradients that the backward pass allocates as it frees activations.
         loss: hidden states, their gradient and the logits of a chunk.
-        working: of the layer whose backward pass runs, with what it kept, by what is recomputed.
-        window: of saved tensors on the card, by what is recomputed, where the others wait in host
-            memory; else empty.
+        working: the layer whose backward pass runs, with the activations it kept, by what is
+            recomputed.
+        window: with offload, saved tensors on the GPU, by what is recomputed; else empty.
     """
 
     fixed: int
@@ -111,12 +114,12 @@ class Estimate:
     window: Mapping[str, int] = field(default_factory=dict)
 
     def needed(self, cheap: str, again: int = 0) -> int:
-        """Bytes where the first ``again`` layers are recomputed whole, and of the others what
-        ``cheap`` says.
+        """Return the bytes needed if the first ``again`` layers are recomputed whole, the others by
+        ``cheap``.
 
-        When the backward pass recomputes one of the first layers, the activations of the others are
-        freed already. At its end the gradients and the first layer are there, and before it the
-        activations of all.
+        Args:
+            cheap: what is recomputed in the other layers.
+            again: number of first layers that are recomputed whole.
         """
         saved = again * self.kept[LAYERS] + (self.layers - again) * self.kept[cheap]
         whole_layers = cheap == LAYERS or again == self.layers
@@ -137,16 +140,19 @@ class Estimate:
         return self.fixed + max(moments)
 
     def _working(self, policy: str) -> int:
-        """Bytes of the layer whose backward pass runs; one that was recomputed whole has all
-        that it would have kept.
+        """Return the bytes of the layer whose backward pass runs.
+
+        A layer recomputed whole holds all that it would have kept.
         """
         return self.working.get(
             policy, self.kept[NOTHING] if policy == LAYERS else self.kept[policy]
         )
 
     def choice(self) -> tuple[str, int]:
-        """What is recomputed, and how many of the first layers are recomputed whole: the fastest
-        that fits, else the leanest."""
+        """Return what is recomputed, and the number of first layers that are recomputed whole.
+
+        It is the fastest choice that fits, else the leanest.
+        """
         if not self.total:
             return NOTHING, 0
         cheap = [policy for policy in (NOTHING, CHEAP) if policy in self.kept]
@@ -157,15 +163,15 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan with which it fits; True without a card."""
+        """True if a choice fits into ``RESERVE`` of the GPU's memory, or if there is no GPU."""
         return not self.total or self.needed(*self.choice()) <= RESERVE * self.total
 
     def beside(self, size: int) -> Estimate:
-        """Return the estimate with so many bytes more, which are there all the time."""
+        """Return the estimate with ``size`` more bytes in the constant part."""
         return replace(self, fixed=self.fixed + size)
 
     def words(self) -> str:
-        """Return what is expected and what is recomputed for it, for a line of the log."""
+        """Return the expected memory and what is recomputed, in words for the log."""
         if not self.total:
             return "not on a card"
         cheap, again = self.choice()
@@ -176,8 +182,9 @@ class Estimate:
 
 
 def card_memory(device: torch.device) -> int:
-    """Return the bytes of a card that this process may take: all, or the share that torch was
-    given; 0 without a card.
+    """Return the bytes of GPU memory that this process may use; 0 without a GPU.
+
+    torch's per-process memory fraction is applied.
     """
     if device.type != "cuda":
         return 0
@@ -186,8 +193,9 @@ def card_memory(device: torch.device) -> int:
 
 
 def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
-    """Estimate the memory of training ``model``, a Hugging Face model with its adapters, on any
-    device.
+    """Estimate the memory of training ``model``, a Hugging Face model with its adapters.
+
+    The model may be on any device.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -229,16 +237,14 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
 
 @dataclass(frozen=True)
 class _LayerElements:
-    """Elements of a token in one layer, by what is recomputed; see the module's docstring for the
-    letters.
+    """Elements a token in one layer, by what is recomputed; the module's docstring has the letters.
 
     Attributes:
-        kept: for the backward pass.
-        in_attention: while attention's backward pass runs, with what is left of what the layer
-            kept.
-        in_mlp: the same of the MLP, less what of its rows a tile has.
-        window: of the tensors on their way to and from host memory, at most.
-        of_tile: of a row of an MLP's tile.
+        kept: elements kept for the backward pass.
+        in_attention: elements during attention's backward pass, with what the layer still keeps.
+        in_mlp: elements during the MLP's backward pass, without those of a tile.
+        window: with offload, most elements on the way to and from host memory.
+        of_tile: elements of each row in a tile of the MLP.
     """
 
     kept: dict[str, int]
@@ -301,8 +307,14 @@ class _LayerElements:
 
 
 def _quantised(model: Any, layers: int, size: int) -> int:
-    """Bytes of layers whose weights are codes, with what lies beside these, and of the dense
-    weights of one decoder layer, which all in turn are read as."""
+    """Return the bytes of layers with packed weights, and of one decoder layer's dense weights.
+
+    The layers are dequantised one after the other.
+
+    Args:
+        layers: number of decoder layers.
+        size: bytes of a dense weight.
+    """
     packed = [
         m
         for m in model.modules()
@@ -323,13 +335,15 @@ def _quantised(model: Any, layers: int, size: int) -> int:
 
 
 def _values_in(layer: Any, codes: Any) -> int:
-    """Weights that codes stand for: those of a linear layer, else two in a byte."""
+    """Return the number of weights that codes represent: by a linear layer's size, else two a
+    byte.
+    """
     linear = hasattr(layer, "out_features") and hasattr(layer, "in_features")
     return int(layer.out_features * layer.in_features if linear else 2 * codes.nbytes)
 
 
 def _scales_of(weight: Any) -> int:
-    """Bytes of the scales that a weight of bitsandbytes keeps in itself."""
+    """Return the bytes of the scales in a bitsandbytes weight; 0 for any other."""
     state = getattr(weight, "quant_state", None)
     states = (
         []
@@ -344,5 +358,5 @@ def _head_of(model: Any) -> torch.Tensor:
 
 
 def _stored(layer: Any) -> torch.Tensor:
-    """The weight of a layer beneath its adapter."""
+    """Return the weight of a layer without its adapter."""
     return getattr(layer, "base_layer", layer).weight

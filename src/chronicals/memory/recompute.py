@@ -1,6 +1,4 @@
-"""Recomputation of activations in the backward pass (Chen et al., 2016, section 4), as much of
-it as memory needs.
-"""
+"""Recomputation of activations in the backward pass (Chen et al., 2016, section 4)."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ def enable_gradient_checkpointing(
     """Recompute decoder layers of a Hugging Face model in the backward pass.
 
     Args:
-        whole_layers: its layers run fused, and skip in the recomputation what the backward pass
+        whole_layers: the layers run fused, and their recomputation skips what the backward pass
             does not read.
-        first: recompute this many of the first layers; by default, and where the decoder has no
-            list of layers, all.
+        first: number of first layers to recompute; all by default, or if the decoder has no list of
+            layers.
 
     Raises:
         ValueError: the class does not support it.
@@ -58,8 +56,9 @@ def disable_gradient_checkpointing(model: Any) -> None:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Those that can be recomputed one by one; none where the decoder has no list of such, or
-    several.
+    """Return the decoder layers that can be recomputed one by one.
+
+    Empty if the decoder has no list of such layers, or several.
     """
     lists = [
         child
@@ -75,15 +74,16 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def recomputes(model: Any) -> bool:
-    """Whether some of the model's layers are recomputed already."""
+    """Return True if some of the model's layers are already recomputed."""
     return any(
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     )
 
 
 def enters_again(model: Any) -> bool:
-    """Whether layers are recomputed by re-entrant checkpointing, in which tensors captured
-    inside a layer get no gradient.
+    """Return True if layers are recomputed by re-entrant checkpointing.
+
+    Tensors captured inside such a layer get no gradient.
     """
     settings = [
         getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", {})
@@ -96,22 +96,25 @@ _now = threading.local()
 
 
 def runs_again() -> bool:
-    """Whether the code that runs now is a recomputation in the backward pass, which needs saved
-    tensors but no final result.
+    """Return True while a recomputation in the backward pass runs.
+
+    It must save tensors for backward, but its final result is not used.
     """
     return getattr(_now, "again", False)
 
 
 def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """``context_fn`` for torch's checkpoint, which makes ``runs_again`` true in the
-    recomputation.
+    """Return the contexts of the forward pass and of the recomputation, as ``context_fn`` of
+    checkpoint.
+
+    They make ``runs_again`` True in the recomputation.
     """
     return _Running(False), _Running(True)
 
 
 class _Running:
-    """Sets ``runs_again`` within; the one for the recomputation is entered for every backward
-    pass.
+    """A context that sets ``runs_again``; torch enters that of the recomputation in every
+    backward pass.
     """
 
     def __init__(self, again: bool):
@@ -127,19 +130,21 @@ class _Running:
 
 
 CHANCE = re.compile(r"drop|jitter|noise|^p$")
-"""Names of attributes that hold the probability or scale of something random."""
+"""Names of attributes with the probability or scale of something random."""
 
 DRAWS = re.compile(
     r"torch\.(rand|randn|bernoulli|multinomial)(_like)?\(|\.(exponential_|bernoulli_)\(|gumbel"
 )
-"""Source text that draws random numbers whatever the attributes say. Uniform noise has an
-attribute that ``CHANCE`` finds.
+"""Source text that draws random numbers whatever the attributes are.
+
+Uniform noise has an attribute that ``CHANCE`` finds.
 """
 
 
 def draws_numbers(module: torch.nn.Module) -> bool:
-    """Whether a forward pass in training may draw random numbers: an attribute says so, or the
-    source of a part does.
+    """Return True if a forward pass in training may draw random numbers.
+
+    An attribute or the source code of a submodule shows it.
     """
     for part in module.modules():
         settings = [
@@ -159,7 +164,7 @@ def draws_numbers(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _source_draws(name: str) -> bool:
-    """Whether the source of a Python module draws random numbers; True where there is no source."""
+    """Return True if a Python module's source draws random numbers, or cannot be read."""
     try:
         return bool(DRAWS.search(inspect.getsource(sys.modules[name])))
     except (OSError, TypeError):

@@ -1,8 +1,7 @@
-"""A function of rows computed in tiles, each recomputed in the backward pass (Bekman et al., 2025,
-sequence tiling).
+"""Computes a row-wise function in tiles, each recomputed in the backward pass.
 
-The inner activations of an MLP are several times as wide as the model; with tiles they exist for
-one tile at a time.
+This is sequence tiling (Bekman et al., 2025). The inner activations of an MLP are several times as
+wide as the model; with tiles they exist for one tile at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TILE = 4096
 
 
 def makes_tiles(rows: int) -> bool:
-    """Whether ``rows`` rows are more than one tile."""
+    """Return True if ``rows`` rows are more than one tile."""
     return rows > TILE
 
 
@@ -33,14 +32,15 @@ def tiled(
     tells: bool = False,
     tile: int | None = None,
 ) -> Tensor:
-    """``function(x)``, ``[T, ...]``, for a function in which a row of the result depends on the
-    same row of x alone.
+    """Compute ``function(x)``, ``[T, ...]``, in tiles; each output row must depend on its input row
+    only.
 
     Args:
+        function: maps ``[n, D]`` to ``[n, ...]``.
         x: ``[T, D]``.
-        draws: the function draws random numbers; its recomputation draws the same ones.
-        tells: within the function ``runs_again`` says whether the tile is recomputed; torch.compile
-            cannot trace that.
+        draws: the function draws random numbers, and its recomputation must draw the same ones.
+        tells: let ``runs_again`` report inside the function whether it is a recomputation;
+            torch.compile cannot trace that.
         tile: most rows at a time; ``TILE`` by default.
     """
     tile = tile or TILE

@@ -76,7 +76,7 @@ NOTHING = Seam("nothing")
 
 
 class AttentionFunctions:
-    """A stand-in for transformers' table of attention functions that passes lookups through a seam."""
+    """A stand-in for transformers' table of attention functions; lookups go through a seam."""
 
     def __init__(self, own: Any, seam: Seam):
         self.own = own

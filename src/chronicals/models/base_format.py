@@ -122,7 +122,7 @@ class BaseFormat:
         return self.usual if self.experts is None else self.experts.get(path)
 
     def kind_at(self, path: str) -> FourBits | None:
-        """Return the format of a linear layer or of stacked experts; None if it is not quantised."""
+        """Return the format of a linear layer or stacked experts; None if it is not quantised."""
         kind = self.kind_of(path)
         return self.kind_of_experts(path) if kind is None else kind
 

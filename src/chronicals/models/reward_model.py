@@ -1,6 +1,4 @@
-"""How a reward model is told from a language model: by its configuration, before anything is
-loaded.
-"""
+"""Tells a reward model from a language model by its configuration, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ from typing import Any
 
 
 def is_reward_model(config: Any) -> bool:
-    """Whether a configuration is of a sequence classifier with one label."""
+    """Return True if the configuration is that of a sequence classifier with one label."""
     named = (getattr(config, "architectures", None) or [""])[0]
     return named.endswith("ForSequenceClassification") and config.num_labels == 1
 
 
 def why_no_language_model(name: Any) -> str:
-    """An error about a reward model where a language model is needed."""
+    """Return the error text for a reward model where a language model is needed."""
     return (
         f"{name}: is a reward model (a sequence classifier with one label), which scores answers "
         "and predicts no tokens; load "

@@ -1,10 +1,8 @@
-"""The routed experts of a Hugging Face mixture: which modules hold them, and which experts a token
-really gets.
+"""The routed experts of a mixture-of-experts model: their modules, and the experts each token gets.
 
-Experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), in 4 bits too, and
-is called with the chosen ones. What they receive is read there, not from the router: the ids among
-the arguments, or, where our products compute them, the rows that their dispatch hands to each
-expert.
+An experts module holds stacked weights (``down_proj`` ``[E, ., .]``, possibly packed) and is called
+with the ids of the chosen experts. The ids are read from that call, not from the router: they are
+among its arguments, or, if our products compute the experts, in the dispatch of rows to experts.
 
 Shapes: T tokens, k experts of a token, E experts.
 """
@@ -21,11 +19,11 @@ from chronicals.kernels.expert_dispatch import Dispatch, watching_dispatches
 from chronicals.quantization import packed_shapes
 
 WRAPPED = ".base_layer"
-"""Within the path of what is inside an adapter."""
+"""Part of the path of a module inside an adapter."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it holds stacked experts, and is called with the chosen ones."""
+    """Return True if the module holds stacked experts and is called with the chosen ones."""
     shapes = _shapes(module)
     return len(shapes.get("down_proj", ())) == 3 and bool(
         shapes.keys() & {"gate_up_proj", "up_proj"}
@@ -33,33 +31,31 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def count_of(experts: nn.Module) -> int:
-    """E of a module that holds experts."""
+    """Return E, the number of experts in an experts module."""
     return _shapes(experts)["down_proj"][0]
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of its parameters; of packed stacked weights those that they have in the class."""
+    """Return the shapes of the module's own parameters; packed weights have their dense shapes."""
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
     return {**shapes, **packed_shapes(module)}
 
 
 def routed_experts(model: Any) -> dict[str, nn.Module]:
-    """The modules of the decoder that hold experts, by their paths in it, in the order of its
-    layers.
-    """
+    """Return the experts modules of the decoder in the order of layers, by their path in it."""
     return {
         path: module for path, module in model.get_decoder().named_modules() if is_experts(module)
     }
 
 
 def without_adapters(path: str) -> str:
-    """The path of the adapter around a module, or its own."""
+    """Return the path of the adapter around a module, or of the module itself."""
     return path.partition(WRAPPED)[0]
 
 
 def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.Module] | None:
-    """The router of a block: the path and the module of the first weight ``[E, D]``; None where
-    there is none.
+    """Return path and module of the first weight ``[E, D]`` in a block, its router; None if
+    none.
     """
     for path, module in block.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
@@ -69,15 +65,21 @@ def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.M
 
 
 def called_for_experts(model: Any) -> tuple[nn.Module, ...]:
-    """What the layers call for their experts: the modules that hold them, or the adapters around
-    these, which look for hooks on what they wrap."""
+    """Return the modules that layers call for their experts, in the order of layers.
+
+    These are the experts modules or the adapters around them. The adapters refuse hooks on the
+    module that they wrap.
+    """
     decoder = model.get_decoder()
     return tuple(decoder.get_submodule(without_adapters(path)) for path in routed_experts(model))
 
 
 def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """int64 ids and weights, ``[T, k]`` both, among the arguments of an experts module: the
-    tensor of integers, and the last of the others."""
+    """Return ids (int64) and weights of the chosen experts, both ``[T, k]``.
+
+    They are among the arguments of an experts module: the integer tensor, and the last
+    floating-point one.
+    """
     tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
     ids = next(x for x in tensors if not x.is_floating_point())
     ids = ids.reshape(-1, ids.shape[-1])
@@ -86,10 +88,11 @@ def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def receiving(called: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Within: each call of these modules appends the experts that tokens really get, ``[T, k]``;
-    one that there is not, below 0 or E and above, is none.
+    """A context in which each call of these modules appends its int64 expert ids ``[T, k]`` to a
+    list.
 
-    The hooks are there for as long, so that nothing takes the modules for others than they are.
+    An id outside 0 … E - 1 means no expert. The hooks exist only within the context, since other
+    code checks modules for hooks.
     """
     found: list[Tensor] = []
 

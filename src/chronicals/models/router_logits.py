@@ -1,5 +1,4 @@
-"""The logits of routers where a class of transformers does not record them: read from the routers
-themselves.
+"""Router logits for transformers classes that do not record them, read by hooks on the routers.
 
 Shapes: T tokens, E experts.
 """
@@ -21,12 +20,14 @@ from chronicals.models.routed_experts import (
 from chronicals.versions import ROUTERS_RECORDED, transformers_before
 
 NAME = "router_logits"
-"""What transformers calls them among outputs."""
+"""Name of router logits among the outputs of transformers."""
 
 
 def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
-    """The routers whose logits the decoder's class does not record, in the order of layers;
-    empty where it does, and where a layer has a router that is not found."""
+    """Return the routers whose logits the decoder's class does not record, in the order of layers.
+
+    Empty if the class records them, or if a layer's router is not found.
+    """
     if not transformers_before(ROUTERS_RECORDED):
         return ()
     decoder = model.get_decoder()
@@ -45,7 +46,7 @@ def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Within: each call of these routers appends its logits, ``[T, E]``."""
+    """A context in which each call of these routers appends its logits ``[T, E]`` to a list."""
     logits: list[Tensor] = []
 
     def read(_: nn.Module, args: tuple, output: Any) -> None:
@@ -61,5 +62,5 @@ def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def router_logits_of(output: Any, read: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a class recorded among its output, or what was read where it records nothing."""
+    """Return the router logits that a class recorded in its output, else those that hooks read."""
     return output.get(NAME) or read

@@ -1,16 +1,17 @@
-"""The load-balancing loss of a mixture-of-experts class, which its configuration asks for by
+"""The load-balancing loss of a mixture-of-experts class.
+
+    loss = E · Σ_e f_e · p_e
+
+f_e is how often a token of a layer is sent to expert e of E. p_e is the mean of the softmax of its
+router logits. Both are means over all layers and over the tokens of a batch. These are equations 4
+to 6 of Fedus et al., 2022, with the k experts of a token instead of one. The class adds the loss
+times its own coefficient to the cross-entropy, if the configuration has
 ``output_router_logits=True``.
 
-    loss = E · Σ_e f_e · p_e        (Fedus et al., 2022, equations 4 to 6, with the k experts of a token instead of one)
-
-f_e is how often a token of a layer is sent to expert e of E, p_e the mean of the softmax of its
-router logits; both are means over all layers and over the tokens of a batch. The class adds the
-loss times its own coefficient to the cross-entropy.
-
-Here every pack is such a batch, and the loss of a step is the mean over its packs, so it depends
-neither on ``batch_size`` and accumulation nor on the number of processes. Tokens of documents
-without a target, such as padding, do not count; those of a prompt that several answers share count
-once for each.
+Here every pack is such a batch, and the loss of a step is the mean over its packs. It therefore
+does not depend on ``batch_size``, accumulation or the number of processes. Tokens of documents
+without a target, such as padding, do not count. Tokens of a prompt that several answers share count
+once for each answer.
 
 Shapes: L layers, T tokens, P packs of W tokens, E experts.
 """
@@ -31,21 +32,21 @@ ROUTER_LOSS = "router_loss"
 """Name of the auxiliary term."""
 
 COUNTED = "counted"
-"""Segment of a Batch by which an objective says which of the documents count that have a target;
-by default all.
+"""Name of a Batch segment, a mask over documents: those with a target that count; by default
+all.
 """
 
 SWITCH = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""What classes and configurations call the coefficient."""
+"""Names of the coefficient in classes and configurations."""
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What the class adds to its loss.
+    """The load-balancing loss of a class; see the module's docstring.
 
     Attributes:
-        coefficient: its factor in the loss.
+        coefficient: its factor in the total loss.
         experts_per_token: k.
     """
 
@@ -53,11 +54,12 @@ class RouterLoss:
     experts_per_token: int
 
     def term(self, logits: Sequence[Tensor], batch: Batch, width: int | None) -> Term:
-        """The loss of a Batch as a term, to be divided by the packs of the step.
+        """Return the loss of a Batch as a term, to be divided by the number of packs in the step.
 
         Args:
-            logits: ``[T, E]`` of each layer.
-            width: tokens of a pack; None for a Batch of one pack.
+            logits: ``[T, E]`` per layer.
+            batch: T tokens.
+            width: tokens of a pack; None if the Batch is one pack.
         """
         return Term(
             self.sum_over_packs(logits, times_trained(batch), width or len(batch)),
@@ -66,11 +68,12 @@ class RouterLoss:
         )
 
     def sum_over_packs(self, logits: Sequence[Tensor], counted: Tensor, width: int) -> Tensor:
-        """The sum of the losses of all packs, fp32, without the coefficient. A pack without tokens
-        that count adds zero.
+        """Return the fp32 sum of the losses of all packs, without the coefficient.
+
+        A pack without tokens that count adds zero.
 
         Args:
-            logits: ``[T, E]`` of each layer.
+            logits: ``[T, E]`` per layer.
             counted: ``[T]``, how many times each token counts.
             width: W.
         """
@@ -88,8 +91,9 @@ class RouterLoss:
 
 
 def times_trained(batch: Batch) -> Tensor:
-    """fp32 ``[T]``: in how many documents that count a token stands, its own and those of
-    answers to a prompt it is part of.
+    """Return fp32 ``[T]``: in how many counted documents each token occurs.
+
+    A token of a shared prompt occurs in the document of each answer to it.
     """
     bounds = batch.cu_seqlens
     document = document_of(torch.arange(len(batch), device=bounds.device), bounds)
@@ -108,15 +112,18 @@ def times_trained(batch: Batch) -> Tensor:
 
 
 def document_of(places: Tensor, bounds: Tensor) -> Tensor:
-    """int64 like ``places``: the number of the document in which each place stands, by their
-    ``bounds`` ``[N + 1]``.
+    """Return the index of the document at each place, int64 in the shape of ``places``.
+
+    Args:
+        places: integer positions.
+        bounds: ``[N + 1]`` document bounds.
     """
     return torch.searchsorted(bounds[1:], places.to(bounds.dtype), right=True)
 
 
 def asks_for_router_loss(model: Any) -> bool:
-    """Whether the configuration has the class add a router loss, and with a coefficient that is
-    not zero.
+    """Return True if the configuration asks for a router loss with a coefficient other than
+    zero.
     """
     asked = getattr(model.config, SWITCH, None) or getattr(
         model.config.get_text_config(), SWITCH, None
@@ -125,12 +132,14 @@ def asks_for_router_loss(model: Any) -> bool:
 
 
 def read_router_loss(model: Any) -> RouterLoss:
-    """The router loss with the coefficient and experts per token of the model.
-    ``proved_router_loss`` checks that it is right."""
+    """Return the router loss with the model's coefficient and experts per token.
+
+    ``proved_router_loss`` checks that the class computes this loss.
+    """
     coefficient = next(value for name in COEFFICIENTS if (value := _own(model, name)))
     return RouterLoss(float(coefficient), int(_own(model, "num_experts_per_tok") or 0))
 
 
 def _own(model: Any, name: str) -> Any:
-    """A field of the model if the class keeps it there, else of its text configuration."""
+    """Return a field of the model if it has it, else that of its text configuration, else None."""
     return getattr(model, name, getattr(model.config.get_text_config(), name, None))

@@ -1,5 +1,6 @@
-"""Is the router loss of a class the one of ``router_loss.py``? Proved on a small random twin,
-once for each configuration.
+"""Tests on a small random twin that a class's router loss is the one of ``router_loss.py``.
+
+Results are cached by class and configuration.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ logger = logging.getLogger(__name__)
 LENGTHS = (7, 12)
 FILLER = 5
 TOLERANCE = 1e-4
-"""Relative; the loss is a sum in fp32."""
+"""Allowed relative error; the loss is a sum in fp32."""
 
 _PROVED: dict[tuple[type, str, bool, bool], str | None] = {}
 
 
 def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> RouterLoss | None:
-    """The router loss to train; None if none is asked for, the class adds none, or it is another
-    one, which a warning names.
+    """Return the router loss to train, or None.
+
+    None if the configuration asks for none, if the class adds none, or if it adds another loss,
+    which is logged as a warning.
 
     Args:
-        packed: whether the model takes packed documents.
-        one_by_one: whether its attention runs on one of them after the other.
+        packed: the model takes packed documents.
+        one_by_one: its attention runs on one document after the other.
     """
     if not asks_for_router_loss(model):
         return None
@@ -64,7 +67,9 @@ def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> Ro
 
 
 def _difference(twin: Any, packed: bool, one_by_one: bool) -> str | None:
-    """How the class's loss differs from ours: None if it does not, empty if the class adds none."""
+    """Describe how the class's loss differs from ours; None if it is equal, empty if the class
+    adds none.
+    """
     for name in COEFFICIENTS:
         for owner in (twin, twin.config.get_text_config()):
             if getattr(owner, name, None):
@@ -89,7 +94,7 @@ def _difference(twin: Any, packed: bool, one_by_one: bool) -> str | None:
 
 
 def _two_documents(twin: Any) -> Batch:
-    """Two documents and padding in one pack."""
+    """Return a pack of two documents and padding."""
     generator = torch.Generator().manual_seed(3)
     size = twin.get_input_embeddings().weight.shape[0]
     ids = torch.randint(FIRST_TOKEN, size, (sum(LENGTHS) + FILLER,), generator=generator)
@@ -102,7 +107,7 @@ def _two_documents(twin: Any) -> Batch:
 
 
 def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
-    """What the class's own loss adds to the cross-entropy, on padded rows: the definition."""
+    """Return what the class's own loss adds to the cross-entropy on padded rows: the reference."""
     ids = torch.nn.utils.rnn.pad_sequence(
         list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True
     )

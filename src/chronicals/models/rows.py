@@ -1,5 +1,6 @@
-"""Rows of weights read from a model's safetensors files, for processes each of which holds some
-of them.
+"""Reads rows of weights from a model's safetensors files.
+
+It serves processes each of which holds a part of the rows.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 STORED = "_chronicals_stored_rows"
-"""Attribute of a model on the meta device: where its weights are."""
+"""Attribute of a model on the meta device: the ``StoredRows`` with its weights."""
 
 PART = "_chronicals_part"
-"""Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it
-is divided.
+"""Attribute of a parameter that is one rank's part of a frozen weight: the number of ranks that
+share it.
 """
 
 
 class NotByRows(ValueError):
-    """Files hold weights otherwise than a model does, so that none can be read or replaced by
+    """The files store weights in another form than the model, so none can be read or replaced by
     itself.
     """
 
 
 class StoredRows:
-    """The weights of a folder or hub name, by the names of the model.
+    """The stored weights of a model, by the names of its parameters.
 
     Args:
-        folder: with ``config.json`` and safetensors files.
-        model: of that folder, on the meta device.
+        folder: a folder with ``config.json`` and safetensors files.
+        model: the model of that folder, on the meta device.
 
     Raises:
         NotByRows: a weight of the model is not in the files under its name.
-        ValueError: it is of another shape there.
+        ValueError: a weight has another shape in the files.
     """
 
     def __init__(self, folder: Path, model: Any):
@@ -63,8 +64,10 @@ class StoredRows:
                 )
 
     def read(self, name: str, weight: Tensor, rows: range) -> Tensor:
-        """Of the weight's shape, in the dtype of its file; rows but those asked for are left as
-        they are found.
+        """Return a tensor with the weight's shape and the file's dtype, in which only ``rows`` are
+        filled.
+
+        Other rows are uninitialised.
         """
         with safe_open(self.files[name], "pt") as file:
             stored = file.get_slice(name)[rows.start : rows.stop]
@@ -74,7 +77,7 @@ class StoredRows:
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The same weights, each whole, read when it is asked for."""
+    """A mapping from names to whole weights, each read when it is accessed."""
 
     def __init__(self, stored: StoredRows):
         self.files = stored.files
@@ -91,7 +94,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def files_by_name(folder: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor in a folder."""
+    """Return the safetensors file of each tensor in a folder."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weights = json.loads(index.read_text())["weight_map"]
@@ -105,13 +108,15 @@ def files_by_name(folder: Path) -> dict[str, Path]:
 
 PIECES = 64
 PIECE = 4096
-"""Of a file of weights: how many pieces tell it from another, and their bytes."""
+"""Number of pieces that a file of weights is sampled in for its digest, and bytes of each."""
 
 
 def digest_of_files(name: str | Path) -> str:
-    """What tells the safetensors files of a folder, or of a hub name that was loaded, from those
-    of another model: their names, sizes, headers and pieces all over them. A weight that differs
-    between the pieces alone is not noticed."""
+    """Return a digest that identifies the safetensors files of a folder or of a cached hub name.
+
+    It covers the names, sizes and headers of the files and evenly spaced pieces of their contents.
+    A weight that differs only between these pieces is not noticed.
+    """
     from huggingface_hub import snapshot_download
 
     folder = Path(name)
@@ -132,8 +137,7 @@ def digest_of_files(name: str | Path) -> str:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within: parameters of modules that are made are on the meta device, where they take no
-    memory; buffers are what they are."""
+    """A context in which new parameters are on the meta device; buffers are allocated as usual."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

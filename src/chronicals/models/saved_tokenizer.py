@@ -1,9 +1,8 @@
-"""Tokenizers in files, read back as whoever loads the model reads them, and compared.
+"""Saves tokenizers so that ``AutoTokenizer`` reads them back unchanged, and compares tokenizers.
 
-``AutoTokenizer`` goes by the model beside a tokenizer: for some families (Qwen2, Phi-3 …) it builds
-the family's own class of the vocabulary, whatever class ``tokenizer_config.json`` names, and a
-tokenizer of another kind splits texts otherwise then. ``auto_map`` makes it look at that name
-first.
+``AutoTokenizer`` depends on the model beside a tokenizer: for some families (Qwen2, Phi-3 …) it
+builds the family's own class from the vocabulary, whatever class ``tokenizer_config.json`` names. A
+tokenizer of another kind then splits texts differently. ``auto_map`` makes it use the named class.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ TEXTS = (
     "<|im_start|>user\nhello<|im_end|>\n<s>[INST] hi [/INST]</s> <think>",
     "",
 )
-"""Texts by which tokenizers are compared: blanks, digits, code, composed and decomposed letters,
-emoji, marks of chats.
+"""Texts on which tokenizers are compared.
+
+They have blanks, digits, code, composed and decomposed letters, emoji, and chat markers.
 """
 
 CONVERSATION = [
@@ -38,12 +38,13 @@ CONVERSATION = [
 ]
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that takes ``tokenizer.json`` as it is, in transformers 4 and 5."""
+"""Names of the class that uses ``tokenizer.json`` as it is, in transformers 4 and 5."""
 
 MODULE = "tokenization_as_stored"
 CLASS = "TokenizerAsStored"
-"""A file beside the tokenizer and its class, which transformers imports where it may run code of
-a model.
+"""Module and class that are written beside a tokenizer.
+
+transformers imports them if it may run code that comes with a model.
 """
 
 SOURCE = f'''"""The tokenizer of tokenizer.json as it is stored, whatever class the model beside it usually has."""
@@ -56,20 +57,20 @@ class {CLASS}(PreTrainedTokenizerFast):
 '''
 
 OF_REMOTE_CODE = "transformers_modules"
-"""Where transformers puts code that came with a model; what runs it must be asked for by whoever
-loads it.
+"""Package in which transformers puts code that came with a model.
+
+Running such code needs the consent of the user who loads the model.
 """
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
-    """Write a tokenizer so that ``AutoTokenizer`` reads this one beside a model.
+    """Write a tokenizer so that ``AutoTokenizer`` reads the same one beside a model.
 
     Args:
-        config: of the model, which may be saved elsewhere.
+        config: configuration of the model, which may be saved elsewhere.
 
     Raises:
-        ValueError: it would be read as another tokenizer; the message says by which text, and what
-            to do.
+        ValueError: it would be read as another tokenizer; the message names a text and a remedy.
     """
     tokenizer.save_pretrained(folder)
     if type(tokenizer).__module__.startswith(OF_REMOTE_CODE):
@@ -99,12 +100,14 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
 
 
 def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of ``tokenizer.json`` where its settings name the generic class and
-    ``AutoTokenizer`` made another of it.
+    """Return the tokenizer that ``tokenizer_config.json`` declares.
+
+    If it names the generic class and ``AutoTokenizer`` built another tokenizer, that of
+    ``tokenizer.json`` is loaded. Otherwise ``found`` is returned.
 
     Args:
-        found: what ``AutoTokenizer`` loaded.
-        name: from where.
+        found: the tokenizer that ``AutoTokenizer`` loaded.
+        name: folder or hub name that it was loaded from.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -132,8 +135,8 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
 
 
 def _name_the_stored_one(folder: Path) -> None:
-    """Have ``AutoTokenizer`` take the tokenizer as its file has it, with or without leave to run
-    a model's code.
+    """Make ``AutoTokenizer`` use ``tokenizer.json`` as it is, with or without
+    ``trust_remote_code``.
     """
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
@@ -146,8 +149,8 @@ def _name_the_stored_one(folder: Path) -> None:
 
 
 def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | None:
-    """In words, how the tokenizer in a folder is another beside a model; None where it is the
-    same.
+    """Describe how the tokenizer in a folder is read differently beside a model; None if it is
+    not.
     """
     from transformers import AutoTokenizer
 
@@ -169,7 +172,9 @@ def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | No
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """What two tokenizers do otherwise, in words; None where all that is compared is equal."""
+    """Describe the first difference between two tokenizers; None if all that is compared is
+    equal.
+    """
     for what, compute in _compared(one):
         expected = _outcome(compute, one)
         found = _outcome(compute, other)
@@ -179,7 +184,7 @@ def first_difference(one: Any, other: Any) -> str | None:
 
 
 def _compared(tokenizer: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """What is compared, and what computes it of a tokenizer."""
+    """Yield names of the compared properties, each with a function that computes it."""
     yield "special tokens", _special_ids
     yield "ids of special tokens", lambda own: sorted(own.all_special_ids)
     yield "number of tokens", len
@@ -222,8 +227,9 @@ def _rendered(prompt: bool, tokenizer: Any) -> Any:
 
 
 def _outcome(compute: Callable[[Any], Any], tokenizer: Any) -> Any:
-    """A result, or the kind of error, which is compared like one: a template may refuse a chat,
-    a vocabulary a text.
+    """Return a result, or the class of the error; errors are compared, too.
+
+    A template may refuse a chat, and a vocabulary a text.
     """
     try:
         return compute(tokenizer)

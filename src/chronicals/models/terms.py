@@ -1,4 +1,4 @@
-"""Term: a named sum on the device, of which losses and metrics are made."""
+"""A named sum on the device, from which losses and metrics are computed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a loss, or a metric; its value is ``sum`` over the count of the whole optimizer
-    step.
+    """One part of a loss, or a metric: ``sum`` divided by a count over the whole optimizer step.
 
     Attributes:
         sum: scalar on the device, over one Batch.
-        coefficient: its weight in the loss; 0 for a metric, which is shown and not minimised.
-        per: what the sum is divided by: the name of a count of the step, such as ``targets``,
-            ``weight`` or ``packs``.
+        coefficient: weight in the loss; 0 for a metric, which is only logged.
+        per: name of the count that divides the sum, such as ``targets``, ``weight`` or ``packs``.
     """
 
     sum: Tensor

@@ -1,4 +1,4 @@
-"""Parts of a model besides its text model: a vision tower, a projector, an audio encoder."""
+"""Parts of a model outside its text model: vision and audio towers, projectors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ KEPT = "_chronicals_processors"
 
 
 def beside_text(model: Any) -> list[str]:
-    """Paths of modules and parameters outside decoder, embedding and head; of nested ones the
-    outermost.
+    """Return the outermost modules and parameters outside decoder, embedding and head, by path.
 
     Empty for a text-only model.
     """
@@ -45,16 +44,15 @@ def _beside(module: nn.Module, text: set[nn.Module], path: str) -> list[str]:
 
 
 def is_within(name: str, paths: list[str]) -> bool:
-    """Whether ``name`` is one of ``paths`` or below one."""
+    """Return True if ``name`` is one of ``paths`` or below one."""
     return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 def read_processors(model: Any) -> None:
-    """Read the processors' files from where the model was loaded and keep them as an attribute;
-    does nothing for text models.
+    """Read the processor files from where a model was loaded, and keep them as an attribute.
 
-    They are read now because the folder may be gone, or the hub unreachable, when the model is
-    saved.
+    They are read at once, since the folder may be gone or the hub unreachable when the model is
+    saved. Does nothing for text-only models.
     """
     origin = model.config._name_or_path
     if not origin or hasattr(model, KEPT) or not beside_text(model):
@@ -82,7 +80,7 @@ def read_processors(model: Any) -> None:
 
 
 def save_processors(model: Any, folder: Path) -> None:
-    """Write the processors' files to the folder of the weights."""
+    """Write the processor files to the folder of the weights."""
     read_processors(model)
     for name, content in getattr(model, KEPT, {}).items():
         (folder / name).write_bytes(content)

@@ -1,9 +1,8 @@
-"""Twins: small random models of a class and configuration, on which properties of the class are
-proved.
+"""Twins: small random models of a class and configuration that show properties of the class.
 
-They are in fp32 on the CPU, with small sizes and few layers (at least one of every type the model
-has). All parameters are random: a norm weight of one or a bias of zero would hide an operation that
-leaves it out.
+They are in fp32 on the CPU, with small sizes and few layers, but at least one layer of every type
+that the model has. All parameters are random: a norm weight of one or a bias of zero would hide an
+operation that ignores it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ SMALL = {
     "ffn_hidden_size": 96,
     "expert_ffn_hidden_size": 32,
 }
-"""Sizes of the twin, for the fields that a configuration has."""
+"""Sizes of a twin, set for those fields that a configuration has."""
 
 COMPUTED: dict[str, Callable[[Any], int]] = {
     "attention_hidden_size": lambda text: 2 * text.hidden_size,
@@ -81,18 +80,20 @@ COMPUTED: dict[str, Callable[[Any], int]] = {
     "num_query_groups": lambda text: text.num_attention_heads,
     "qk_head_dim": lambda text: text.qk_nope_head_dim + text.qk_rope_head_dim,
 }
-"""Sizes that a configuration computes from others when it is made, and that must fit them."""
+"""Sizes that a configuration derives from others when it is created; they must stay consistent."""
 
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 SMALL_ENOUGH = 128
-"""A configuration no wider than this keeps its sizes, which fit each other already."""
+"""Width up to which a configuration keeps its sizes, which fit each other already."""
 
 LATE = 4
-"""Position from which Llama 4 scales its queries, set so low that the twin's documents reach it."""
+"""Position from which Llama 4 scales its queries, low enough for the twin's documents to reach
+it.
+"""
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIRST_TOKEN = len(IDS)
-"""The lowest random token id; those below are special tokens."""
+"""Lowest random token id; ids below it are special tokens."""
 
 LARGEST = 50_000_000
 """Most parameters of a twin; a larger one has size fields that ``SMALL`` does not know."""
@@ -108,11 +109,10 @@ DROPOUTS = (
 
 
 def twin_config(config: Any) -> Any:
-    """The configuration with few layers (of every kind that it has) and small sizes.
+    """Return a copy of the configuration with small sizes and few layers, one of every kind it has.
 
     Raises:
-        AttributeError, TypeError, ValueError, RuntimeError: the configuration refuses the small
-            sizes.
+        AttributeError, TypeError, ValueError, RuntimeError: the configuration refuses small sizes.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -148,8 +148,10 @@ def twin_config(config: Any) -> Any:
 
 
 def _take_overrides(text: Any) -> dict[int, dict[str, Any]]:
-    """Take out of a configuration which fields are different in which layer; it answers their
-    names with an error while it has them."""
+    """Remove the fields that differ between layers from a configuration, and return them by layer.
+
+    While a configuration has them, reading one of these fields raises an error.
+    """
     if not getattr(text, "is_heterogeneous", False):
         return {}
     overrides = {int(index): fields for index, fields in text.to_dict()["per_layer_config"].items()}
@@ -158,9 +160,7 @@ def _take_overrides(text: Any) -> dict[int, dict[str, Any]]:
 
 
 def _smaller_fields(text: Any, fields: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a layer that is different, in the ratio that their values have to the
-    ``usual`` ones of the model.
-    """
+    """Scale a layer's own sizes by the ratio that they have to the ``usual`` ones of the model."""
     return {
         name: _in_ratio(getattr(text, name, None), value, usual[name])
         for name, value in fields.items()
@@ -168,8 +168,9 @@ def _smaller_fields(text: Any, fields: dict[str, Any], usual: dict[str, Any]) ->
 
 
 def _in_ratio(small: Any, value: Any, usual: Any) -> Any:
-    """Return ``small`` times the power of two that is nearest to ``value / usual``; ``value``
-    where these are no sizes.
+    """Return ``small`` times the power of two nearest to ``value / usual``.
+
+    ``value`` is returned unchanged if one of the three is not a size.
     """
     sizes = [
         number
@@ -226,18 +227,22 @@ def _smaller(text: Any) -> None:
 
 
 def _shallow(part: Any) -> None:
-    """Give a vision or audio tower few layers; it keeps its widths, which fit the text model's."""
+    """Give a vision or audio tower few layers; its widths must stay those that the text model
+    expects.
+    """
     for name in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
         if isinstance(getattr(part, name, None), int) and settable(part, name):
             setattr(part, name, min(getattr(part, name), 2))
 
 
 def build_twin(cls: Any, config: Any) -> Any:
-    """The twin of ``cls`` with a configuration from ``twin_config``, in evaluation mode; within
-    ``plain_surroundings``.
+    """Build the twin of ``cls`` in evaluation mode; call within ``plain_surroundings``.
+
+    Args:
+        config: a configuration from ``twin_config``.
 
     Raises:
-        ValueError: the twin would be large.
+        ValueError: the twin would be too large.
     """
     config._attn_implementation = "eager"  # the definition: SDPA ignores some options
     config._experts_implementation = "eager"  # the grouped product has no fp64
@@ -251,6 +256,9 @@ def build_twin(cls: Any, config: Any) -> Any:
 
 
 def randomise(twin: torch.nn.Module) -> None:
+    """Draw all parameters at random, matrices scaled by their input size, vectors from 0.5 to
+    1.5.
+    """
     for parameter in twin.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
@@ -260,8 +268,9 @@ def randomise(twin: torch.nn.Module) -> None:
 
 @contextmanager
 def plain_surroundings() -> Iterator[None]:
-    """Within: gradients on, no autocast, CPU, fp32, random numbers of their own, whatever the
-    caller has set.
+    """A context with gradients on, autocast off, CPU, fp32 and its own random numbers.
+
+    The caller's settings are restored afterwards.
     """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

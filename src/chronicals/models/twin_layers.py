@@ -1,17 +1,16 @@
-"""The layers that a twin keeps of its model, and the fields of its configuration that speak of
-layers.
+"""Selects the layers that a twin keeps, and shortens the configuration fields that describe layers.
 
-A configuration says in five ways of which kind a layer is:
+A configuration states the kind of a layer in five ways:
 
-- a list with an entry a layer, as ``layer_types``;
-- a list of the indices of some layers, as ``mlp_only_layers``;
-- how many of the first or of the last layers are of another kind, as ``first_k_dense_replace`` and
+- a list with one entry a layer, such as ``layer_types``;
+- a list of the indices of some layers, such as ``mlp_only_layers``;
+- the number of first or last layers that are of another kind, such as ``first_k_dense_replace`` and
   ``num_kv_shared_layers``;
-- a period, as ``attn_layer_period``;
+- a period, such as ``attn_layer_period``;
 - sizes that differ in some layers, ``per_layer_config``.
 
-A twin has a layer of every kind. Whoever shortens a model and leaves one of these fields as it was
-gets a model that cannot be built, or one without its experts.
+A twin has a layer of every kind. If one of these fields keeps its old value in a shortened model,
+the model cannot be built, or it lacks its experts.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from dataclasses import dataclass
 from typing import Any
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Fields of which the first that a configuration has is the number of its layers."""
+"""Fields with the number of layers; the first that a configuration has is used."""
 
 COUNTED_TOO = ("num_blocks",)
-"""Fields that some classes have beside that one, with the same number in them."""
+"""Further fields in which some classes repeat that number."""
 
 PER_STACK = "num_layers_per_stack"
-"""Field with the layers of stacks that a class runs several times; its number of layers counts
-every run.
+"""Field with the number of layers in a stack that a class runs several times.
+
+The number of layers of such a model counts every run.
 """
 
 STACKS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
-"""Numbers of layers of models with an encoder, whose layers are all of one kind."""
+"""Fields with the number of layers of encoder or decoder, whose layers are all of one kind."""
 
 INDICES = {
     "attn_layer_indices": 0,
@@ -45,7 +45,7 @@ INDICES = {
     "moe_layers": 0,
     "ple_layer_ids": 1,
 }
-"""Fields with indices of layers, and the index that the first layer has in them."""
+"""Fields with indices of layers, and the index of the first layer in them."""
 
 FIRST = (
     "first_k_dense_replace",
@@ -55,16 +55,16 @@ FIRST = (
     "moe_layer_start_index",
     "num_dense_layers",
 )
-"""Fields with an index at which layers of another kind begin."""
+"""Fields with the index of the first layer of another kind."""
 
 FIRST_INCLUSIVE = ("moe_layer_end_index",)
 """Fields with the index of the last layer of a kind."""
 
 LAST = ("num_kv_shared_layers",)
-"""Fields with a number of last layers."""
+"""Fields with the number of last layers that are of another kind."""
 
 SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
-"""Numbers of layers of sections that follow each other and together are all layers."""
+"""Fields with the number of layers in consecutive sections, which together are all layers."""
 
 PERIODS = (
     "attn_layer_period",
@@ -73,9 +73,11 @@ PERIODS = (
     "moe_layer_interval",
     "n_layers_per_attn_res_block",
 )
-"""Fields with a period of kinds that the class itself computes from a layer's index. Periods
-from which a configuration makes a list of layers, as ``sliding_window_pattern``, say nothing
-beyond that list."""
+"""Fields with a period from which the class computes a layer's kind by its index.
+
+A period from which a configuration makes a list of layers, such as ``sliding_window_pattern``, adds
+nothing to that list and is not here.
+"""
 
 NO_LAYERS = (
     "begin_suppress_tokens",
@@ -86,32 +88,34 @@ NO_LAYERS = (
     "ssm_multipliers",
     "time_step_limit",
 )
-"""Fields with a list that may be as long as the model is deep, whose entries are no layers'."""
+"""Fields with a list whose length may equal the number of layers by chance."""
 
 SHARING = ("hybrid",)
-"""Kinds in ``layers_block_type`` whose layers share a module with the next of their kind, so
-that there must be two.
+"""Kinds in ``layers_block_type`` that share a module with the next layer of their kind.
+
+A twin needs two layers of such a kind.
 """
 
 MIN_LAYERS = 2
 
 MAX_LAYERS = 8
-"""Layers of a twin without ``layer_types``: enough for one period of hybrids whose layer type
-depends on the layer's index. Of models with one, the most layers that are kept since their sizes
-differ."""
+"""Layers of a twin without ``layer_types``: one period of hybrids whose kinds depend on the index.
+
+For a model with ``layer_types``, the number of layers above which none is added for its sizes only.
+"""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What a configuration says of its layers.
+    """The statements of a configuration about its layers.
 
     Attributes:
         count: number of layers.
-        per_layer: by field, an entry a layer.
+        per_layer: by field, one entry a layer.
         indices: by field, the indices of some layers, from 0.
-        bounds: by field, how many layers come before those of another kind.
-        overrides: of each layer, the fields that are different in it.
-        period: of kinds that the class computes from the index.
+        bounds: by field, the number of layers before those of another kind.
+        overrides: by layer, the fields that differ in it.
+        period: period of the kinds that the class computes from the index.
     """
 
     count: int
@@ -123,7 +127,7 @@ class Layers:
 
     @classmethod
     def of(cls, config: Any, overrides: dict[int, dict[str, Any]]) -> Layers | None:
-        """Read a configuration of a language model; None of one without a number of layers."""
+        """Read the configuration of a language model; return None if it has no number of layers."""
         name = next((name for name in COUNTS if isinstance(getattr(config, name, None), int)), None)
         if name is None:
             return None
@@ -149,7 +153,7 @@ class Layers:
         return cls(count, per_layer, indices, _bounds(fields, count), overrides, math.lcm(*periods))
 
     def type_of(self, index: int) -> tuple:
-        """The kind of a layer, apart from sizes."""
+        """Return the kind of a layer, without its sizes."""
         named = [entries[index] for entries in self.per_layer.values() if not _is_size(entries)]
         members = [index in some for some in self.indices.values()]
         beyond = [index >= bound for bound in self.bounds.values()]
@@ -162,7 +166,7 @@ class Layers:
         )
 
     def kind_of(self, index: int) -> tuple:
-        """The kind of a layer, with its sizes."""
+        """Return the kind of a layer, with its sizes."""
         sizes = [entries[index] for entries in self.per_layer.values() if _is_size(entries)]
         return (
             *self.type_of(index),
@@ -171,8 +175,9 @@ class Layers:
         )
 
     def kept(self) -> list[int]:
-        """Indices of the layers that a twin has: one of every kind, each where the class takes
-        it for the same kind.
+        """Return the indices of the layers that a twin keeps: one of every kind.
+
+        Layers in between are added until each kept layer has a new index of the same kind.
         """
         types = [self.type_of(index) for index in range(self.count)]
         wanted = _first_of_each(types) + self._sharing(types)
@@ -187,7 +192,11 @@ class Layers:
         return _aligned(sorted(set(wanted)), self.period)
 
     def _sharing(self, types: list[tuple]) -> list[int]:
-        """Indices of layers from which later ones have something, and of later ones."""
+        """Return the indices of layers that share a module, or keys and values, with later layers.
+
+        For shared modules the first two layers of the kind are returned, for shared keys and values
+        the last layer of each type that hands them on.
+        """
         found = []
         for entries in self.per_layer.values():
             for kind in SHARING:
@@ -201,14 +210,13 @@ class Layers:
 
 
 def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Let the configuration of a language model have few layers, at least one of every kind that it
-    has.
+    """Shorten the configuration of a language model to few layers, at least one of every kind.
 
     Args:
-        overrides: by layer, the fields that are different in it (``per_layer_config``).
+        overrides: by layer, the fields that differ in it (``per_layer_config``).
 
     Returns:
-        The overrides of the layers that are left, by their new index.
+        The overrides of the layers that are left, by new index.
     """
     stacks = [name for name in STACKS if isinstance(vars(config).get(name), int)]
     for name in stacks:
@@ -242,13 +250,13 @@ def _cut_stacks(config: Any, count: int) -> None:
 
 
 def settable(config: Any, name: str) -> bool:
-    """False for a property that is computed from other fields."""
+    """Return False for a property that is computed from other fields."""
     owner = getattr(type(config), config.attribute_map.get(name, name), None)
     return not isinstance(owner, property) or owner.fset is not None
 
 
 def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
-    """By field, the number of layers before those of another kind."""
+    """Return by field the number of layers before those of another kind."""
     numbers = {
         field: value
         for field, value in fields.items()
@@ -264,8 +272,8 @@ def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
 
 
 def _set_bound(config: Any, field: str, bound: int, count: int) -> None:
-    """Say in the way of the field that ``bound`` of ``count`` layers come before those of
-    another kind.
+    """Set a field, in its own convention, so that ``bound`` of ``count`` layers precede another
+    kind.
     """
     if field in LAST:
         bound = count - bound
@@ -277,9 +285,7 @@ def _set_bound(config: Any, field: str, bound: int, count: int) -> None:
 
 
 def _is_size(entries: Sequence[Any]) -> bool:
-    """Whether the entries are numbers of which there may be as many as layers; a switch, 0 or 1,
-    is none.
-    """
+    """Return True if the entries are sizes or counts; entries that are all 0 or 1 are switches."""
     return any(isinstance(entry, int | float) and entry not in (0, 1) for entry in entries)
 
 
@@ -288,8 +294,8 @@ def _first_of_each(kinds: list[tuple]) -> list[int]:
 
 
 def _aligned(wanted: list[int], period: int) -> list[int]:
-    """``wanted`` and layers between them, so that each stands at a new index that is its own up
-    to multiples of the period.
+    """Return ``wanted`` with layers added until each new index equals the old one modulo
+    ``period``.
     """
     kept: list[int] = []
     for index in wanted:
