@@ -81,7 +81,7 @@ class ActivationOffload:
         """Remove the hooks; backward passes of earlier forward passes still work."""
         for hook in self._hooks:
             hook.remove()
-        while self._passes:  # torch calls no hook where a pass ends by KeyboardInterrupt
+        while self._passes:  # torch calls no hook if KeyboardInterrupt ends a pass
             self._leave()
 
     def _enter(self, module: nn.Module, _args: object) -> None:
@@ -208,8 +208,7 @@ class _Tape:
         self.used: set[torch.cuda.Stream] = set()
         self.joins = False
 
-    # --- forward
-    # -------------------------------------------------------------------------------------------------
+    # --- forward pass ---
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
         """Start copying a tensor that autograd saves, and return its stand-in, or the tensor if
@@ -261,8 +260,7 @@ class _Tape:
         if saved.event is not None:
             torch.cuda.current_stream(self.device).wait_event(saved.event)
 
-    # --- backward
-    # ------------------------------------------------------------------------------------------------
+    # --- backward pass ---
 
     def unpack(self, packed: Tensor | _Place) -> Tensor:
         """Return the tensor for a stand-in, and prefetch the storages that are needed next."""

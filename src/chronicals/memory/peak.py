@@ -208,9 +208,8 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         fixed += parameter.numel() * (weights.trained if parameter.requires_grad else frozen)
     shape = ModelShape.of(model.config)
     fixed += _quantised(model, shape.layers, step.element)
-    fixed += (
-        4 * head.numel() * head.requires_grad
-    )  # the gradient of the logits' product is summed in fp32
+    # The gradient of the head is accumulated over chunks of logits in fp32.
+    fixed += 4 * head.numel() * head.requires_grad
     layer = _LayerElements.of(shape, step)
     of_token = step.tokens * step.element
     chunk = min(step.logit_rows, step.tokens) * len(head) * step.element
@@ -222,8 +221,7 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         kept={policy: of_token * count for policy, count in layer.kept.items()},
         total=card_memory(device),
         gradients=int(gradients),
-        # The normed states, the gradient that the chunks make of them, and both once more on their
-        # way through the norm.
+        # The normed states and their gradient, and both again in the backward pass of the norm.
         loss=of_token * 4 * shape.width + chunk,
         working={
             policy: max(of_token * layer.in_attention, of_token * count + tile)
@@ -262,12 +260,11 @@ class _LayerElements:
         queries = head_dim * heads
         keys = head_dim * (shape.kv_heads or heads)
         in_mlp = 0 if step.tile else inner
-        # Queries, keys and values, what attention returns, and its copy with room for an adapter's
-        # columns.
+        # Queries, keys, values and attention's output, and a copy of the output with room for an
+        # adapter's columns.
         attended = 2 * queries + 2 * keys + (queries if step.copies_attended else 0)
-        products = (
-            queries + 2 * keys + 2 * width
-        )  # what products return but gates and ups, which are kept anyway
+        # Outputs of matrix products, without gate and up, which are kept anyway.
+        products = queries + 2 * keys + 2 * width
         if step.fused:
             kept = {
                 NOTHING: 4 * width + attended + 3 * in_mlp,
@@ -283,19 +280,19 @@ class _LayerElements:
         if step.magnitudes:
             returned = products if step.fused else 2 * (products + 2 * inner)
             kept = {policy: count + returned for policy, count in kept.items()}
-        # The gated unit's backward pass: gradients of gate, up and unit, and that of the input; the
-        # unit itself and the layer's output are freed by then, and what was recomputed is there.
+        # The gated unit's backward pass: gradients of gate, up, unit and input. The unit and the
+        # layer's output are freed by then; recomputed activations are allocated.
         in_mlp_backward = {
             NOTHING: kept[NOTHING] + 2 * in_mlp,
             LAYERS: kept[NOTHING] + 2 * in_mlp + width,
         }
         if CHEAP in kept:
             in_mlp_backward[CHEAP] = kept[CHEAP] + 3 * in_mlp + width
-        # FlashAttention's backward pass: its input and output, gradients of both, an fp32 sum of
-        # the queries' gradient, and gradients of keys and values for each query head.
+        # FlashAttention's backward pass: its input and output, their gradients, an fp32 accumulator
+        # of the queries' gradient, and gradients of keys and values for each query head.
         in_attention_backward = 2 * width + 8 * queries + 4 * keys
         kept[LAYERS] = width
-        # Two windows, of copies that leave and of copies that come, and the tensor that is in use.
+        # A window of copies to the host, one of copies from it, and the tensor in use.
         largest = max(2 * in_mlp, queries + 2 * keys, width)
         window = {
             policy: (2 * AT_A_TIME + 1) * (width if policy == LAYERS else largest)

@@ -32,18 +32,20 @@ def enable_gradient_checkpointing(
         field = "use_gradient_checkpointing=True, or memory=['recompute_layers']"
         name = type(model).__name__
         raise ValueError(f"{field}: {name} cannot recompute its layers; leave it out")
+    # Reading the state of the random number generators takes time, so it is saved only if needed.
     options: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": draws_numbers(model),
-    }  # reading a state takes time
+    }
     if whole_layers:
         options["context_fn"] = first_and_again
-    if hasattr(model, "activation_checkpointing_enable"):  # as transformers calls it from 5.24 on
+    if hasattr(model, "activation_checkpointing_enable"):  # the name from transformers 5.24 on
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if getattr(model, "_require_grads_hook", None) is not None:
-        model.disable_input_require_grads()  # which re-entrance alone needs: a frozen embedding's gradient
+        # Only re-entrant checkpointing needs a gradient for the output of a frozen embedding.
+        model.disable_input_require_grads()
     for layer in decoder_layers(model)[first:] if first is not None else ():
         for module in layer.modules():
             if hasattr(module, "gradient_checkpointing"):

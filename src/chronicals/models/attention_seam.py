@@ -107,7 +107,7 @@ class ConfigView:
         return ConfigView(self._config.get_text_config(*args, **kwargs), self._seam)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # of a copy that has nothing yet
+        if name == "_config":  # copy and pickle read attributes of an instance without state
             raise AttributeError(name)
         return getattr(self._config, name)
 

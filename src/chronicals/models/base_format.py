@@ -162,7 +162,7 @@ class BaseFormat:
         for which in ("layers", "experts"):
             there = getattr(self, which)
             here = getattr(other, which)
-            if there is None or here is None:  # an older folder, which names none
+            if there is None or here is None:  # an older folder names no layers
                 continue
             for path in sorted(there.keys() | here.keys()):
                 theirs = there.get(path)

@@ -87,7 +87,8 @@ def load_by_bitsandbytes(
         **options,
     )
     check_whole(model, report)
-    return model.train()  # in evaluation bitsandbytes lays the codes out anew on some CPUs
+    # In evaluation mode bitsandbytes rearranges the codes on some CPUs.
+    return model.train()
 
 
 def layers_left(model: Any) -> list[str]:

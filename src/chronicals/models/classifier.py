@@ -70,9 +70,8 @@ def attach_score(model: Any, pad_token_id: int) -> Score:
         nn.init.normal_(score.weight, std=getattr(text, "initializer_range", 0.02))
         setattr(model, SCORE, score.to(input_device(model), table.dtype).train(model.training))
     score.pad_token_id = pad_token_id
-    model.get_input_embeddings().padding_idx = (
-        None  # answers may hold the token, which would get no gradient
-    )
+    # The row of padding_idx gets no gradient, but answers may contain the token.
+    model.get_input_embeddings().padding_idx = None
     embeddings = list(model.get_input_embeddings().parameters())
     for parameter in model.get_output_embeddings().parameters():
         if all(parameter is not other for other in embeddings):

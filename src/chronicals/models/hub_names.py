@@ -66,8 +66,8 @@ def check_exists(name: str) -> None:
     except OSError as error:
         raise ValueError(_unreachable(error)) from None
     except Exception as error:
-        # The hub's client raises errors of its HTTP library, which is another one in other
-        # versions: requests, httpx, httpx2.
+        # The hub's client raises errors of its HTTP library, which depends on its version:
+        # requests, httpx, httpx2.
         if not type(error).__module__.startswith(("httpx", "requests")):
             raise
         raise ValueError(_unreachable(error)) from None

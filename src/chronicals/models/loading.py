@@ -156,7 +156,7 @@ def load_model(
             options |= dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
         if _quantization(config).get("quant_method") == IN_FP8:
-            # transformers below 5.21 would dequantise again, backwards, as the model is saved.
+            # transformers below 5.21 would apply the inverse conversion when the model is saved.
             vars(model).pop("_weight_conversions", None)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
@@ -194,7 +194,7 @@ def load_base(
     else:
         model = load_model(name, read_in, trust_remote_code, "nf4", form=form)
     if form.by_transformers is None and not described.get("load_in_4bit"):
-        quantise_layers(model, form=form)  # those that are not quantised while they are read
+        quantise_layers(model, form=form)  # layers that reading left unquantised
     if difference := form.difference(BaseFormat.of(model)):
         raise OtherBase(
             f"model={str(name)!r}: is another base than the adapter was trained over "
@@ -274,7 +274,7 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
         )
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # what transformers raises for weights that it cannot convert
+    except RuntimeError as error:  # transformers raises it for weights that it cannot convert
         raise ValueError(str(error)) from error
     check_whole(model, report)
     return model

@@ -109,7 +109,7 @@ def _prove(cls: Any, config: Any) -> Packability:
     try:
         twin = build_twin(cls, config)
         alone = _documents_alone(twin)
-    except Exception as error:  # any class of transformers may object to its sizes in its own way
+    except Exception as error:  # a class may reject the small sizes with any error
         return Packability(
             False,
             False,
@@ -126,7 +126,7 @@ def _prove(cls: Any, config: Any) -> Packability:
         return Packability(
             not leak, head_proved, leak, sees_prompts=not leak and _answers_see_prompts(twin)
         )
-    except Exception as error:  # likewise: a class without document bounds fails in its own way
+    except Exception as error:  # a class without document bounds may raise any error
         why_not = f"({type(error).__name__}: {error})"
     choice = own_choice(twin)
     if not choice:
@@ -134,7 +134,7 @@ def _prove(cls: Any, config: Any) -> Packability:
     reason = f"{choice} over a whole row and its mask, without document bounds"
     try:
         leak = _leak(twin, alone, one_by_one=True)
-    except Exception as error:  # likewise: its attention takes or returns something else
+    except Exception as error:  # its attention may have another interface
         return Packability(
             False, head_proved, f"{reason} {why_not}, nor on one document after the other ({error})"
         )

@@ -68,8 +68,9 @@ def settle(model: Any, described: Mapping[str, Any]) -> None:
     """
     del model.hf_quantizer
     model.config.quantization_config = dict(described)
+    # Saving applies the inverse of these conversions, and ours have none.
     used = [conversion for conversion in model._weight_conversions if not _is_ours(conversion)]
-    model._weight_conversions = used  # which saving undoes
+    model._weight_conversions = used
 
 
 class _Place(nn.Module):
@@ -91,8 +92,7 @@ class _Place(nn.Module):
             (linear.nf, linear.nx) if conv else (linear.out_features, linear.in_features)
         )
         size = -(-self.shape[0] * self.shape[1] // 2)
-        # Older versions cast what they read to the dtype of the parameter; newer ones ask the
-        # quantizer.
+        # Older versions cast tensors to the dtype of the parameter, newer ones ask the quantizer.
         dtype = stored if transformers_before(QUANTIZER_SAYS_DTYPE) else torch.uint8
         self.weight = nn.Parameter(
             torch.empty((size, 1), dtype=dtype, device="meta"), requires_grad=False
@@ -203,9 +203,8 @@ class _Quantizer(HfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         stored = [f"weight.{entry}" for entry in ENTRIES]
-        return [
-            WeightConverter([*stored, "weight"], "weight", [_Take()])
-        ]  # in older versions the first that matches wins
+        # One converter for both names: in older versions the first that matches wins.
+        return [WeightConverter([*stored, "weight"], "weight", [_Take()])]
 
     def get_new_dtype(
         self, converter: Any, param: Any, dtype: torch.dtype | None
@@ -313,7 +312,7 @@ class _StacksQuantizer(HfQuantizer):
             parameters = list(module.named_parameters(recurse=False))
             shapes = {name: tuple(p.shape) for name, p in parameters if p.ndim == 3}
             for name, shape in shapes.items():
-                # Two values a byte, as the codes are given to the loader.
+                # The loader gets the codes, with two values a byte.
                 size = torch.Size(shape).numel() // 2
                 codes = torch.empty(size, dtype=torch.uint8, device="meta")
                 module.register_parameter(name, nn.Parameter(codes, requires_grad=False))

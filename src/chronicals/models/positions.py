@@ -80,7 +80,7 @@ def _has_no_more(model: Any) -> bool:
         with plain_surroundings():
             decoder = build_twin(type(model), config).get_decoder()
             decoder(input_ids=torch.full((1, FEW), FIRST_TOKEN), use_cache=False)
-    except Exception:  # any class of transformers may object to its sizes in its own way
+    except Exception:  # a class may reject the small sizes with any error
         return False
     try:
         with plain_surroundings():

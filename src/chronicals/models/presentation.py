@@ -91,8 +91,8 @@ def _documents_only(
             "in GPT-2's family) in the "
             "model's configuration"
         )
-    # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is
-    # that of the values.
+    # Under autocast rotary embeddings leave queries and keys in fp32; values have the dtype of the
+    # matrix products.
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if shared_keys is not None:
         k_TKD = gather_keys(k_TKD, shared_keys)
@@ -273,7 +273,7 @@ class PresentedModel:
         if self.one_by_one:
             inputs[DOCUMENTS] = documents_of(batch)
         if self.packed and not self.flash:
-            inputs["flash"] = False  # goes to the attention with the bounds
+            inputs["flash"] = False  # passed on to the attention with the document bounds
         if routers:
             inputs[SWITCH] = True
         if lookahead:

@@ -85,7 +85,7 @@ def _globals_with(function: FunctionType, names: Mapping[str, Any], label: str) 
 
     They are those of a new module in ``sys.modules``, where ``torch.compile`` looks them up.
     """
-    version = hash(functions_beside(function))  # other code may have replaced one since
+    version = hash(functions_beside(function))  # other code may replace a function later
     name = (
         f"chronicals.{label}.{function.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
     )

@@ -50,9 +50,8 @@ def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     logits: list[Tensor] = []
 
     def read(_: nn.Module, args: tuple, output: Any) -> None:
-        first = (
-            output if isinstance(output, Tensor) else output[0]
-        )  # such a router returns them before what it chooses
+        # A router that returns several tensors returns the logits first.
+        first = output if isinstance(output, Tensor) else output[0]
         logits.append(first.reshape(-1, first.shape[-1]))
 
     with ExitStack() as hooks:

@@ -51,7 +51,7 @@ def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> Ro
             with plain_surroundings():
                 _PROVED[key] = _difference(build_twin(type(model), config), packed, one_by_one)
         reason = _PROVED[key]
-    except Exception as error:  # any class of transformers may object in its own way
+    except Exception as error:  # a class may reject the small sizes with any error
         reason = f"a small twin could not be run ({type(error).__name__}: {error})"
     if reason is None:
         return read_router_loss(model)

@@ -192,33 +192,31 @@ def _smaller(text: Any) -> None:
         given = getattr(text, name, None)
         if isinstance(given, int) and settable(text, name):
             setattr(text, name, value)
-        elif (
-            isinstance(given, list) and given and all(isinstance(size, int) for size in given)
-        ):  # a size a layer
+        # One size for each layer.
+        elif isinstance(given, list) and given and all(isinstance(size, int) for size in given):
             setattr(text, name, [_in_ratio(value, size, given[0]) for size in given])
     if isinstance(getattr(text, "num_key_value_heads", None), int) and settable(
         text, "num_key_value_heads"
     ):
         text.num_key_value_heads = 2 if grouped else 4
-    if hasattr(
-        text, "qk_rope_head_dim"
-    ):  # latent attention: its rotary table is as wide as what it rotates
+    # Latent attention: the rotary table is as wide as the rotated part of a head.
+    if hasattr(text, "qk_rope_head_dim"):
         if isinstance(getattr(text, "head_dim", None), int) and settable(text, "head_dim"):
             text.head_dim = text.qk_rope_head_dim
     elif getattr(text, "head_dim", 0) is None and settable(text, "head_dim"):
         text.head_dim = text.hidden_size // text.num_attention_heads
+    # Mamba 2
     if isinstance(getattr(text, "expand", None), int) and isinstance(
         getattr(text, "num_heads", None), int
-    ):  # Mamba 2
+    ):
         text.head_dim = text.expand * text.hidden_size // text.num_heads
         text.n_groups = math.gcd(text.n_groups, text.num_heads)
     for name, compute in COMPUTED.items():
         if isinstance(getattr(text, name, None), int) and settable(text, name):
             setattr(text, name, compute(text))
     rope = getattr(text, "rope_parameters", None)
-    if isinstance(rope, dict) and rope.get(
-        "mrope_section"
-    ):  # time, height and width share the pairs of a head
+    # Multimodal RoPE: time, height and width divide the rotated pairs of a head.
+    if isinstance(rope, dict) and rope.get("mrope_section"):
         pairs = (
             getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         ) // 2
@@ -244,8 +242,8 @@ def build_twin(cls: Any, config: Any) -> Any:
     Raises:
         ValueError: the twin would be too large.
     """
-    config._attn_implementation = "eager"  # the definition: SDPA ignores some options
-    config._experts_implementation = "eager"  # the grouped product has no fp64
+    config._attn_implementation = "eager"  # the reference: SDPA ignores some options
+    config._experts_implementation = "eager"  # grouped matrix products do not support fp64
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -282,9 +280,8 @@ def plain_surroundings() -> Iterator[None]:
             torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
         ):
-            torch.default_generator.manual_seed(
-                0
-            )  # torch.manual_seed would also seed every card, for good
+            # torch.manual_seed would also seed every GPU, which nothing restores.
+            torch.default_generator.manual_seed(0)
             yield
     finally:
         torch.set_default_dtype(usual)

@@ -202,9 +202,8 @@ class Layers:
             for kind in SHARING:
                 found += [index for index, entry in enumerate(entries) if entry == kind][:2]
         for field in LAST:
-            before = types[
-                : self.bounds.get(field, 0)
-            ]  # of each type the last hands its keys and values on
+            # The last of these layers of each type shares its keys and values.
+            before = types[: self.bounds.get(field, 0)]
             found += [len(before) - 1 - before[::-1].index(kind) for kind in set(before)]
         return found
 
