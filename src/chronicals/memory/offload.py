@@ -152,6 +152,7 @@ class _Saved:
         self.event: torch.cuda.Event | None = None
         memory = owner.take(self.here.nbytes)
         self.host = memory[: self.here.nbytes]
+        # The host buffer is reused once autograd drops the last tensor in this storage.
         weakref.finalize(self, owner.free[memory.nbytes].append, memory).atexit = False
 
     def free_device_memory(self) -> None:
@@ -194,7 +195,7 @@ class _Tape:
         leaving: copies to the host that may still run, oldest first.
         coming: bytes being prefetched, by number.
         used: streams with work of this pass; only these may be waited for in a captured graph.
-        joins: the end of the backward pass is already set to wait for the copy streams.
+        joins: True if the end of the backward pass is set to wait for the copy streams.
     """
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
@@ -211,8 +212,8 @@ class _Tape:
     # --- forward pass ---
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
-        """Start copying a tensor that autograd saves, and return its stand-in, or the tensor if
-        it stays.
+        """Start to copy a tensor that autograd saves and return its stand-in; return others as
+        they are.
         """
         if not self._moves(tensor):
             return tensor
@@ -251,6 +252,7 @@ class _Tape:
             with torch.cuda.stream(out):
                 saved.host.copy_(saved.here, non_blocking=True)
                 saved.event = out.record_event()
+        # The forward pass waits here if copies are slower than computation.
         while sum(other.host.nbytes for other in self.leaving) > self.owner.window:
             oldest = self.leaving.popleft()
             self._wait_for(oldest)

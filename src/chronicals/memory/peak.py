@@ -27,14 +27,12 @@ from chronicals.memory.offload import AT_A_TIME
 from chronicals.model_shape import ModelShape
 
 RESERVE = 0.9
-"""Fraction of the GPU's memory that an estimate may fill; the rest is for fragmentation and
-workspaces.
-"""
+"""Usable fraction of the GPU's memory; the rest is for fragmentation and workspaces."""
 
 NOTHING = "nothing"
 CHEAP = "norms and gated units"
 LAYERS = "layers"
-"""What is recomputed, from the fastest to the leanest choice.
+"""Recomputation policies, from the fastest to the leanest.
 
 ``CHEAP`` is for fused layers and recomputes no matrix product. By bytes and operations of an 8B
 model it costs 0.5 ns for each 1,000 bytes it saves, ``LAYERS`` 4 ns.
@@ -90,18 +88,17 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected memory of a training run, in bytes.
+    """Expected memory of a training run, in bytes; mappings are by recomputation policy.
 
     Attributes:
         fixed: weights, optimizer states, and gradients that are allocated during the forward pass.
         layers: number of decoder layers.
-        kept: activations of one layer, by what is recomputed.
+        kept: activations of one layer.
         total: memory of the GPU; 0 without one.
         gradients: gradients that the backward pass allocates as it frees activations.
         loss: hidden states, their gradient and the logits of a chunk.
-        working: the layer whose backward pass runs, with the activations it kept, by what is
-            recomputed.
-        window: with offload, saved tensors on the GPU, by what is recomputed; else empty.
+        working: the layer whose backward pass runs, with the activations it kept.
+        window: with offload, saved tensors on the GPU; else empty.
     """
 
     fixed: int
@@ -114,17 +111,17 @@ class Estimate:
     window: Mapping[str, int] = field(default_factory=dict)
 
     def needed(self, cheap: str, again: int = 0) -> int:
-        """Return the bytes needed if the first ``again`` layers are recomputed whole, the others by
-        ``cheap``.
+        """Return the bytes needed under a recomputation plan.
 
         Args:
-            cheap: what is recomputed in the other layers.
+            cheap: policy of the layers after the first ``again``.
             again: number of first layers that are recomputed whole.
         """
         saved = again * self.kept[LAYERS] + (self.layers - again) * self.kept[cheap]
         whole_layers = cheap == LAYERS or again == self.layers
         last = LAYERS if whole_layers else cheap
         first = LAYERS if again or whole_layers else cheap
+        # With offload, only the window of saved tensors is on the GPU.
         if self.window:
             waiting = min(saved, self.window[cheap])
             return (
@@ -132,6 +129,8 @@ class Estimate:
                 + waiting
                 + max(self.loss, self._working(last), self._working(first) + self.gradients)
             )
+        # The backward pass goes from the last layer to the first. When it reaches the first layers,
+        # the activations of the others are freed, and the gradients are allocated.
         before_last = saved - (0 if whole_layers else self.kept[cheap])
         before_first = again * self.kept[LAYERS] if again else 0
         moments = [saved + self.loss, before_last + self._working(last)]
@@ -149,9 +148,10 @@ class Estimate:
         )
 
     def choice(self) -> tuple[str, int]:
-        """Return what is recomputed, and the number of first layers that are recomputed whole.
+        """Return the recomputation policy, and the number of first layers that are recomputed
+        whole.
 
-        It is the fastest choice that fits, else the leanest.
+        It is the fastest plan that fits, else the leanest.
         """
         if not self.total:
             return NOTHING, 0
@@ -163,7 +163,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if a choice fits into ``RESERVE`` of the GPU's memory, or if there is no GPU."""
+        """True if a plan fits into ``RESERVE`` of the GPU's memory, or if there is no GPU."""
         return not self.total or self.needed(*self.choice()) <= RESERVE * self.total
 
     def beside(self, size: int) -> Estimate:
@@ -171,7 +171,7 @@ class Estimate:
         return replace(self, fixed=self.fixed + size)
 
     def words(self) -> str:
-        """Return the expected memory and what is recomputed, in words for the log."""
+        """Return the expected memory and the recomputation plan in words, for the log."""
         if not self.total:
             return "not on a card"
         cheap, again = self.choice()
@@ -235,11 +235,14 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
 
 @dataclass(frozen=True)
 class _LayerElements:
-    """Elements a token in one layer, by what is recomputed; the module's docstring has the letters.
+    """Elements a token in one layer; mappings are by recomputation policy.
+
+    The letters are those of the module's docstring.
 
     Attributes:
         kept: elements kept for the backward pass.
-        in_attention: elements during attention's backward pass, with what the layer still keeps.
+        in_attention: elements during attention's backward pass, with those that the layer still
+            keeps.
         in_mlp: elements during the MLP's backward pass, without those of a tile.
         window: with offload, most elements on the way to and from host memory.
         of_tile: elements of each row in a tile of the MLP.
@@ -274,6 +277,7 @@ class _LayerElements:
             kept = {NOTHING: 30 * width + 5 * in_mlp}
         if step.fused and step.in_fp8 is not None:
             pairs = ((width, queries + 2 * keys), (width, 2 * inner), (inner, width))
+            # Inputs kept in 8 bits instead of 16 count half.
             kept[NOTHING] -= (
                 sum(inputs for inputs, outputs in pairs if step.in_fp8(inputs, outputs)) // 2
             )
@@ -291,7 +295,7 @@ class _LayerElements:
         # FlashAttention's backward pass: its input and output, their gradients, an fp32 accumulator
         # of the queries' gradient, and gradients of keys and values for each query head.
         in_attention_backward = 2 * width + 8 * queries + 4 * keys
-        kept[LAYERS] = width
+        kept[LAYERS] = width  # a recomputed layer keeps its input
         # A window of copies to the host, one of copies from it, and the tensor in use.
         largest = max(2 * in_mlp, queries + 2 * keys, width)
         window = {
@@ -332,9 +336,7 @@ def _quantised(model: Any, layers: int, size: int) -> int:
 
 
 def _values_in(layer: Any, codes: Any) -> int:
-    """Return the number of weights that codes represent: by a linear layer's size, else two a
-    byte.
-    """
+    """Return the number of weights that codes represent; two a byte outside linear layers."""
     linear = hasattr(layer, "out_features") and hasattr(layer, "in_features")
     return int(layer.out_features * layer.in_features if linear else 2 * codes.nbytes)
 

@@ -106,7 +106,7 @@ def runs_again() -> bool:
 
 
 def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the forward pass and of the recomputation, as ``context_fn`` of
+    """Return the contexts of forward pass and recomputation, as ``context_fn`` of torch's
     checkpoint.
 
     They make ``runs_again`` True in the recomputation.
@@ -115,8 +115,9 @@ def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class _Running:
-    """A context that sets ``runs_again``; torch enters that of the recomputation in every
-    backward pass.
+    """A context that sets ``runs_again``.
+
+    torch enters the one for the recomputation again in every backward pass.
     """
 
     def __init__(self, again: bool):

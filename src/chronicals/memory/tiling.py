@@ -32,15 +32,14 @@ def tiled(
     tells: bool = False,
     tile: int | None = None,
 ) -> Tensor:
-    """Compute ``function(x)``, ``[T, ...]``, in tiles; each output row must depend on its input row
-    only.
+    """Compute ``function(x)``, ``[T, ...]``, in tiles of rows.
 
     Args:
-        function: maps ``[n, D]`` to ``[n, ...]``.
+        function: maps ``[n, D]`` to ``[n, ...]``; each output row depends on its input row only.
         x: ``[T, D]``.
         draws: the function draws random numbers, and its recomputation must draw the same ones.
-        tells: let ``runs_again`` report inside the function whether it is a recomputation;
-            torch.compile cannot trace that.
+        tells: ``runs_again`` is set inside the function while it is recomputed; torch.compile
+            cannot trace that.
         tile: most rows at a time; ``TILE`` by default.
     """
     tile = tile or TILE

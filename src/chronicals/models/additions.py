@@ -1,4 +1,4 @@
-"""Additional loss terms, computed from what a model returns beside its hidden states."""
+"""Additional loss terms, computed from the outputs of a model other than its hidden states."""
 
 from __future__ import annotations
 

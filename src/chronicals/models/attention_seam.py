@@ -48,8 +48,7 @@ It maps ``(module, query, key, value, attention_mask, **options)`` to ``(output,
 
 @dataclass(frozen=True)
 class Seam:
-    """A replacement of the attention function and of the mask lookup; the base class changes
-    neither.
+    """A replacement of the attention function and of the mask lookup; this base replaces neither.
 
     Attributes:
         label: a short name.
@@ -58,9 +57,7 @@ class Seam:
     label: str
 
     def attend(self, name: str, own: Attention) -> Attention:
-        """Return the attention function to use instead of ``own``, that of the implementation
-        ``name``.
-        """
+        """Return the function to use instead of ``own``, the attention function of ``name``."""
         return own
 
     def name(self, name: str) -> str:
@@ -321,7 +318,7 @@ def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:
 
 @functools.cache
 def _methods(cls: type[nn.Module]) -> dict[str, bool]:
-    """Return the methods that use a lookup, among ``forward`` and what it calls on ``self``.
+    """Return the methods that use a lookup, among ``forward`` and all that it calls on ``self``.
 
     The value is True for a method that looks up the attention function, False for one that only
     makes masks.

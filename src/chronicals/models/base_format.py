@@ -1,4 +1,4 @@
-"""The quantisation of the base weights under an adapter, read off the model and stored beside it.
+"""The quantisation of the base weights under an adapter, as stored in the adapter's folder.
 
 An adapter fits the weight values that it was trained with, and its folder names the files of the
 base model. If layers were quantised after loading, these files hold other values. The folder of the
@@ -76,7 +76,7 @@ class BaseFormat:
 
     @classmethod
     def read(cls, stated: Mapping[str, Any] | None) -> BaseFormat | None:
-        """Parse the output of ``to_json``, or what older folders state; None if it is empty.
+        """Parse the output of ``to_json`` or the statement of an older folder; None if it is empty.
 
         Older folders state only the ``mixed_precision`` of the run, and mean NF4.
         """

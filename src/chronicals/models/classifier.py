@@ -175,6 +175,7 @@ def load_scored(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = 
     setattr(model, model.base_model_prefix, getattr(loaded, loaded.base_model_prefix))
     head = model.get_output_embeddings()
     table = embedding_table(model)
+    # The saved classifier has no weights for this head.
     for path, parameter in list(head.named_parameters()):
         setattr(head, path, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype)))
     if model.config.get_text_config().tie_word_embeddings:

@@ -13,15 +13,17 @@ PRODUCTS = ("linear", "matmul", "__matmul__")
 """Names of torch functions that multiply by an expert's matrix, their second argument."""
 
 Through = Callable[[str, int, Tensor], Tensor]
-"""A function of the path of a stacked parameter, the index of an expert, and the input ``[n,
-in]`` of its matrix. It returns the input to use instead.
+"""A function that replaces the input of an expert's matrix.
+
+Its arguments are the path of the stacked parameter, the index of the expert and the input ``[n,
+in]``.
 """
 
 
 def speaks_of_experts(config: Any) -> bool:
     """Return True if a configuration has a field about experts.
 
-    Stacked weights alone do not show experts: recurrent layers have them, too.
+    Stacked weights are no proof of experts: recurrent layers have them, too.
     """
     return any("expert" in name for name in config.get_text_config().to_dict())
 

@@ -177,8 +177,8 @@ def _is_transposed(layer: nn.Module) -> bool:
 
 
 def _check_bare(experts: Iterable[str]) -> None:
-    """Raise ValueError if experts have adapters already, whose sizes are those of the wrapped
-    module.
+    """Raise ValueError if experts have adapters already; adapters depend on the wrapped module's
+    sizes.
     """
     wrapped = next((path for path in experts if path.rpartition(".")[2] == "base_layer"), None)
     if wrapped is not None:
@@ -228,7 +228,7 @@ def count_values(model: nn.Module) -> int:
         total += module.values
     for parameter in model.parameters():
         if id(parameter) not in packed:
-            values = 2 if parameter.dtype == torch.uint8 else 1
+            values = 2 if parameter.dtype == torch.uint8 else 1  # two 4-bit codes a byte
             total += parameter.numel() * getattr(parameter, PART, 1) * values
     return total
 
@@ -346,6 +346,8 @@ def _classes() -> Any:
                 setattr(model, WATCHED, self.quantization_config.watch)
             if self.quantization_config.take is None:
                 setattr(model, QUANTISED_FROM, model.dtype)
+            # remove_quantization_config deletes the conversions, which saving needs to restore
+            # the names in the files.
             conversions = getattr(model, "_weight_conversions", None)
             self.remove_quantization_config(model)
             model._weight_conversions = conversions

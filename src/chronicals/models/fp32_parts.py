@@ -8,9 +8,7 @@ import torch
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Return name parts of the weights that transformers keeps in fp32 when it loads in
-    ``dtype``.
-    """
+    """Return name parts of the weights that transformers keeps in fp32 despite ``dtype``."""
     fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
     return {
         part

@@ -1,7 +1,8 @@
 """Dequantises checkpoints in FP8 with one scale a block (``weight_scale_inv``) while they are read.
 
-DeepSeek V3's checkpoints are of this kind. By itself transformers dequantises them only on machines
-without an FP8 GPU. With one it uses layers of its own, which this package does not support.
+DeepSeek V3's checkpoints are of this kind. By default transformers dequantises them only on
+machines without an FP8 GPU. With one it uses layers of its own, which this package does not
+support.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ ANY_OF = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
 @functools.cache
 def check_exists(name: str) -> None:
-    """Raise ValueError if ``name`` is neither a local path nor a repository in the cache or on the
-    hub.
+    """Raise ValueError if ``name`` is no local path and no repository in the cache or on the hub.
 
     An inconclusive answer, such as a server error, raises nothing: loading the model will report
     it.

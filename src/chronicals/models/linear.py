@@ -41,9 +41,9 @@ def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
 
 
 def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
-    """Return the active adapter of PEFT's LoRA layer and True if it is on; None if there is none.
+    """Return the active adapter of PEFT's LoRA layer, and True if it is on.
 
-    A merged adapter counts as none.
+    The adapter is None if none is active, or if it is merged.
     """
     names = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
     if not names:
@@ -68,10 +68,9 @@ ADAPTED: dict[str, Callable[[Any], tuple[Adapter | None, bool]]] = {
     "peft.tuners.lora.layer.Linear": _of_peft,
     "peft.tuners.lora.bnb.Linear4bit": _of_peft,
 }
-"""Functions that read an adapter layer, by its class: they return the adapter, and True if it is
-on.
+"""Functions that read an adapter layer, by the name of its class.
 
-The wrapped layer is its ``base_layer``.
+They return the adapter, and True if it is on. The wrapped layer is ``base_layer``.
 """
 
 
@@ -79,7 +78,7 @@ def read_linear(layer: Any) -> ReadLinear:
     """Return the plain linear layer that ``layer`` is or wraps, and its adapter.
 
     Raises:
-        UnknownLinear: it is something else.
+        UnknownLinear: it is any other kind of layer.
     """
     adapter = None
     on = False

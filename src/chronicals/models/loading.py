@@ -98,8 +98,9 @@ def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool)
 
 
 def without_field(error: Exception) -> str:
-    """Return a loading error without its prefix ``model='…': ``, for a model named by another
-    field.
+    """Return a loading error without its prefix ``model='…': ``.
+
+    It is for a model that another field names.
     """
     return re.sub(r"""^model=('[^'\n]*'|"[^"\n]*"): """, "", str(error))
 
@@ -171,8 +172,7 @@ def load_model(
 def load_base(
     name: str | Path, dtype: torch.dtype, trust_remote_code: bool, form: BaseFormat
 ) -> Any:
-    """Load the base of an adapter into host memory, with the weight values that it was trained
-    with.
+    """Load the base of an adapter into host memory, with the values that it was trained with.
 
     Args:
         dtype: dtype of weights that are not quantised, and of dequantised ones.
@@ -243,8 +243,7 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 
 def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """Load a checkpoint in a packed format into our packed layers or experts, as ``load_whole``
-    does.
+    """Load a checkpoint in a packed format into our packed layers or experts.
 
     No other quantisation library is needed.
 
@@ -262,11 +261,11 @@ def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """Call ``auto_class.from_pretrained``, and check that checkpoint and class have the same
-    weights.
+    """Call ``auto_class.from_pretrained`` and check that it loaded exactly the weights of the
+    class.
 
     Raises:
-        ValueError: they do not; the message names the weights.
+        ValueError: it did not; the message names the weights.
     """
     try:
         model, report = auto_class.from_pretrained(

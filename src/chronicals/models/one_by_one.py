@@ -35,7 +35,7 @@ CHOOSERS = {
     "indexer": "chooses the keys that a query attends to",
     "compressor": "attends to keys that it makes of several tokens",
 }
-"""Submodules of an attention that need a whole row of tokens and its mask, and what they do."""
+"""Submodules of an attention that need a whole row of tokens and its mask, and their purpose."""
 
 
 INSTALLED = "_chronicals_one_by_one"
@@ -190,11 +190,10 @@ def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> 
 
 
 def causal_mask(states: Tensor, window: int | None) -> Tensor:
-    """Return the additive mask ``[1, 1, L, L]`` of a document's states ``[1, L, D]``, in their
-    dtype.
+    """Return the additive mask ``[1, 1, L, L]`` of a document's states ``[1, L, D]``.
 
-    It holds the lowest finite number where a key is later than its query, or at least ``window``
-    tokens earlier; 0 elsewhere.
+    Its dtype is that of the states. It holds the lowest finite number where a key is later than its
+    query, or at least ``window`` tokens earlier; 0 elsewhere.
     """
     place = torch.arange(states.shape[1], device=states.device)
     distance = place[:, None] - place[None, :]

@@ -1,9 +1,10 @@
-"""Tests that a model class keeps packed documents apart, on a small random twin.
+"""Tests that packed documents of a model class do not affect each other, on a small random twin.
 
 A twin has the same class and configuration with smaller sizes, in fp32 on the CPU, with random
 parameters. The hidden states of each packed document, and the gradient of its embeddings, must
-equal those of the document by itself, in any order of the documents. A model with recurrence,
-convolutions or ALiBi fails this test. So does one whose attention does not get the document bounds.
+equal those of the document in a row of its own, in any order of the documents. A model with
+recurrence, convolutions or ALiBi fails this test. So does one whose attention does not get the
+document bounds.
 
 The same twin shows two more properties: ``read_head`` reads the head correctly, and answers attend
 to a prompt that they share. The second fails for classes that make masks from positions.
@@ -48,7 +49,8 @@ class Packability:
         causal: no hidden state depends on later tokens.
         sees_prompts: packed answers attend to a prompt that they share.
         has_twin: a twin could be run; if not, nothing is known of the class.
-        one_by_one: documents stay apart if attention runs on one after the other.
+        one_by_one: packed documents do not affect each other if attention runs on one after the
+            other.
     """
 
     packed: bool

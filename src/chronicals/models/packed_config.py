@@ -15,9 +15,9 @@ __all__ = ["describe_packed", "packed_description"]
 
 
 def describe_packed(model: Any) -> None:
-    """Add ``quantization_config`` for packed layers, or remove it if there are none.
+    """Add ``quantization_config`` for packed layers, or remove it if no layer is packed.
 
-    An existing one is kept while there are packed layers. Call this after layers were packed or
+    An existing one is kept while any layer is packed. Call this after layers were packed or
     unpacked, and before ``save_pretrained``.
 
     Raises:

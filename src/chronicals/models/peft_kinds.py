@@ -1,8 +1,8 @@
 """PEFT's adapter types: the ones that still allow packing, and the ones a run cannot train.
 
-An adapter whose layers compute each token by itself keeps documents apart and the head unchanged,
-so the model inside PEFT's wrapper takes packs as before. Models with other types are called through
-the wrapper, with padded rows.
+If each token's output of an adapter layer depends on that token only, documents do not affect each
+other and the head is unchanged. The model inside PEFT's wrapper then takes packs as before. Models
+with other types are called through the wrapper, with padded rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BY_TOKEN = frozenset(
         "TRAINABLE_TOKENS",
     }
 )
-"""Types whose layers compute each token's output from that token alone, without a loss term."""
+"""Types whose layers compute each token's output from that token only, without a loss term."""
 
 REFUSED = {
     "ADALORA": "adds a term to the loss and is told each step to take rank away; take LoRA, with "
@@ -39,7 +39,7 @@ REFUSED = {
     "SHADOW": "trains a second model beside this one, whose loss is not computed here; take LoRA",
     "XLORA": "runs the model twice to weigh its adapters; take LoRA",
 }
-"""Types that need more of a trainer than a step, and what to do instead."""
+"""Types that need more of a trainer than a step, each with the reason and the remedy."""
 
 
 IN_TYPES_OF_THEIR_OWN = BY_TOKEN - {"LORA", "LN_TUNING"}
@@ -60,9 +60,7 @@ def kinds(model: Any) -> list[str]:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Return the names of the active PEFT adapters in order; empty if a model has none or only
-    ours.
-    """
+    """Return the names of the active PEFT adapters in order; empty without PEFT adapters."""
     if hasattr(model, "get_base_model"):
         named = model.active_adapters
     elif attached_by_transformers(model):
@@ -73,7 +71,7 @@ def active_adapters(model: Any) -> list[str]:
 
 
 def attached_by_transformers(model: Any) -> bool:
-    """Return True if PEFT adapters were attached by transformers' ``add_adapter``, without a
+    """Return True if PEFT adapters were attached by ``add_adapter`` of transformers, without
     wrapper.
     """
     return bool(getattr(model, "_hf_peft_config_loaded", False))
@@ -94,9 +92,10 @@ def stays_in_fp32(model: Any) -> bool:
 
 
 def within_adapters(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper if its adapters compute each token by itself.
+    """Return the model inside PEFT's wrapper if all adapter types are in ``BY_TOKEN``.
 
-    Any other model is returned as it is.
+    Activated LoRA is excluded, since its adapter depends on earlier tokens. Any other model is
+    returned as it is.
     """
     if not hasattr(model, "get_base_model"):
         return model

@@ -1,7 +1,6 @@
 """The number of positions of a model.
 
-A table of learned positions ends. Rotary embeddings continue, beyond what the model was trained
-with.
+A table of learned positions ends. Rotary embeddings continue, beyond the length of training.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a Batch through a Hugging Face model; outputs are flat, with one row a token.
 
-If the class is proved to keep documents apart, the Batch goes in packed. It is passed with
+If the class is proved to separate documents, the Batch goes in packed. It is passed with
 transformers' own arguments (``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``), and our
 attention is installed on the instance by a seam. Otherwise its documents become padded rows with a
 mask, which is slower and gives the same result.
@@ -158,9 +158,9 @@ class PresentedModel:
         flash: False if packs must not use a FlashAttention backend.
         pack_width: tokens of a pack, each of which has its own router loss; None if a Batch is one
             pack.
-        additions: loss terms beside those of the objective.
+        additions: loss terms in addition to those of the objective.
         experts: modules whose received expert ids are recorded.
-        one_by_one: packs, with attention on one document after the other.
+        one_by_one: packed, with attention on one document after the other.
     """
 
     model: Any
@@ -210,9 +210,7 @@ class PresentedModel:
         )
 
     def states(self, batch: Batch) -> tuple[Tensor, Terms]:
-        """Compute the hidden states ``[T, D]``, whatever the head is, and the auxiliary loss
-        terms.
-        """
+        """Compute hidden states ``[T, D]`` for any kind of head, and the auxiliary loss terms."""
         return self._with_terms(batch, self.model.get_decoder(), "last_hidden_state")
 
     def _with_terms(self, batch: Batch, module: Any, name: str) -> tuple[Tensor, Terms]:
@@ -240,22 +238,18 @@ class PresentedModel:
         return self._run(batch, self.model, "logits").states
 
     def router_logits(self, batch: Batch) -> Sequence[Tensor]:
-        """Compute ``[T, E]`` per layer with routed experts; zero for tokens that are not
-        computed.
-        """
+        """Compute ``[T, E]`` per layer with routed experts; zero for tokens without computation."""
         return self.computed(batch, lookahead=False).router_logits
 
     def computed(self, batch: Batch, lookahead: bool) -> Computed:
-        """Compute hidden states before the head and router logits; with ``lookahead`` also
-        predicted ones.
-        """
+        """Compute hidden states before the head, router logits, and predicted ones if requested."""
         return self._run(batch, self.model.get_decoder(), "last_hidden_state", True, lookahead)
 
     def _run(
         self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False
     ) -> Computed:
-        """Call ``module``; return its output ``name`` and the requested router outputs, one row
-        a token.
+        """Call ``module`` and return its output ``name`` and requested router outputs, one row a
+        token.
         """
         if batch.split is not None and not self.packed:
             raise ValueError(
@@ -286,7 +280,7 @@ class PresentedModel:
             out = module(**inputs)
 
         def flat(x: Tensor, beside: int = 1) -> Tensor:
-            """A row a token, of what has ``beside`` dimensions beside it."""
+            """Return one row a token, each with ``beside`` dimensions."""
             if padded is None:
                 return x[0] if x.dim() == beside + 2 else x
             rows = x.flatten(0, -1 - beside)[padded.kept]
@@ -322,8 +316,8 @@ class PresentedModel:
 
     @contextmanager
     def attending_as_before(self) -> Iterator[None]:
-        """A context inside ``attending_documents`` with the model's original attention, for
-        direct calls.
+        """A context inside ``attending_documents`` with the original attention, for direct
+        calls.
         """
         if not self.packed:
             yield

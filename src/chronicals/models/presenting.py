@@ -1,4 +1,4 @@
-"""Decides how a model takes Batches, from what is proved of its class, and logs the decision."""
+"""Decides how a model takes Batches, by properties proved of its class, and logs the decision."""
 
 from __future__ import annotations
 

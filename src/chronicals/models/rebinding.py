@@ -18,7 +18,7 @@ OURS = "chronicals_form"
 
 
 def functions_beside(function: Callable) -> tuple:
-    """Return the functions among the globals of ``function``; other code may replace any of
+    """Return the functions among the globals of ``function``; other code may replace each of
     them.
     """
     names = getattr(inspect.unwrap(function), "__globals__", {})

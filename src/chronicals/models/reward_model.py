@@ -1,4 +1,4 @@
-"""Tells a reward model from a language model by its configuration, before anything is loaded."""
+"""Distinguishes reward models from language models by configuration, before anything is loaded."""
 
 from __future__ import annotations
 

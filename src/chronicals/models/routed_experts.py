@@ -54,9 +54,7 @@ def without_adapters(path: str) -> str:
 
 
 def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.Module] | None:
-    """Return path and module of the first weight ``[E, D]`` in a block, its router; None if
-    none.
-    """
+    """Return path and module of a block's router, the first weight ``[E, D]``; None if none."""
     for path, module in block.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.shape == (experts, width):
@@ -67,8 +65,8 @@ def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.M
 def called_for_experts(model: Any) -> tuple[nn.Module, ...]:
     """Return the modules that layers call for their experts, in the order of layers.
 
-    These are the experts modules or the adapters around them. The adapters refuse hooks on the
-    module that they wrap.
+    These are the experts modules or the adapters around them. An adapter does not use our products
+    if the module that it wraps has hooks.
     """
     decoder = model.get_decoder()
     return tuple(decoder.get_submodule(without_adapters(path)) for path in routed_experts(model))
@@ -88,11 +86,10 @@ def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def receiving(called: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A context in which each call of these modules appends its int64 expert ids ``[T, k]`` to a
-    list.
+    """A context in which each call of these modules appends its expert ids to the list it yields.
 
-    An id outside 0 … E - 1 means no expert. The hooks exist only within the context, since other
-    code checks modules for hooks.
+    The ids are int64 ``[T, k]``; one outside 0 … E - 1 means no expert. The hooks exist only within
+    the context, since other code checks modules for hooks.
     """
     found: list[Tensor] = []
 

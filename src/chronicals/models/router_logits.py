@@ -26,7 +26,7 @@ NAME = "router_logits"
 def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
     """Return the routers whose logits the decoder's class does not record, in the order of layers.
 
-    Empty if the class records them, or if a layer's router is not found.
+    Empty if the class records them, or if a layer has no recognisable router.
     """
     if not transformers_before(ROUTERS_RECORDED):
         return ()
@@ -46,7 +46,9 @@ def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A context in which each call of these routers appends its logits ``[T, E]`` to a list."""
+    """A context in which each call of these routers appends its logits ``[T, E]`` to the list it
+    yields.
+    """
     logits: list[Tensor] = []
 
     def read(_: nn.Module, args: tuple, output: Any) -> None:

@@ -32,8 +32,8 @@ ROUTER_LOSS = "router_loss"
 """Name of the auxiliary term."""
 
 COUNTED = "counted"
-"""Name of a Batch segment, a mask over documents: those with a target that count; by default
-all.
+"""Name of a Batch segment: a mask over documents, those with a target that count; all by
+default.
 """
 
 SWITCH = "output_router_logits"
@@ -122,9 +122,7 @@ def document_of(places: Tensor, bounds: Tensor) -> Tensor:
 
 
 def asks_for_router_loss(model: Any) -> bool:
-    """Return True if the configuration asks for a router loss with a coefficient other than
-    zero.
-    """
+    """Return True if the configuration asks for a router loss with a nonzero coefficient."""
     asked = getattr(model.config, SWITCH, None) or getattr(
         model.config.get_text_config(), SWITCH, None
     )

@@ -67,9 +67,7 @@ def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> Ro
 
 
 def _difference(twin: Any, packed: bool, one_by_one: bool) -> str | None:
-    """Describe how the class's loss differs from ours; None if it is equal, empty if the class
-    adds none.
-    """
+    """Describe how the class's loss differs from ours; None if equal, "" if the class adds none."""
     for name in COEFFICIENTS:
         for owner in (twin, twin.config.get_text_config()):
             if getattr(owner, name, None):
@@ -107,7 +105,7 @@ def _two_documents(twin: Any) -> Batch:
 
 
 def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
-    """Return what the class's own loss adds to the cross-entropy on padded rows: the reference."""
+    """Return the difference that the class's own loss adds to the cross-entropy, on padded rows."""
     ids = torch.nn.utils.rnn.pad_sequence(
         list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True
     )

@@ -20,15 +20,11 @@ STORED = "_chronicals_stored_rows"
 """Attribute of a model on the meta device: the ``StoredRows`` with its weights."""
 
 PART = "_chronicals_part"
-"""Attribute of a parameter that is one rank's part of a frozen weight: the number of ranks that
-share it.
-"""
+"""Attribute of a rank's part of a frozen weight: the number of ranks that share the weight."""
 
 
 class NotByRows(ValueError):
-    """The files store weights in another form than the model, so none can be read or replaced by
-    itself.
-    """
+    """The files store weights in another form than the model, so none can be read by itself."""
 
 
 class StoredRows:
@@ -64,8 +60,7 @@ class StoredRows:
                 )
 
     def read(self, name: str, weight: Tensor, rows: range) -> Tensor:
-        """Return a tensor with the weight's shape and the file's dtype, in which only ``rows`` are
-        filled.
+        """Return a tensor of the weight's shape and the file's dtype with ``rows`` filled.
 
         Other rows are uninitialised.
         """
@@ -129,6 +124,7 @@ def digest_of_files(name: str | Path) -> str:
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
             digest.update(file.read(header))
+            # A safetensors file: 8 bytes of header length, the header, the tensors.
             for number in range(PIECES):
                 file.seek(8 + header + number * max(size - 8 - header - PIECE, 0) // (PIECES - 1))
                 digest.update(file.read(PIECE))

@@ -135,8 +135,8 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
 
 
 def _name_the_stored_one(folder: Path) -> None:
-    """Make ``AutoTokenizer`` use ``tokenizer.json`` as it is, with or without
-    ``trust_remote_code``.
+    """Make ``AutoTokenizer`` use ``tokenizer.json`` unchanged, with or without remote code
+    allowed.
     """
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
@@ -149,9 +149,7 @@ def _name_the_stored_one(folder: Path) -> None:
 
 
 def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | None:
-    """Describe how the tokenizer in a folder is read differently beside a model; None if it is
-    not.
-    """
+    """Describe how a saved tokenizer is read differently beside a model; None if it is not."""
     from transformers import AutoTokenizer
 
     with TemporaryDirectory() as made:
@@ -172,7 +170,7 @@ def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | No
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """Describe the first difference between two tokenizers; None if all that is compared is
+    """Describe the first difference between two tokenizers; None if the compared properties are
     equal.
     """
     for what, compute in _compared(one):

@@ -87,9 +87,7 @@ SMALL_ENOUGH = 128
 """Width up to which a configuration keeps its sizes, which fit each other already."""
 
 LATE = 4
-"""Position from which Llama 4 scales its queries, low enough for the twin's documents to reach
-it.
-"""
+"""Position from which Llama 4 scales queries, low enough for a twin's documents to reach it."""
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIRST_TOKEN = len(IDS)
@@ -225,9 +223,7 @@ def _smaller(text: Any) -> None:
 
 
 def _shallow(part: Any) -> None:
-    """Give a vision or audio tower few layers; its widths must stay those that the text model
-    expects.
-    """
+    """Give a vision or audio tower few layers; its widths stay, as the text model expects them."""
     for name in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
         if isinstance(getattr(part, name, None), int) and settable(part, name):
             setattr(part, name, min(getattr(part, name), 2))
@@ -254,7 +250,7 @@ def build_twin(cls: Any, config: Any) -> Any:
 
 
 def randomise(twin: torch.nn.Module) -> None:
-    """Draw all parameters at random, matrices scaled by their input size, vectors from 0.5 to
+    """Draw all parameters at random: matrices scaled by their input size, vectors from 0.5 to
     1.5.
     """
     for parameter in twin.parameters():

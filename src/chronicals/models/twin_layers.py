@@ -271,9 +271,7 @@ def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
 
 
 def _set_bound(config: Any, field: str, bound: int, count: int) -> None:
-    """Set a field, in its own convention, so that ``bound`` of ``count`` layers precede another
-    kind.
-    """
+    """Set a field, in its own convention, so that ``bound`` of ``count`` layers come first."""
     if field in LAST:
         bound = count - bound
     elif field in FIRST_INCLUSIVE:
@@ -293,7 +291,7 @@ def _first_of_each(kinds: list[tuple]) -> list[int]:
 
 
 def _aligned(wanted: list[int], period: int) -> list[int]:
-    """Return ``wanted`` with layers added until each new index equals the old one modulo
+    """Return ``wanted`` with layers added, so that new and old indices are equal modulo
     ``period``.
     """
     kept: list[int] = []
