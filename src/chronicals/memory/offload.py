@@ -212,8 +212,8 @@ class _Tape:
     # --- forward pass ---
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
-        """Start to copy a tensor that autograd saves and return its stand-in; return others as
-        they are.
+        """Start to copy a tensor that autograd saves, and return its stand-in or the tensor
+        itself.
         """
         if not self._moves(tensor):
             return tensor

@@ -148,8 +148,7 @@ class Estimate:
         )
 
     def choice(self) -> tuple[str, int]:
-        """Return the recomputation policy, and the number of first layers that are recomputed
-        whole.
+        """Return a recomputation policy and the number of first layers that are recomputed whole.
 
         It is the fastest plan that fits, else the leanest.
         """

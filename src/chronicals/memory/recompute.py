@@ -106,8 +106,7 @@ def runs_again() -> bool:
 
 
 def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of forward pass and recomputation, as ``context_fn`` of torch's
-    checkpoint.
+    """Return the contexts of forward pass and recomputation, a ``context_fn`` for ``checkpoint``.
 
     They make ``runs_again`` True in the recomputation.
     """

@@ -21,7 +21,7 @@ NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
 """Names of layers for speculative decoding, which causal language models leave out."""
 
 FEW = 4
-"""Most names in an error."""
+"""Maximum number of names in an error."""
 
 
 def check_whole(model: Any, report: Mapping[str, Any]) -> None:

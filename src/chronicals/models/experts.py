@@ -15,8 +15,8 @@ PRODUCTS = ("linear", "matmul", "__matmul__")
 Through = Callable[[str, int, Tensor], Tensor]
 """A function that replaces the input of an expert's matrix.
 
-Its arguments are the path of the stacked parameter, the index of the expert and the input ``[n,
-in]``.
+Its arguments are the path of the stacked parameter, the index of the expert, and the input
+``[n, in]``. It returns the new input.
 """
 
 

@@ -177,8 +177,9 @@ def _is_transposed(layer: nn.Module) -> bool:
 
 
 def _check_bare(experts: Iterable[str]) -> None:
-    """Raise ValueError if experts have adapters already; adapters depend on the wrapped module's
-    sizes.
+    """Raise ValueError if experts have adapters already.
+
+    Adapters depend on the sizes of the module they wrap, which packing changes.
     """
     wrapped = next((path for path in experts if path.rpartition(".")[2] == "base_layer"), None)
     if wrapped is not None:
@@ -412,7 +413,7 @@ class _Stacks:
         return packed.codes
 
     def settle(self, model: Any) -> None:
-        """Replace the modules that were read by packed experts.
+        """Install packed experts in place of the modules whose stacks were quantised.
 
         Raises:
             ValueError: a stack in the files has another shape. transformers below 5.21 does not

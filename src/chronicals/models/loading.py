@@ -261,8 +261,7 @@ def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """Call ``auto_class.from_pretrained`` and check that it loaded exactly the weights of the
-    class.
+    """Call ``auto_class.from_pretrained`` and check that it loaded exactly the class's weights.
 
     Raises:
         ValueError: it did not; the message names the weights.

@@ -45,7 +45,7 @@ REFUSED = {
 IN_TYPES_OF_THEIR_OWN = BY_TOKEN - {"LORA", "LN_TUNING"}
 """Types whose layers compute with fp32 parameters over a base of any dtype.
 
-Adapters of other types have the base's dtype.
+The parameters of other types have the base's dtype.
 """
 
 
@@ -71,8 +71,8 @@ def active_adapters(model: Any) -> list[str]:
 
 
 def attached_by_transformers(model: Any) -> bool:
-    """Return True if PEFT adapters were attached by ``add_adapter`` of transformers, without
-    wrapper.
+    """Return True if PEFT adapters were attached without wrapper, by transformers'
+    ``add_adapter``.
     """
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 

@@ -199,9 +199,9 @@ class PresentedModel:
 
         Returns:
             Hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` if
-                ``head`` is None. And auxiliary loss terms by name: ``router_loss`` of
-                mixture-of-experts classes that ask for one, and while gradients are computed those
-                of ``additions``.
+            ``head`` is None. Then auxiliary loss terms by name: ``router_loss`` of
+            mixture-of-experts classes that ask for one and, while gradients are computed, those
+            of ``additions``.
         """
         return (
             self.states(batch)
@@ -248,9 +248,7 @@ class PresentedModel:
     def _run(
         self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False
     ) -> Computed:
-        """Call ``module`` and return its output ``name`` and requested router outputs, one row a
-        token.
-        """
+        """Call ``module``; return its output ``name`` and router outputs, with one row a token."""
         if batch.split is not None and not self.packed:
             raise ValueError(
                 f"{type(self.model).__name__} takes padded rows, which cannot be split "
@@ -280,7 +278,7 @@ class PresentedModel:
             out = module(**inputs)
 
         def flat(x: Tensor, beside: int = 1) -> Tensor:
-            """Return one row a token, each with ``beside`` dimensions."""
+            """Return ``x`` with one row a token; each row has ``beside`` dimensions."""
             if padded is None:
                 return x[0] if x.dim() == beside + 2 else x
             rows = x.flatten(0, -1 - beside)[padded.kept]
@@ -316,9 +314,7 @@ class PresentedModel:
 
     @contextmanager
     def attending_as_before(self) -> Iterator[None]:
-        """A context inside ``attending_documents`` with the original attention, for direct
-        calls.
-        """
+        """A context inside ``attending_documents`` with the model's original attention."""
         if not self.packed:
             yield
             return
@@ -394,12 +390,12 @@ def documents_of(batch: Batch) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Documents with a target as right-padded rows, each after the prompt that it shares, if any.
+    """Documents with a target as right-padded rows, each behind the prompt that it shares, if any.
 
     Attributes:
         inputs: arguments of the model.
-        kept: int64, flat indices into the rows of the tokens whose outputs are used: the documents'
-            own, and one copy of each prompt.
+        kept: int64, flat indices into the padded rows: each document's own tokens, and one copy of
+            each prompt.
         places: int64, the position of each of these tokens in the Batch.
     """
 
@@ -409,6 +405,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, batch: Batch) -> PaddedRows:
+        """Build the rows of a Batch. Waits for the device."""
         device = batch.input_ids.device
         bounds = batch.cu_seqlens.tolist()
         spans = [

@@ -18,9 +18,7 @@ OURS = "chronicals_form"
 
 
 def functions_beside(function: Callable) -> tuple:
-    """Return the functions among the globals of ``function``; other code may replace each of
-    them.
-    """
+    """Return the functions among the globals of ``function``, which other code may replace."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     return tuple(value for value in names.values() if isinstance(value, FunctionType))
 

@@ -86,7 +86,8 @@ def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def receiving(called: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A context in which each call of these modules appends its expert ids to the list it yields.
+    """A context that yields a list; each call of these modules appends the expert ids of its
+    tokens.
 
     The ids are int64 ``[T, k]``; one outside 0 … E - 1 means no expert. The hooks exist only within
     the context, since other code checks modules for hooks.

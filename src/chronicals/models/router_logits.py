@@ -46,9 +46,7 @@ def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A context in which each call of these routers appends its logits ``[T, E]`` to the list it
-    yields.
-    """
+    """A context that yields a list; each call of these routers appends its logits ``[T, E]``."""
     logits: list[Tensor] = []
 
     def read(_: nn.Module, args: tuple, output: Any) -> None:

@@ -32,8 +32,9 @@ ROUTER_LOSS = "router_loss"
 """Name of the auxiliary term."""
 
 COUNTED = "counted"
-"""Name of a Batch segment: a mask over documents, those with a target that count; all by
-default.
+"""Name of a Batch segment: a mask of the documents that count, if they have a target.
+
+Without it all documents with a target count.
 """
 
 SWITCH = "output_router_logits"

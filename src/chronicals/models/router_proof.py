@@ -105,7 +105,7 @@ def _two_documents(twin: Any) -> Batch:
 
 
 def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
-    """Return the difference that the class's own loss adds to the cross-entropy, on padded rows."""
+    """Return the class's own loss minus the cross-entropy, on padded rows."""
     ids = torch.nn.utils.rnn.pad_sequence(
         list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True
     )

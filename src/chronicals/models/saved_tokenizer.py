@@ -135,9 +135,7 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
 
 
 def _name_the_stored_one(folder: Path) -> None:
-    """Make ``AutoTokenizer`` use ``tokenizer.json`` unchanged, with or without remote code
-    allowed.
-    """
+    """Make ``AutoTokenizer`` use ``tokenizer.json`` unchanged, with remote code allowed or not."""
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
     config |= {
@@ -170,9 +168,7 @@ def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | No
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """Describe the first difference between two tokenizers; None if the compared properties are
-    equal.
-    """
+    """Describe the first difference between two tokenizers in the compared properties, or None."""
     for what, compute in _compared(one):
         expected = _outcome(compute, one)
         found = _outcome(compute, other)

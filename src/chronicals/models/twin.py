@@ -250,9 +250,7 @@ def build_twin(cls: Any, config: Any) -> Any:
 
 
 def randomise(twin: torch.nn.Module) -> None:
-    """Draw all parameters at random: matrices scaled by their input size, vectors from 0.5 to
-    1.5.
-    """
+    """Draw all parameters: matrices scaled by their input size, vectors from 0.5 to 1.5."""
     for parameter in twin.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)

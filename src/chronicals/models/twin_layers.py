@@ -291,9 +291,7 @@ def _first_of_each(kinds: list[tuple]) -> list[int]:
 
 
 def _aligned(wanted: list[int], period: int) -> list[int]:
-    """Return ``wanted`` with layers added, so that new and old indices are equal modulo
-    ``period``.
-    """
+    """Return ``wanted`` with layers added until new and old indices are equal modulo ``period``."""
     kept: list[int] = []
     for index in wanted:
         while (index - len(kept)) % period:
