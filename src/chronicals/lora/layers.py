@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 from chronicals.lora.adapter_layer import AdapterLayer, draw, exact
@@ -36,6 +37,7 @@ from chronicals.lora.magnitude import (
     unbiased,
 )
 from chronicals.lora.tokens import TrainedTokens
+from chronicals.models.linear import register_adapter_reader
 from chronicals.models.lookahead_heads import is_of_head
 from chronicals.quantization import PackedLinear
 
@@ -209,6 +211,18 @@ class LoRALinear(AdapterLayer):
     def _added(self, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
         """``u Bᵀ``."""
         return F.linear(F.linear(F.dropout(x, dropout), a.to(x.dtype)), b.to(x.dtype))
+
+
+def _read_adapter(layer: LoRALinear) -> tuple[Adapter, bool]:
+    """Return the adapter of the layer, and whether the layer adds it now."""
+    matrices = layer.matrices
+    a, b = matrices or (layer.lora_A, layer.lora_B)
+    dropout = layer.dropout if layer.training and layer.enabled else 0.0
+    adapter = Adapter(a, b, layer.scale, dropout, layer.lora_magnitude_vector)
+    return adapter, matrices is not None
+
+
+register_adapter_reader(LoRALinear, _read_adapter)
 
 
 def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.adapter import Rows
+from chronicals.models.head import register_layer_with_rows
 
 Tokens = Sequence[int] | Mapping[str, Sequence[int]]
 """Token ids, of the input embedding; or by the ends of the paths of embedding and head."""
@@ -113,6 +114,9 @@ class TrainedTokens(nn.Module):
         bias = None if self.bias is None else self.bias[self.token_ids]
         theirs = F.linear(h, self.values.to(h.dtype), None if bias is None else bias.to(h.dtype))
         return y.index_copy(-1, self.token_ids, theirs.to(y.dtype))
+
+
+register_layer_with_rows(TrainedTokens)
 
 
 def trained_tokens(model: nn.Module) -> Iterator[tuple[str, TrainedTokens]]:

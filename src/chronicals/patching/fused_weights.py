@@ -131,7 +131,16 @@ class Group:
             say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
             merged = merged.in_16_bit()
         return merged_linear(
-            x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept, stays
+            x,
+            merged,
+            self.adapters,
+            padded=padded,
+            gradient_padded=True,
+            remake=remake,
+            skip_output=unread,
+            amaxes=self.amaxes(len(x)),
+            x_is_saved=kept,
+            output_is_saved=stays,
         )
 
 
