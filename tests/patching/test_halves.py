@@ -256,10 +256,10 @@ def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
         ("k_rotary.expand(-1, heads, -1)", "key.unsqueeze(1).expand(-1, heads, -1)"),
         ("(plain, value)", "(value, plain)"),
         (
-            "fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent))",
+            "fused_rmsnorm(latent, *arguments)",
             "latent",
         ),
-        ("x[:, : rotary // 2].repeat_interleave(2, 1)", "x[:, : rotary // 2].repeat(1, 2)"),
+        ("cos[:, : rotary // 2].repeat_interleave(2, 1)", "cos[:, : rotary // 2].repeat(1, 2)"),
     ],
     ids=[
         "a key that is not rotated",

@@ -112,19 +112,20 @@ class Group:
         x: Tensor,
         remake: Remake | None = None,
         padded: bool = True,
-        unread: bool = False,
-        kept: bool = False,
-        stays: bool = False,
+        skip_output: bool = False,
+        x_is_saved: bool = False,
+        output_is_saved: bool = False,
     ) -> Tensor:
-        """The outputs side by side.
+        """Compute the outputs of all layers side by side, ``[T, out]``.
 
         Args:
-            remake: how x is made again.
-            unread: nobody reads what is returned.
-            kept: what made x keeps it as well.
-            stays: what takes the outputs keeps them as they are.
-            padded: x was made with ``padding`` behind its rows, if its strides say so; so may be
-                the gradient that comes back.
+            x: ``[T, in]``.
+            remake: how x is computed again; it is not saved then.
+            padded: x may have been made with ``padding`` columns behind its rows, which its
+                strides tell; so may the gradient of the outputs.
+            skip_output: see ``merged_linear``; so are the next two.
+            x_is_saved: the maker of x saves it, too.
+            output_is_saved: the caller saves the outputs unmodified.
         """
         merged = self.merged
         if reason := merged.base.why_not(len(x)):
@@ -137,10 +138,10 @@ class Group:
             padded=padded,
             gradient_padded=True,
             remake=remake,
-            skip_output=unread,
+            skip_output=skip_output,
             amaxes=self.amaxes(len(x)),
-            x_is_saved=kept,
-            output_is_saved=stays,
+            x_is_saved=x_is_saved,
+            output_is_saved=output_is_saved,
         )
 
 

@@ -35,8 +35,8 @@ class RMSNormReads:
     epsilon: Epsilon
     offset: float
 
-    def of(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, float]:
-        """Weight, epsilon and offset for an input ``x``."""
+    def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, float]:
+        """Return the arguments of ``fused_rmsnorm`` after x: weight, epsilon and offset."""
         return (
             None if self.weight is None else getattr(module, self.weight),
             self.epsilon(module, x),
@@ -115,7 +115,7 @@ def epsilons(module: nn.Module) -> Iterator[Epsilon]:
 
 def _rmsnorm(reads: RMSNormReads) -> Forward:
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return fused_rmsnorm(x, *reads.of(module, x))
+        return fused_rmsnorm(x, *reads.arguments(module, x))
 
     return forward
 
