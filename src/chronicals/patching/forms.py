@@ -24,7 +24,7 @@ from chronicals.lora.parameter_layer import innermost
 from chronicals.models.rebinding import OURS
 from chronicals.quantization import Experts4bit
 
-TOLERANCE = 3e-5
+VALUE_TOLERANCE = 3e-5
 """Relative to the largest value, in fp32."""
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -230,7 +230,7 @@ def _alike(expected: list[Tensor] | None, got: list[Tensor] | None) -> bool:
     if expected is None or got is None:
         return False
     return all(
-        a.shape == b.shape and a.dtype == b.dtype and _distance(a, b) <= TOLERANCE
+        a.shape == b.shape and a.dtype == b.dtype and _distance(a, b) <= VALUE_TOLERANCE
         for a, b in zip(expected, got)
     )
 

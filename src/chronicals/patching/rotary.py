@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels import fused_qk_rope
 from chronicals.models.rebinding import rebound
-from chronicals.patching.forms import TOLERANCE, Form
+from chronicals.patching.forms import VALUE_TOLERANCE, Form
 
 KERNEL = "fused_qk_rope"
 ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -118,7 +118,7 @@ def _equal(own: Callable, way: Way) -> bool:
         upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(4)) for x in out]
         found.append([*out, *torch.autograd.grad(out, (q, k), upstream)])
     return all(
-        a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * a.abs().max())
+        a.shape == b.shape and bool((a - b).abs().max() <= VALUE_TOLERANCE * a.abs().max())
         for a, b in zip(*found)
     )
 
