@@ -41,7 +41,7 @@ FORMAT = sys.modules["chronicals.quantization.fp8"]
 
 @pytest.fixture(autouse=True)
 def small_products_too(monkeypatch):
-    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
 
 
 def fused(family, adapted=False, device="cpu"):
@@ -240,13 +240,13 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
     width = model.config.hidden_size
     layers = len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
-    monkeypatch.setattr(fp8_layers, "LEAST", math.ceil(largest) + 1)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
     assert run_in_fp8(model) == Products(0, 4 * layers, ())
-    monkeypatch.setattr(fp8_layers, "LEAST", math.floor(largest))
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.floor(largest))
     assert run_in_fp8(model) == Products(layers, 4 * layers, ())
     forget_policies(model)
     monkeypatch.setattr(fp8_layers, "MULTIPLE", 7)
-    monkeypatch.setattr(fp8_layers, "LEAST", 1)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 1)
     assert run_in_fp8(model).chosen == 0
 
 

@@ -332,7 +332,7 @@ def test_only_products_of_fused_halves_are_found():
     assert [[names for _, names, _ in products] for products in products_of_halves(model)] == 2 * [
         [("q_proj", "k_proj", "v_proj"), ("o_proj",)]
     ]
-    assert run_in_fp8(model).there == 4
+    assert run_in_fp8(model).total == 4
 
 
 def test_a_second_call_changes_no_report():

@@ -66,7 +66,7 @@ from chronicals.patching import (
     tile_mlps,
     unfuse_weights,
 )
-from chronicals.patching.fp8_layers import LEAST
+from chronicals.patching.fp8_layers import MIN_FP8_WIDTH
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.alike import prove_alike
 from chronicals.training.checkpoint import MODEL
@@ -550,7 +550,7 @@ def _run_in_fp8(model: Any, tokens: int) -> None:
     experts = run_experts_in_fp8(model, tokens * _experts_per_token(model))
     if not found.chosen and not experts.layers:
         small = (
-            f"no product of this model has inputs and outputs of a harmonic mean of {LEAST}, "
+            f"no product of this model has inputs and outputs of a harmonic mean of {MIN_FP8_WIDTH}, "
             "and FP8 does not pay for less"
         )
         reason = f"its layers do not run fused: {', '.join(found.left)}" if found.left else small
@@ -564,10 +564,10 @@ def _run_in_fp8(model: Any, tokens: int) -> None:
         )
     if experts.left:
         logger.warning("use_fp8: some experts stay in 16 bit: %s", ", ".join(experts.left))
-    if found.there:
-        sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
+    if found.total:
+        sizes = f"those whose inputs and outputs have a harmonic mean of at least {MIN_FP8_WIDTH}"
         logger.info(
-            "use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes
+            "use_fp8: %d of %d products of fused layers, %s", found.chosen, found.total, sizes
         )
     if experts.layers:
         logger.info(
