@@ -26,7 +26,7 @@ from chronicals.lora.embeddings import (
     take_embeddings,
 )
 from chronicals.lora.layers import LoRALinear, adapters
-from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE, PREFIX, WEIGHTS_FILE
+from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, SEQUENCE_CLASSIFICATION, WEIGHTS_FILE
 from chronicals.lora.starting_values import Start
 from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
@@ -51,7 +51,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     """
     folder = Path(folder)
     described = describe_adapter(folder)
-    if described.get("task_type") == OF_A_SCORE and score_of(model) is None:
+    if described.get("task_type") == SEQUENCE_CLASSIFICATION and score_of(model) is None:
         raise ValueError(why_no_language_model(folder))
     attached = dict(adapters(model))
     config = _config(model, described, attached)

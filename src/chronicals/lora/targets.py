@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
+from chronicals.lora.embeddings import ends_in
 from chronicals.lora.experts import stacked
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
@@ -211,11 +212,6 @@ def _check_parameter(model: Any, key: str) -> None:
             "one for each expert 3; leave it "
             "out"
         )
-
-
-def ends_in(path: str, name: str) -> bool:
-    """Whether a path is, or ends in, this name."""
-    return f".{path}".endswith(f".{name}")
 
 
 def stacked_parameters(model: nn.Module) -> list[str]:
