@@ -140,9 +140,8 @@ def answer(
     """
     tokenizer = Tokenizer(trained.tokenizer)
     if trained.chats:
-        messages = question
-        if isinstance(question, str):
-            messages = [{"role": "user", "content": question}]
+        is_text = isinstance(question, str)
+        messages: Any = [{"role": "user", "content": question}] if is_text else question
         ids = tokenizer.render(messages, generation=True)
     else:
         text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)

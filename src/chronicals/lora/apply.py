@@ -145,8 +145,11 @@ def adapts(
         for path, layer in adapters(model)
         if not isinstance(layer, LoRAParameter)
     }
-    is_default = wanted in (None, "all-linear")
-    targeted = targeted_paths(model, wanted) if is_default else matches(model, wanted)
+    targeted = (
+        targeted_paths(model, wanted)
+        if wanted is None or wanted == "all-linear"
+        else matches(model, wanted)
+    )
     paths = [without_wraps(path) for path in targeted]
     return adapted == {path for path in paths if layers is None or layer_number(path) in layers}
 

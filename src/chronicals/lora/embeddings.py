@@ -47,7 +47,7 @@ def _others(model: Any) -> dict[str, nn.Module]:
     the heads that predict experts.
     """
     score = score_of(model)
-    modules = {} if score is None else {SCORE: score}
+    modules: dict[str, nn.Module] = {} if score is None else {SCORE: score}
     heads = list(lookahead_heads(model).values())
     if heads:
         for path, module in model.named_modules():

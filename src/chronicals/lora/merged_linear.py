@@ -335,7 +335,7 @@ class _MergedLinear(torch.autograd.Function):
             y = base.forward(operand, None if has_magnitudes else merged.bias)
             if padding is not None and not base.padded:
                 y.addmm_(rows[:, base.width :], padding.up.t())
-        scaling: tuple[Tensor | None, ...] = (None, None, None)
+        scaling: Sequence[Tensor | None] = (None, None, None)
         if has_magnitudes:
             y, *scaling = _with_magnitudes(options, y, layers.magnitudes)
 

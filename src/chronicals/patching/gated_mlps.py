@@ -161,11 +161,13 @@ def _candidates(
         for by, activate in GATES.items():
             reads = GatedMLPReads(names[:-1], names[-1], ACTIVATIONS[by], uncalled)
             if len(first) == 2:
-                yield by, width, _separate(*names, activate), reads
+                gate, up, last = names
+                yield by, width, _separate(gate, up, last, activate), reads
             else:
+                both, last = names
                 by = f"{by}, merged"
-                yield by, width, _merged(*names, activate, gate_first=True), reads
-                yield by, width, _merged(*names, activate, gate_first=False), None
+                yield by, width, _merged(both, last, activate, gate_first=True), reads
+                yield by, width, _merged(both, last, activate, gate_first=False), None
 
 
 def _if_unchanged(forward: Forward, uncalled: Uncalled) -> Forward:
