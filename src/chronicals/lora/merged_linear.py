@@ -234,7 +234,7 @@ def _extended(x: Tensor, columns: int, made_with_padding: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Remake:
-    """How the backward pass computes x again: ``make(source)``; ``source`` is saved instead of x.
+    """The recomputation of x in the backward pass: ``make(source)``. ``source`` is saved instead of x.
 
     Attributes:
         make: function of the source.
@@ -247,7 +247,7 @@ class Remake:
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """How ``_MergedLinear`` computes: everything but its tensors and the remake of x.
+    """The options of ``_MergedLinear``: all its arguments but tensors and the remake of x.
 
     Attributes:
         merged: the weights.
@@ -276,22 +276,22 @@ class ProductOptions:
     output_is_saved: bool
 
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
-class LayerValues(NamedTuple, Generic[Value]):
+class LayerValues(NamedTuple, Generic[_Value]):
     """A value for each tensor of each layer, such as the tensor, its gradient or whether that is
     needed.
     """
 
-    weights: Sequence[Value]
-    biases: Sequence[Value]
-    downs: Sequence[Value]
-    ups: Sequence[Value]
-    magnitudes: Sequence[Value]
+    weights: Sequence[_Value]
+    biases: Sequence[_Value]
+    downs: Sequence[_Value]
+    ups: Sequence[_Value]
+    magnitudes: Sequence[_Value]
 
     @classmethod
-    def split(cls, values: Sequence[Value]) -> LayerValues[Value]:
+    def split(cls, values: Sequence[_Value]) -> LayerValues[_Value]:
         """Take the values from one list: those of all weights, of all biases, of all A, and so on."""
         count = len(values) // len(cls._fields)
         return cls(*(values[start : start + count] for start in range(0, len(values), count)))
@@ -595,7 +595,7 @@ def merged_linear(
         ),
         output_is_saved=output_is_saved,
     )
-    layers = LayerValues[Tensor | None](
+    layers: LayerValues[Tensor | None] = LayerValues(
         weights=merged.storage.parts,
         biases=merged.biases,
         downs=[None if adapter is None else adapter.a for adapter in adapters],

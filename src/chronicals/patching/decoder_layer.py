@@ -43,15 +43,15 @@ from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
-"""Whether transformers recomputes a layer around its forward; newer versions do so within the
-class's forward.
+"""True if transformers recomputes a layer around its forward; newer versions do so within the class's
+forward.
 """
 
 NAME = "decoder layer"
 BY = "fused decoder layer"
 ATTENTION_BY = "fused attention half"
 MLP_BY = "fused MLP half"
-"""What replaces a layer's forward: both halves, or one of them."""
+"""Names of the replacements of a layer's forward: both halves, or one of them."""
 
 ATTENTION_HALF = "attention half"
 MLP_HALF = "MLP half"
@@ -83,7 +83,7 @@ runs: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Anatomy:
-    """How a decoder layer is read.
+    """The parts of a decoder layer.
 
     Attributes:
         norms: norms of the attention half and of the MLP half.

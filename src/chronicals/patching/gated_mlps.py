@@ -85,7 +85,7 @@ def _differs(module: Any, named: list[tuple[str, type, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class GatedMLPReads:
-    """How a gated MLP is read.
+    """The parts of a gated MLP.
 
     Attributes:
         first: names of the children whose outputs side by side are gate and up.

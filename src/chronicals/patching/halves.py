@@ -70,7 +70,7 @@ class HalfNorms:
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """How an attention module is read.
+    """The parts of an attention module.
 
     Attributes:
         products: names of the children that make queries, keys and values.
@@ -87,7 +87,7 @@ class AttentionReads:
 
 @dataclass(frozen=True)
 class LatentReads(AttentionReads):
-    """How a module of multi-head latent attention is read.
+    """The parts of a module of multi-head latent attention.
 
     Attributes:
         products: names of the children that make queries or their latent, and the latent of keys
@@ -120,7 +120,7 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """What the product that made a branch asks of the kernel that computes the branch's gradient.
+    """The wishes of the product that made a branch, for the kernel that computes the branch's gradient.
 
     Attributes:
         padding: columns to be left free behind each row.
@@ -183,7 +183,7 @@ class FusedHalf(ABC):
         """Return the products of the half."""
 
     def gradient(self, rows: int) -> GradientRequest:
-        """Return what the last product asks of the gradient of the branch, ``[rows, D]``."""
+        """Return the wishes of the last product for the gradient of the branch, ``[rows, D]``."""
         return GradientRequest(self.last.padding, self.last.amaxes(rows)[1])
 
     def _norm_before(

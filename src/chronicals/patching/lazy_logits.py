@@ -92,7 +92,7 @@ fused optimizer, or through ``.data``.
 
 @dataclass(eq=False)
 class Promise:
-    """How logits are computed, and the logits once they are.
+    """The recipe of logits, and their values once they are computed.
 
     Attributes:
         hidden, weight, bias: ``[..., D]``, ``[V, D]`` and ``[V]`` or None, when the head was
@@ -276,7 +276,7 @@ def _watch_optimizers() -> None:
 
 
 def _keep_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before ``optimizer.step``: copy the head weights that unread logits still need."""
+    """Copy the head weights that uncomputed logits still need; called before ``optimizer.step``."""
     if not _open_promises:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

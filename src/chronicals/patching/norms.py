@@ -33,7 +33,7 @@ Epsilon = Callable[[nn.Module, Tensor], float]
 
 @dataclass(frozen=True)
 class RMSNormReads:
-    """How an RMSNorm is read.
+    """The parts of an RMSNorm.
 
     Attributes:
         weight: name of its vector, or None.

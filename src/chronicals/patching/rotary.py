@@ -40,7 +40,7 @@ def _pairs_apart(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a modelling file rotates, in terms of the kernel.
+    """A rotation of a modelling file, expressed by the kernel.
 
     Attributes:
         share: width of its tables as a share of a head's width.
