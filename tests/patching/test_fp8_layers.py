@@ -95,7 +95,7 @@ def test_but_for_rounding_it_is_the_same(family, adapted, device):
     model = fused(family, adapted, device).double()
     expected = found_in(model, batch(device))
     found = run_in_fp8(model)
-    assert found.chosen == found.there == 4 * len(model.get_decoder().layers) and not found.left
+    assert found.chosen == found.total == 4 * len(model.get_decoder().layers) and not found.left
     families.assert_same(expected, found_in(model, batch(device)))
 
 
@@ -338,7 +338,7 @@ def test_halves_that_do_not_run_fused_are_named(family, spoil, reason, lost, dev
     model = fused(family, device=device)
     spoil(model.get_decoder().layers[0])
     found = run_in_fp8(model)
-    assert found.chosen == found.there == 4 * len(model.get_decoder().layers) - lost
+    assert found.chosen == found.total == 4 * len(model.get_decoder().layers) - lost
     (left,) = found.left
     assert reason in left
     assert not any(

@@ -106,8 +106,8 @@ def load_trained(
 
 
 def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
-    """Return the dtype in which a saved model computes: bf16, or fp32 if it was trained in fp32 or no
-    card has bf16.
+    """Return the dtype in which a saved model computes: bf16, or fp32 if it was trained in fp32 or
+    no card has bf16.
 
     Args:
         about: fields of ``chronicals.json``; older runs, which do not name the dtype, were in 16

@@ -33,7 +33,9 @@ class Ending:
         return text[:end].strip()
 
     def has_string(self, produced: list[int]) -> bool:
-        """Return whether the last tokens contain a stop string, which may consist of special tokens."""
+        """Return whether the last tokens contain a stop string, which may consist of special
+        tokens.
+        """
         if not self.strings:
             return False
         # a character has at most 4 bytes, a token at least one

@@ -64,8 +64,8 @@ class AdapterLayer(nn.Module, ABC):
 
     @property
     def is_fresh(self) -> bool:
-        """True if the layer computes the same as without its adapter, as one of A and B is zero. The
-        host waits for the device.
+        """True if the layer computes the same as without its adapter, as one of A and B is zero.
+        The host waits for the device.
         """
         return not all(bool(matrix.any()) for matrix in self.pair)
 

@@ -94,8 +94,8 @@ class LoRAConfig:
                     raise ValueError(f"{name}: {key!r} is no regular expression: {error}") from None
 
     def _check_parameters(self) -> None:
-        """Raise ValueError for fields that an adapter of a parameter cannot have, as in PEFT: it has
-        no input of its own and no rows with a length.
+        """Raise ValueError for fields that an adapter of a parameter cannot have, as in PEFT: it
+        has no input of its own and no rows with a length.
         """
         for value, name, remedy in (
             (self.dropout, "dropout", "set dropout=0"),

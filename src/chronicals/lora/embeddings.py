@@ -43,8 +43,8 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def _others(model: Any) -> dict[str, nn.Module]:
-    """Return by path the modules that may be trained whole and have no rows of tokens: the score, and
-    the heads that predict experts.
+    """Return by path the modules that may be trained whole and have no rows of tokens: the score,
+    and the heads that predict experts.
     """
     score = score_of(model)
     modules: dict[str, nn.Module] = {} if score is None else {SCORE: score}
@@ -70,7 +70,8 @@ def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
 
 
 def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
-    """Return by path the modules that are named: embedding, head, score, heads that predict experts.
+    """Return by path the modules that are named: embedding, head, score, heads that predict
+    experts.
 
     Args:
         names: ends of paths.

@@ -24,13 +24,13 @@ from chronicals.model_shape import EXPERTS
 from chronicals.versions import EXPERTS_SAY_PARALLEL, transformers_before
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
-"""Attributes that ``use_experts_implementation`` sets on a class; they tell how experts are computed
-from the parameters. Newer versions also set ``has_post_expert_norm``.
+"""Attributes that ``use_experts_implementation`` sets on a class; they tell how experts are
+computed from the parameters. Newer versions also set ``has_post_expert_norm``.
 """
 
 TAKES_FACTORS = "takes_factors"
-"""Attribute of a function that replaces a layer's forward and accepts the factors of its adapters as
-``factors``; it returns None if it cannot compute them.
+"""Attribute of a function that replaces a layer's forward and accepts the factors of its adapters
+as ``factors``; it returns None if it cannot compute them.
 """
 
 ROW_ALIGNMENT = 8
@@ -56,8 +56,8 @@ class Routed(NamedTuple):
 def expert_inputs(
     layer: Any, names: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]
 ) -> Routed | None:
-    """Return the inputs of a layer whose experts can be computed here; None if the layer is something
-    else, has hooks or another forward, or has its experts on several ranks.
+    """Return the inputs of a layer whose experts can be computed here; None if the layer is
+    something else, has hooks or another forward, or has its experts on several ranks.
 
     Args:
         layer: the layer without adapters around it.
@@ -126,7 +126,8 @@ def adapted_experts(
     routed: Routed,
     stacks: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Return the output of the layer with its adapters, ``[T, N]``, in the dtype of the hidden states.
+    """Return the output of the layer with its adapters, ``[T, N]``, in the dtype of the hidden
+    states.
 
     Args:
         layer: the layer without adapters around it.

@@ -136,8 +136,8 @@ def _experts_of_text(text: Any) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 
 def _adapters_around(outer: Any) -> dict[str, list[tuple[nn.Parameter, str]]]:
-    """Return the trained matrices of adapters, each with its kind, by the name of the weight that they
-    adapt.
+    """Return the trained matrices of adapters, each with its kind, by the name of the weight that
+    they adapt.
     """
     matrices = defaultdict[str, list[tuple[nn.Parameter, str]]](list)
     while hasattr(outer, "base_layer"):
@@ -168,8 +168,8 @@ def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def stacked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module with 3 dimensions, except those of convolutions; for experts
-    in 4 bits their codes.
+    """Return the parameters of a module with 3 dimensions, except those of convolutions; for
+    experts in 4 bits their codes.
     """
     if isinstance(module, Experts4bit):
         return [(name, module.get_parameter(name)) for name in module.stacked]

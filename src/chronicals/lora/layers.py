@@ -229,8 +229,8 @@ def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
-    """Return paths and modules of the adapted layers, linear or not. Of several around one layer the
-    outermost comes first.
+    """Return paths and modules of the adapted layers, linear or not. Of several around one layer
+    the outermost comes first.
     """
     return (
         (name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer)
@@ -269,8 +269,8 @@ def adapters_are_fresh(model: nn.Module) -> bool:
 
 
 def why_base_is_gone(model: nn.Module) -> str | None:
-    """Return why the model without its adapters is not the base that they were trained over; None if
-    it is.
+    """Return why the model without its adapters is not the base that they were trained over; None
+    if it is.
     """
     named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
     whole = [name for name in named if not is_of_head(name)]

@@ -165,8 +165,8 @@ def _tokens(
 
 
 def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
-    """Return the shapes of the trained parameters of a layer by their names in a file, where starting
-    values, if there are any, stand beside A and B.
+    """Return the shapes of the trained parameters of a layer by their names in a file, where
+    starting values, if there are any, stand beside A and B.
     """
     if not isinstance(layer, LoRALinear) or layer.lora_start_A is None:
         return {in_file(name): layer.get_parameter(name).shape for name in layer.trained}
@@ -362,7 +362,8 @@ def _pop_tensors(
             if stored is None or stored.shape != shape:
                 parameter = name.removesuffix(".weight")
                 raise ValueError(
-                    f"{folder}: {path}.{parameter} is missing or not {tuple(shape)}: of another model?"
+                    f"{folder}: {path}.{parameter} is missing or not {tuple(shape)}: of another "
+                    "model?"
                 )
             popped[path][name] = stored
     if tensors and last:
@@ -412,5 +413,7 @@ def _refuse_unsupported(folder: Path, described: dict[str, Any]) -> None:
 
 
 def _is_from_weights(start: str) -> bool:
-    """Return whether an ``init_lora_weights`` is one of ours that take a part of the base's weights."""
+    """Return whether an ``init_lora_weights`` is one of ours that take a part of the base's
+    weights.
+    """
     return is_init(start) and start.startswith(("pissa", "olora"))

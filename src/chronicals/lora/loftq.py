@@ -110,8 +110,8 @@ def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> N
 
 @torch.no_grad()
 def start_from_quantisation(model: Any) -> None:
-    """Copy the starting values into all adapters and delete them. Magnitudes (DoRA) become the norms
-    of the rows with the adapter.
+    """Copy the starting values into all adapters and delete them. Magnitudes (DoRA) become the
+    norms of the rows with the adapter.
     """
     starts = vars(model).pop(WATCHED).starts
     for path, layer in linear_adapters(model):

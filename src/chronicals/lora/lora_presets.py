@@ -16,8 +16,8 @@ LORA_PRESETS: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
 }
-"""Fields of a ``LoRAConfig`` by name of the preset: the products of attention, every linear layer but
-the head, or attention and the stacked weights of all experts of a mixture.
+"""Fields of a ``LoRAConfig`` by name of the preset: the products of attention, every linear layer
+but the head, or attention and the stacked weights of all experts of a mixture.
 """
 
 

@@ -102,8 +102,8 @@ def is_plain(weight: Any) -> bool:
 
 
 def squared_norms_of(layer: Any, width: int) -> Tensor:
-    """Return ‖W‖² of the rows of a linear layer, quantised or not. An unknown format is read from the
-    layer's outputs for the identity.
+    """Return ‖W‖² of the rows of a linear layer, quantised or not. An unknown format is read from
+    the layer's outputs for the identity.
     """
     if is_plain(layer.weight):
         return squared_norms(upright(layer))

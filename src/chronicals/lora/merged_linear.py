@@ -234,7 +234,8 @@ def _extended(x: Tensor, columns: int, made_with_padding: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Remake:
-    """The recomputation of x in the backward pass: ``make(source)``. ``source`` is saved instead of x.
+    """The recomputation of x in the backward pass: ``make(source)``. ``source`` is saved instead of
+    x.
 
     Attributes:
         make: function of the source.

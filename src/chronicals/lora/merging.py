@@ -64,8 +64,8 @@ def _can_be_merged(adapted: AdapterLayer) -> bool:
 
 
 def _untie_adapted_head(model: Any) -> None:
-    """Give the head a copy of a weight that it shares with the embedding, if one of them is adapted:
-    merging would change the other, too.
+    """Give the head a copy of a weight that it shares with the embedding, if one of them is
+    adapted: merging would change the other, too.
     """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()

@@ -85,8 +85,8 @@ def save_pretrained(
         push_to_hub: also upload the folder, to ``repo_id`` or a repository of its name.
         max_shard_size, variant: ignored, since an adapter is one file of a fixed name.
         token: access token of the hub.
-        others: arguments of ``model.push_to_hub``; other arguments of transformers are ignored, with
-            a warning.
+        others: arguments of ``model.push_to_hub``; other arguments of transformers are ignored,
+            with a warning.
 
     Raises:
         ValueError: ``safe_serialization=False``; adapters are written as safetensors only.
@@ -133,8 +133,8 @@ def merge_and_unload(model: Any) -> Any:
 
 
 def plain_again(model: Any) -> None:
-    """Remove from a model without adapters the methods and the configuration that ``apply_lora`` gave
-    it.
+    """Remove from a model without adapters the methods and the configuration that ``apply_lora``
+    gave it.
     """
     if isinstance(model, Adapted):
         model.__class__ = model.plain_class

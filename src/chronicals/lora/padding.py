@@ -14,8 +14,8 @@ from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.quantization import Dense
 
 COLUMN_MULTIPLE = 64
-"""The number of padding columns is a multiple of this. Rows then begin at multiples of 128 bytes and
-products take whole steps, which is up to 3 % faster than with 16.
+"""The number of padding columns is a multiple of this. Rows then begin at multiples of 128 bytes
+and products take whole steps, which is up to 3 % faster than with 16.
 """
 
 

@@ -32,7 +32,8 @@ SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """PEFT's name of the task of a sequence classifier."""
 
 CHANGED = "_chronicals_weights_changed"
-"""Attribute of a model whose weights have changed since it was loaded from its folder or hub name."""
+"""Attribute of a model whose weights have changed since it was loaded from its folder or hub name.
+"""
 
 
 def _peft_config(

@@ -69,7 +69,8 @@ def add_adapter(model: Any, name: str, folder: str | Path) -> None:
 
 
 def set_adapter(model: Any, name: str) -> Any:
-    """Attach the adapter ``name`` in place of the attached one, whose values are kept under its name.
+    """Attach the adapter ``name`` in place of the attached one, whose values are kept under its
+    name.
 
     If the shapes differ, the matrices are new parameters, so patch the model and make its optimizer
     afterwards.
@@ -133,7 +134,8 @@ def add_weighted_adapter(
     """
     if combination_type not in COMBINATIONS:
         raise ValueError(
-            f"combination_type={combination_type!r}: takes {' or '.join(COMBINATIONS)}; PEFT has others"
+            f"combination_type={combination_type!r}: takes {' or '.join(COMBINATIONS)}; PEFT has "
+            "others"
         )
     if new_name in _named(model):
         raise ValueError(
@@ -299,8 +301,8 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
 
 
 def _shape_at(model: Any, path: str) -> tuple[int, int] | None:
-    """Return ``(in, out)`` of the linear layer or embedding at a path, adapted or not; None if there
-    is none.
+    """Return ``(in, out)`` of the linear layer or embedding at a path, adapted or not; None if
+    there is none.
     """
     try:
         layer = model.get_submodule(path)

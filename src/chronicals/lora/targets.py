@@ -97,8 +97,8 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 
 def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -> list[Target]:
-    """Return the targets that ``config`` names in a model without adapters, in the order in which they
-    are to be attached.
+    """Return the targets that ``config`` names in a model without adapters, in the order in which
+    they are to be attached.
 
     Args:
         model: the model.
@@ -130,8 +130,8 @@ def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -
 
 
 def _parameter_targets(model: Any, config: LoRAConfig) -> list[Target]:
-    """Return the targets that are bare parameters. Of several in one layer the first is innermost, as
-    in PEFT.
+    """Return the targets that are bare parameters. Of several in one layer the first is innermost,
+    as in PEFT.
     """
     if not config.target_parameters:
         return []

@@ -1,5 +1,5 @@
-"""Trained tokens: some rows of an embedding are trained, and of the head if both are one weight; all
-other rows are frozen.
+"""Trained tokens: some rows of an embedding are trained, and of the head if both are one weight;
+all other rows are frozen.
 
     y = R[slot(x)] where x is one of the tokens, W[x] elsewhere        of the embedding
     y = h Wᵀ + b,  y[:, i] = h Rᵀ + b[i]                               of the head, for the tokens i
@@ -22,7 +22,8 @@ from chronicals.kernels.adapter import Rows
 from chronicals.models.head import register_layer_with_rows
 
 TokenIds = Sequence[int] | Mapping[str, Sequence[int]]
-"""Token ids of the input embedding, or lists of them by the ends of the paths of embedding and head.
+"""Token ids of the input embedding, or lists of them by the ends of the paths of embedding and
+head.
 """
 
 FILE_NAME = "token_adapter.trainable_tokens_delta"
@@ -120,7 +121,9 @@ register_layer_with_rows(TrainedTokens)
 
 
 def trained_tokens(model: nn.Module) -> Iterator[tuple[str, TrainedTokens]]:
-    """Yield path and module of the layers that have the trained rows, without those that share them."""
+    """Yield path and module of the layers that have the trained rows, without those that share
+    them.
+    """
     for path, module in model.named_modules():
         if isinstance(module, TrainedTokens) and module.lora_tokens is not None:
             yield path, module

@@ -145,8 +145,8 @@ def _refuse_labels_at_padding(
 def _mask(
     implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any
 ) -> Any:
-    """Make a mask, by transformers' interface: a lazy one if the rows are documents, else the mask of
-    ``implementation``.
+    """Make a mask, by transformers' interface: a lazy one if the rows are documents, else the mask
+    of ``implementation``.
     """
     usual = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     make = functools.partial(

@@ -43,8 +43,8 @@ from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
-"""True if transformers recomputes a layer around its forward; newer versions do so within the class's
-forward.
+"""True if transformers recomputes a layer around its forward; newer versions do so within the
+class's forward.
 """
 
 NAME = "decoder layer"
@@ -327,7 +327,7 @@ def _run_halves(
             layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **inputs)
         )(x)
     else:
-        # the layer below has the same form: its down product asks of the gradient what this one's does
+        # the layer below has the same form: its down product asks the same of its gradient
         below = GradientRequest() if mlp is None else GradientRequest(mlp.last.padding)
         x, branch = attention(x, _packed_tokens(inputs), below)
     if mlp is None:

@@ -111,8 +111,9 @@ def recognise_experts(module: nn.Module) -> Form | None:
 
 
 def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor], Tensor]:
-    """Return ``compute(module, x, experts, shares)`` behind a router of fixed random numbers, through
-    which the gradient of x contains that of the shares. The last of several experts gets no token.
+    """Return ``compute(module, x, experts, shares)`` behind a router of fixed random numbers,
+    through which the gradient of x contains that of the shares. The last of several experts gets no
+    token.
     """
     generator = torch.Generator().manual_seed(11)
 

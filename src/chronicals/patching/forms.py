@@ -1,10 +1,10 @@
 """A form: the computation of one kind of module by kernels, recognised by structure and proved on a
 module of a twin.
 
-The proof compares a candidate with the module's own forward: outputs, and gradients of the input and
-of every parameter, on random inputs of several scales. Numbers that a module stores (an epsilon, a
-multiplier) are random during the proof, so a form that does not read them from the instance does
-not pass.
+The proof compares a candidate with the module's own forward: outputs, and gradients of the input
+and of every parameter, on random inputs of several scales. Numbers that a module stores (an
+epsilon, a multiplier) are random during the proof, so a form that does not read them from the
+instance does not pass.
 """
 
 from __future__ import annotations

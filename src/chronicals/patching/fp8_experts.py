@@ -21,17 +21,17 @@ IN_FP8 = "_chronicals_experts_in_fp8"
 PRODUCTS = ("gate_up_proj", "down_proj")
 
 MIN_MEAN_WIDTH = 512
-"""Smallest harmonic mean of model width D and inner width F with which FP8 saves time. Computed: for
-each of a token's k experts the products in 16 bit take 12 D F FLOP at 650 TFLOP/s, in FP8 0.6 of
-that time; quantising x and dy takes 6 D bytes, dh 2 F, at 3 TB/s. They balance near 250. Measured on
-an H100: at 1117 (2048 and 768) a frozen layer takes 0.83 of its time in bf16.
+"""Smallest harmonic mean of model width D and inner width F with which FP8 saves time. Computed:
+for each of a token's k experts the products in 16 bit take 12 D F FLOP at 650 TFLOP/s, in FP8 0.6
+of that time; quantising x and dy takes 6 D bytes, dh 2 F, at 3 TB/s. They balance near 250.
+Measured on an H100: at 1117 (2048 and 768) a frozen layer takes 0.83 of its time in bf16.
 """
 
 MIN_EXPERT_ROWS = 2048
 """Smallest mean number of rows of an expert with which trained weights run in FP8. Quantising a
-weight takes 8 bytes of traffic in a forward and backward pass, its products save 4 FLOP a row. On an
-H100 a layer of trained experts takes 1.13 times its time in bf16 with 1024 rows, 1.01 and 0.97 with
-2048, 0.87 with 8192.
+weight takes 8 bytes of traffic in a forward and backward pass, its products save 4 FLOP a row. On
+an H100 a layer of trained experts takes 1.13 times its time in bf16 with 1024 rows, 1.01 and 0.97
+with 2048, 0.87 with 8192.
 """
 
 

@@ -15,9 +15,9 @@ from chronicals.patching.fused_weights import FORMATS, Unmerged, move_to_host, u
 from chronicals.quantization import FP8, Dense, FP8InHost
 
 MIN_FP8_WIDTH = 2304
-"""Smallest harmonic mean of inputs and outputs of a product that runs in FP8. The product saves time
-in proportion to inputs times outputs, quantising takes time in proportion to their sum: a trained
-product of 2048 by 2048 saves 7 % of its time.
+"""Smallest harmonic mean of inputs and outputs of a product that runs in FP8. The product saves
+time in proportion to inputs times outputs, quantising takes time in proportion to their sum: a
+trained product of 2048 by 2048 saves 7 % of its time.
 """
 
 
@@ -76,9 +76,9 @@ def run_in_fp8(model: Any) -> Products:
 
 
 def offload_frozen_weights(model: Any) -> int:
-    """Move the 16-bit weights of frozen products that run in FP8 to host memory, and keep only their
-    rows in FP8. Outputs of fused layers do not change. ``forget_policies`` and ``unfuse_weights``
-    undo it.
+    """Move the 16-bit weights of frozen products that run in FP8 to host memory, and keep only
+    their rows in FP8. Outputs of fused layers do not change. ``forget_policies`` and
+    ``unfuse_weights`` undo it.
 
     Returns:
         The number of bytes that were moved.
@@ -103,8 +103,8 @@ def is_large(inputs: int, outputs: int) -> bool:
 
 
 def layers_in_fp8(model: Any) -> list[str]:
-    """Return the names of the linear layers whose products run in FP8; a layer inside an adapter has
-    the adapter's name.
+    """Return the names of the linear layers whose products run in FP8; a layer inside an adapter
+    has the adapter's name.
     """
     chosen = set()
     for products in products_of_halves(model):

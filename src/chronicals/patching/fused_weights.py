@@ -38,8 +38,8 @@ FORMATS = "_chronicals_formats"
 """Attribute of a module: formats of the products of groups of its children, by their names."""
 
 DEVICES = "_chronicals_devices"
-"""Attribute of a module: devices of the products of groups of its children whose weights are in host
-memory, by their names.
+"""Attribute of a module: devices of the products of groups of its children whose weights are in
+host memory, by their names.
 """
 
 _said: set[str] = set()

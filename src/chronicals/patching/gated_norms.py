@@ -63,8 +63,8 @@ def _of_one_tensor(forward: Callable[..., Tensor]) -> Callable[[Any, Tensor], Te
 
 
 def _as_called(forward: Gated, names: list[str]) -> Callable[..., Tensor]:
-    """Return ``forward`` for callers that may name its arguments. Without a gate of the input's shape
-    the class's own forward runs.
+    """Return ``forward`` for callers that may name its arguments. Without a gate of the input's
+    shape the class's own forward runs.
     """
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Tensor:

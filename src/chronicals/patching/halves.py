@@ -120,7 +120,8 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """The wishes of the product that made a branch, for the kernel that computes the branch's gradient.
+    """The wishes of the product that made a branch, for the kernel that computes the branch's
+    gradient.
 
     Attributes:
         padding: columns to be left free behind each row.

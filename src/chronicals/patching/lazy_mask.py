@@ -1,4 +1,5 @@
-"""A mask that is made when somebody reads it: a model passes it to its layers if rows are documents.
+"""A mask that is made when somebody reads it: a model passes it to its layers if rows are
+documents.
 
 Attention over documents reads their bounds from it. Any other use makes the mask that transformers
 would have made.

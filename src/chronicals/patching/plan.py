@@ -1,5 +1,5 @@
-"""The plan of what can be replaced in models of a class and configuration: proved on its twin, once,
-part by part and then all parts together.
+"""The plan of what can be replaced in models of a class and configuration: proved on its twin,
+once, part by part and then all parts together.
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ def _why_not_documents(twin: Any) -> str:
 
 
 def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
-    """Return inputs by kind: plain rows, rows padded on either side, rows padded with targets at the padding, and
-    packed rows.
+    """Return inputs by kind: plain rows, rows padded on either side, rows padded with targets at
+    the padding, and packed rows.
     """
     generator = torch.Generator().manual_seed(7)
     size = model.get_input_embeddings().weight.shape[0]

@@ -22,8 +22,8 @@ ROLE = "gated MLP"
 
 
 def tile_mlps(model: Any) -> int:
-    """Let the gated MLPs of ``model`` process their rows in tiles, in fused layers, too. A second call
-    changes nothing.
+    """Let the gated MLPs of ``model`` process their rows in tiles, in fused layers, too. A second
+    call changes nothing.
 
     Patch the model before; kernels stay. ``unpatch_model`` undoes it.
 
