@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embeddings import modules_to_save, remember_base_rows, with_score
+from chronicals.lora.embeddings import (
+    ends_in_any,
+    modules_to_save,
+    remember_base_rows,
+    with_score,
+)
 from chronicals.lora.layers import adapters
 from chronicals.lora.loftq import check_quantised, start_from_quantisation
 from chronicals.lora.model_methods import bind_methods
@@ -18,7 +23,6 @@ from chronicals.lora.starting_values import Start, check_weights, start_from_wei
 from chronicals.lora.targets import (
     Target,
     ends,
-    ends_in,
     layer_number,
     matches,
     targeted_paths,
@@ -164,5 +168,5 @@ def adapts_parameters(
         layer.named_at(path) for path, layer in adapters(model) if isinstance(layer, LoRAParameter)
     }
     keys = {without_wraps(key) for key, _ in model.named_parameters() if ".lora_" not in key}
-    named = {key for key in keys if any(ends_in(key, name) for name in wanted or ())}
+    named = {key for key in keys if ends_in_any(key, wanted or ())}
     return adapted == {key for key in named if layers is None or layer_number(key) in layers}

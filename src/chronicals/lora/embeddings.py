@@ -34,11 +34,11 @@ def _layers(model: Any) -> dict[str, nn.Module]:
     with a score is saved without its head.
     """
     head = None if score_of(model) is not None else model.get_output_embeddings()
-    ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
+    ends = {id(end) for end in (model.get_input_embeddings(), head) if end is not None}
     return {
         path: getattr(module, "base_layer", module)
         for path, module in model.named_modules()
-        if any(module is end for end in ends)
+        if id(module) in ends
     }
 
 
@@ -59,6 +59,11 @@ def _others(model: Any) -> dict[str, nn.Module]:
 def ends_in(path: str, name: str) -> bool:
     """Return whether a path is, or ends in, this name."""
     return f".{path}".endswith(f".{name}")
+
+
+def ends_in_any(path: str, names: Collection[str]) -> bool:
+    """Return whether a path is, or ends in, one of these names."""
+    return any(ends_in(path, name) for name in names)
 
 
 def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
@@ -87,7 +92,9 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
         of_ends = {path: end for path, end in ends.items() if ends_in(path, name)}
         of_others = {path: other for path, other in others.items() if ends_in(path, name)}
         if not of_ends and not of_others:
-            if score_of(model) is not None and _names_head(name, model):
+            head = model.get_output_embeddings()
+            heads = [path for path, module in model.named_modules() if module is head]
+            if score_of(model) is not None and any(ends_in(path, name) for path in heads):
                 raise ValueError(
                     f"lora_modules_to_save: {name!r} predicts tokens, which a reward model does "
                     "not; leave it out"
@@ -108,11 +115,6 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
             "(tie_word_embeddings: false, with a weight for each)"
         )
     return named_ends | named_others
-
-
-def _names_head(name: str, model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return any(module is head and ends_in(path, name) for path, module in model.named_modules())
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
-from chronicals.lora.embeddings import ends_in
+from chronicals.lora.embeddings import ends_in, ends_in_any
 from chronicals.lora.experts import stacked
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
@@ -170,7 +170,7 @@ def targeted_parameters(
                 f"lora_target_parameters: {name!r} matches no parameter; those of stacked experts "
                 f"here: {known}"
             )
-    keys = [key for key in parameters if any(ends_in(key, name) for name in wanted)]
+    keys = [key for key in parameters if ends_in_any(key, wanted)]
     if layers is not None:
         keys = [key for key in keys if layer_number(key) in layers]
     if not keys:
@@ -379,4 +379,4 @@ def matches(model: nn.Module, wanted: list[str] | str) -> list[str]:
     paths = [path for path, _ in model.named_modules()]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
-    return [path for path in paths if any(ends_in(path, name) for name in wanted)]
+    return [path for path in paths if ends_in_any(path, wanted)]

@@ -71,6 +71,7 @@ class PatchReport:
         left = Counter((entry.part, entry.reason) for entry in self.left)
         for (part, reason), count in left.items():
             rows.append((part, str(count), f"as it was: {reason}"))
-        widths = [max(len(row[n]) for row in rows) for n in range(2)]
-        lines = [f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}" for row in rows]
+        part_width = max(len(part) for part, _, _ in rows)
+        count_width = max(len(count) for _, count, _ in rows)
+        lines = [f"{part:{part_width}}  {count:>{count_width}}  {now}" for part, count, now in rows]
         return "\n".join([self.model, *lines, *self.notes])
