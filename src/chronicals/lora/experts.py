@@ -122,13 +122,13 @@ def _experts_of_text(text: Any) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     if hasattr(text, "config") and not speaks_of_experts(text.config):
         return
     paths = beside_text(text) if hasattr(text, "get_decoder") else []
-    towers_modules: set[nn.Module] = set()
+    tower_modules: set[nn.Module] = set()
     for path in paths:
         owner, _, name = path.rpartition(".")
         if name not in text.get_submodule(owner)._parameters:
-            towers_modules.update(text.get_submodule(path).modules())
+            tower_modules.update(text.get_submodule(path).modules())
     for path, outer in _experts(text):
-        if outer not in towers_modules:
+        if outer not in tower_modules:
             inner: Any = outer
             while hasattr(inner, "base_layer"):
                 inner = inner.base_layer
