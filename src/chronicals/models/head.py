@@ -104,11 +104,22 @@ def read_head(model: Any) -> Head:
     return Head(layer.weight, layer.bias, scale, softcap, adapter, rows)
 
 
+_LAYERS_WITH_ROWS: set[type] = set()
+"""Classes of layers some of whose rows are trained by themselves."""
+
+
+def register_layer_with_rows(kind: type) -> None:
+    """Let ``read_head`` read layers of a class, not of its subclasses.
+
+    Args:
+        kind: a class whose layers have a frozen ``base_layer`` and ``rows``, a ``Rows`` that
+            replaces some of its rows, or None.
+    """
+    _LAYERS_WITH_ROWS.add(kind)
+
+
 def _with_trained_rows(layer: Any) -> tuple[Any, Rows | None]:
-    """A head without the rows that are trained by themselves, and these."""
-    if (
-        f"{type(layer).__module__}.{type(layer).__qualname__}"
-        != "chronicals.lora.tokens.TrainedTokens"
-    ):
+    """Return a head without its trained rows, and these."""
+    if type(layer) not in _LAYERS_WITH_ROWS:
         return layer, None
     return layer.base_layer, layer.rows

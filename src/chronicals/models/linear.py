@@ -1,4 +1,8 @@
-"""Reading a linear layer: the plain layer, and the adapter around it."""
+"""Reading a linear layer: the plain layer, and the adapter around it.
+
+Classes of adapted layers are not named here: each registers the function that reads its adapter
+(``register_adapter_reader``). PEFT's are known by name, so that PEFT need not be installed.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,26 @@ class ReadLinear(NamedTuple):
     rank: int
 
 
-def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
-    dropout = layer.dropout if layer.training and layer.enabled else 0.0
-    magnitude = layer.lora_magnitude_vector
-    a, b = layer.matrices or (layer.lora_A, layer.lora_B)
-    return Adapter(a, b, layer.scale, dropout, magnitude), layer.matrices is not None
+AdapterReader = Callable[[Any], tuple[Adapter | None, bool]]
+"""Returns the adapter that a layer adds to its ``base_layer``, or None, and whether it is on."""
+
+_READERS: dict[type, AdapterReader] = {}
+"""Readers by the class of the adapted layer."""
 
 
-def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
-    """The one active adapter of PEFT's LoRA layer; None where there is none, or where it is
-    merged.
+def register_adapter_reader(kind: type, reader: AdapterReader) -> None:
+    """Let ``read_linear`` read layers of a class, not of its subclasses, which may compute more.
+
+    Args:
+        kind: a class whose layers add an adapter to their ``base_layer``.
+        reader: reads that adapter.
+    """
+    _READERS[kind] = reader
+
+
+def _read_peft_adapter(layer: Any) -> tuple[Adapter | None, bool]:
+    """Return the one active adapter of PEFT's LoRA layer, or None if there is none or it is
+    merged; and whether it is on.
     """
     names = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
     if not names:
@@ -61,27 +75,24 @@ def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
     return adapter, not layer.disable_adapters
 
 
-ADAPTED: dict[str, Callable[[Any], tuple[Adapter | None, bool]]] = {
-    "chronicals.lora.layers.LoRALinear": _of_chronicals,
-    "peft.tuners.lora.layer.Linear": _of_peft,
-    "peft.tuners.lora.bnb.Linear4bit": _of_peft,
-}
-"""Layers that add an adapter to their ``base_layer``, and how it is read from them, and whether
-it is on.
-"""
+PEFT_LAYERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
+"""PEFT's classes of layers that add an adapter to their ``base_layer``."""
 
 
 def read_linear(layer: Any) -> ReadLinear:
-    """The plain linear layer that ``layer`` is or is built on, and its adapter.
+    """Return the plain linear layer that ``layer`` is or is built on, and its adapter.
 
     Raises:
         UnknownLinear: it is something else.
     """
     adapter = None
     on = False
-    read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
-    if read_adapter is not None:
-        layer, (adapter, on) = layer.base_layer, read_adapter(layer)
+    reader = _READERS.get(type(layer))
+    if reader is None and f"{type(layer).__module__}.{type(layer).__qualname__}" in PEFT_LAYERS:
+        reader = _read_peft_adapter
+    if reader is not None:
+        adapter, on = reader(layer)
+        layer = layer.base_layer
     try:
         layer = as_ours(layer)
     except ValueError as error:
