@@ -109,14 +109,19 @@ FEW = 1
 SHARE = 0.06
 """Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
 
+SLOW_SHARE = 1 / 3
+"""Of the tests with the mark ``slow`` a sample is this share."""
+
 WHOLE = ("", "config")
 """Folders whose tests take no time: all of their cases run."""
 
 
 def sample(items, run_seed):
-    """Of each test the cases that ``make test`` runs, drawn by the seed;
+    """Return the cases of each test that ``make test`` runs, drawn by the seed.
+
     ``@pytest.mark.sample(n)`` says how many. Where a file says so by ``pytest.mark.of_file(n)``,
-    its tests are the cases."""
+    its tests are the cases. Of tests with the mark ``slow`` one in three runs.
+    """
     cases: dict[str, list] = {}
     for item in items:
         cases.setdefault(
@@ -128,7 +133,10 @@ def sample(items, run_seed):
         marker = some[0].get_closest_marker("of_file") or some[0].get_closest_marker("sample")
         count = len(some) if folder in WHOLE else max(FEW, round(SHARE * len(some)))
         count = min(len(some), marker.args[0] if marker else count)
-        kept.update(random.Random(f"{run_seed} {name}").sample(some, count))
+        drawn = random.Random(f"{run_seed} {name}")
+        if some[0].get_closest_marker("slow") and drawn.random() > SLOW_SHARE:
+            continue
+        kept.update(drawn.sample(some, count))
     return kept
 
 

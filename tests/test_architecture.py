@@ -1,6 +1,7 @@
 """The house as drawn: who may import whom, read from the code; and the face stays light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,34 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
 def test_files_of_data_form_no_circle():
     assert not circle(DATA_IMPORTS)
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
+
+
+CLASS_NAME = re.compile(r"chronicals\.(\w+)(\.\w+)*\.[A-Z]\w*")
+"""The full name of a class of ours; its first group is the room."""
+
+
+def classes_named(path: Path) -> set[str]:
+    """Rooms of the classes that a file knows by the text of their names, without an import."""
+    texts = (
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    names = (CLASS_NAME.fullmatch(text) for text in texts)
+    return {name[1] for name in names if name is not None}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_class_of_a_room_above_is_known_by_its_name(path):
+    room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    wrong = sorted(other for other in classes_named(path) if not allowed(room, other))
+    assert not wrong, f"{room} names classes of {wrong}: let them register instead"
+
+
+def test_the_test_finds_a_class_known_by_its_name(tmp_path):
+    file = tmp_path / "linear.py"
+    file.write_text('READERS = {"chronicals.lora.layers.LoRALinear": None}')
+    assert classes_named(file) == {"lora"} and not allowed("models", "lora")
 
 
 def test_kernels_know_nothing_else_of_ours():

@@ -146,9 +146,9 @@ def test_made_again_and_unread_are_the_same(frozen, ranks, device):
     given = Given(device, ranks, frozen=frozen)
     kept = given.run()
     for options in (
-        {"kept": True},
+        {"x_is_saved": True},
         {"remake": Remake(torch.clone, given.x.detach())},
-        {"unread": True},
+        {"skip_output": True},
     ):
         found = given.run(**options)
         assert all(equal(a, b) for a, b in zip(kept[1:], found[1:]))

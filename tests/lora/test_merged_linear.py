@@ -231,8 +231,8 @@ def test_under_dropout_equals_the_formula_with_its_mask(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("dropped_gradient_of_down(g, x, seed, ctx.dropout)", "g.t() @ x"),
-        ("add_dropped_product_(dx, g, down, seed, ctx.dropout)", "dx + g @ down"),
+        ("dropped_gradient_of_down(g, x, seed, options.dropout)", "g.t() @ x"),
+        ("add_dropped_product_(dx, g, down, seed, options.dropout)", "dx + g @ down"),
     ],
     ids=["dA of all of x", "dx of all of g A"],
 )
@@ -274,11 +274,11 @@ def test_layers_must_fit_each_other():
         (
             (
                 "adapter_gradients(dy, padding.up, rows[:, base.width :], g, merged.sizes, "
-                "padding.ranks, ctx.scales, ctx.adapter_dtype)"
+                "padding.ranks, options.scales, ctx.adapter_dtype)"
             ),
             (
                 "adapter_gradients(-dy, padding.up, rows[:, base.width :], g, merged.sizes, "
-                "padding.ranks, ctx.scales, ctx.adapter_dtype)"
+                "padding.ranks, options.scales, ctx.adapter_dtype)"
             ),
         ),
         (
@@ -396,6 +396,7 @@ def test_gradients_of_biases_over_many_rows(dtype, device):
     dy = torch.randn(20_000, 512, device=device).to(dtype)
     exact = dy.cpu().double().sum(0)
     ours, plain = (
-        float((found.cpu().double() - exact).norm()) for found in (module._of_biases(dy), dy.sum(0))
+        float((found.cpu().double() - exact).norm())
+        for found in (module._bias_gradient(dy), dy.sum(0))
     )
     assert ours <= 1.25 * plain

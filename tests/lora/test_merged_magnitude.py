@@ -97,7 +97,7 @@ def draw(ranks, biased, dtype, device, rows=13):
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (0, 5, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_the_layers_one_by_one(dtype, ranks, biased, stays, device):
-    ours, plain = functions(ranks, biased, stays=stays)
+    ours, plain = functions(ranks, biased, output_is_saved=stays)
     assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
 
 
@@ -118,8 +118,8 @@ MUTATIONS = {
         "(in_rows(dz), _of_magnitudes(ctx, dz, outputs, factor, lengths)[1])",
     ),
     "dm of the result as if it were not scaled": (module, "factor * norms", "norms"),
-    "the bias scaled, too": (module, "None if ctx.scaled else merged.bias", "merged.bias"),
-    "the gradient of biases scaled": (module, "_of_biases(dz)", "_of_biases(dy)"),
+    "the bias scaled, too": (module, "None if has_magnitudes else merged.bias", "merged.bias"),
+    "the gradient of biases scaled": (module, "_bias_gradient(dz)", "_bias_gradient(dy)"),
 }
 
 
@@ -127,7 +127,7 @@ MUTATIONS = {
 def test_planted_faults_are_found(fault, device):
     of, old, new = MUTATIONS[fault]
     biased = "bias" in fault
-    ours, plain = functions((3, 3), biased, of=mutant(of, old, new), stays=not biased)
+    ours, plain = functions((3, 3), biased, of=mutant(of, old, new), output_is_saved=not biased)
     with pytest.raises(AssertionError):
         assert_as_exact_as_plain(ours, plain, draw((3, 3), biased, torch.float32, device))
 
@@ -224,11 +224,15 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
 
 
 def test_what_nobody_reads_is_computed_for_the_gradient_of_magnitudes(device):
-    """``unread`` leaves the outputs as they are found, of which that gradient is made."""
+    """``skip_output`` leaves the outputs uninitialised, of which that gradient is made."""
     x, merged, w, a, b, m = one_layer(device)
     upstream = torch.randn(len(x), SIZES[0], device=device)
     y = merged_linear(
-        x, merged, [Adapter(a, b, 0.5, 0.0, m)], unread=True, remake=Remake(torch.clone, x.detach())
+        x,
+        merged,
+        [Adapter(a, b, 0.5, 0.0, m)],
+        skip_output=True,
+        remake=Remake(torch.clone, x.detach()),
     )
     found = torch.autograd.grad(y, (x, a, b, m), upstream)
     expected = torch.autograd.grad(plain_of(x, w, a, b, m), (x, a, b, m), upstream)
@@ -243,9 +247,9 @@ def test_frozen_magnitudes_get_no_gradient_and_rows_of_zeros_no_nan(stays, devic
         merged.storage.matrix[0].zero_()
         b[0].zero_()
         m[0] = 0
-    y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m.detach())], stays=stays)
+    y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m.detach())], output_is_saved=stays)
     of_x, of_a = torch.autograd.grad(y.square().sum(), (x, a))
-    y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)], stays=stays)
+    y = merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)], output_is_saved=stays)
     again_x, again_a, of_m = torch.autograd.grad(y.square().sum(), (x, a, m))
     assert equal(of_x, again_x) and equal(of_a, again_a)
     assert not y[:, 0].any() and of_m.isfinite().all() and of_m[1:].all()

@@ -41,7 +41,7 @@ FORMAT = sys.modules["chronicals.quantization.fp8"]
 
 @pytest.fixture(autouse=True)
 def small_products_too(monkeypatch):
-    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
 
 
 def fused(family, adapted=False, device="cpu"):
@@ -95,7 +95,7 @@ def test_but_for_rounding_it_is_the_same(family, adapted, device):
     model = fused(family, adapted, device).double()
     expected = found_in(model, batch(device))
     found = run_in_fp8(model)
-    assert found.chosen == found.there == 4 * len(model.get_decoder().layers) and not found.left
+    assert found.chosen == found.total == 4 * len(model.get_decoder().layers) and not found.left
     families.assert_same(expected, found_in(model, batch(device)))
 
 
@@ -240,13 +240,13 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
     width = model.config.hidden_size
     layers = len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
-    monkeypatch.setattr(fp8_layers, "LEAST", math.ceil(largest) + 1)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
     assert run_in_fp8(model) == Products(0, 4 * layers, ())
-    monkeypatch.setattr(fp8_layers, "LEAST", math.floor(largest))
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.floor(largest))
     assert run_in_fp8(model) == Products(layers, 4 * layers, ())
     forget_policies(model)
     monkeypatch.setattr(fp8_layers, "FP8_MULTIPLE", 7)
-    monkeypatch.setattr(fp8_layers, "LEAST", 1)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 1)
     assert run_in_fp8(model).chosen == 0
 
 
@@ -338,7 +338,7 @@ def test_halves_that_do_not_run_fused_are_named(family, spoil, reason, lost, dev
     model = fused(family, device=device)
     spoil(model.get_decoder().layers[0])
     found = run_in_fp8(model)
-    assert found.chosen == found.there == 4 * len(model.get_decoder().layers) - lost
+    assert found.chosen == found.total == 4 * len(model.get_decoder().layers) - lost
     (left,) = found.left
     assert reason in left
     assert not any(

@@ -461,7 +461,7 @@ def test_logits_that_are_handed_on_are_not_made():
     assert (
         isinstance(logits, LazyLogits)
         and logits.grad_fn is not None
-        and logits.promise.whole is None
+        and logits.promise.result is None
     )
     seen = []
     logits.grad_fn.register_hook(lambda *_: seen.append(1))
@@ -535,7 +535,7 @@ def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
     """As loops do that log at their end; gradients through them are not to be had then, as
     unpatched.
     """
-    lazy_logits._say_they_are_held.cache_clear()
+    lazy_logits._warn_of_memory.cache_clear()
     plain, patched, _ = pair(family)
     inputs = batch(rows)
     found = []
@@ -599,7 +599,7 @@ def test_outputs_that_are_alive_at_a_step_share_a_copy_of_the_head(monkeypatch):
         within.setattr("chronicals.patching.lazy_logits.F.linear", fail)
         within.setattr(torch, "equal", fail)
         torch.optim.SGD(patched.parameters(), lr=0.1).step()
-    kept = [out.logits.promise.kept["weight"] for out in outputs]
+    kept = [out.logits.promise.copies["weight"] for out in outputs]
     assert kept[0] is kept[1] and kept[0].shape == patched.lm_head.weight.shape
     for out in outputs:
         torch.testing.assert_close(out.logits * 1, expected, rtol=1e-4, atol=1e-4)

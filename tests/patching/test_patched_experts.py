@@ -143,7 +143,7 @@ def test_adapters_take_part_in_the_products(name):
 )
 def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog):
     """But for what ``generate`` sets for its steps on a card."""
-    experts._tell.cache_clear()
+    experts._warn_once.cache_clear()
     model = build("Qwen3Moe", experts_implementation=then)
     patch_model(model)
     model(**batch())

@@ -293,7 +293,7 @@ def test_logits_looked_at_after_the_head_is_sharded_again(alone):
     shard(patched, alone)
     out = patched(**inputs())
     out.loss.backward()
-    assert out.logits.promise.whole is None, "they were made for nobody"
+    assert out.logits.promise.result is None, "they were made for nobody"
     out.logits.promise.weight.untyped_storage().resize_(0)  # as among several processes
     torch.optim.SGD(patched.parameters(), lr=0.0).step()
     with pytest.raises(RuntimeError, match="sharded again; look at them before the backward pass"):
@@ -359,7 +359,7 @@ def test_what_fsdp_casts_is_not_made(implementation, monkeypatch):
         hook.remove()
     logits = _cast_fp_tensor(torch.bfloat16, out.logits)
     torch.is_complex(masks[1]), torch.numel(masks[1]), torch.is_complex(logits), torch.numel(logits)
-    assert not made and logits.promise.whole is None and logits.dtype == torch.bfloat16
+    assert not made and logits.promise.result is None and logits.dtype == torch.bfloat16
     assert torch.equal(masks[1] * 1, masks[0] * 1) and masks[1].dtype == masks[0].dtype
     torch.testing.assert_close(logits * 1, out.logits.bfloat16() * 1)
 

@@ -18,7 +18,7 @@ def logged(trainer) -> list[float]:
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_trl_sft(packing, tmp_path, caplog):
     """Losses, token accuracy and evaluation of a real SFT run, whose loss is TRL's own."""
-    loss._say_trl_has_its_own.cache_clear()
+    loss._warn_of_trl.cache_clear()
     Dataset = pytest.importorskip("datasets").Dataset
     from trl import SFTConfig, SFTTrainer
 

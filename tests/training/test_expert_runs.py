@@ -61,7 +61,7 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
 def anywhere(monkeypatch):
     """Fused layers and FP8, which a run has on a card only, for products of every size."""
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    for limit in ("NARROWEST", "FEWEST"):
+    for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
         monkeypatch.setattr(fp8_experts, limit, 1)
 
 
@@ -178,7 +178,7 @@ def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
 
 @pytest.mark.usefixtures("anywhere")
 def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
     fields = {
         "mixed_precision": "bf16",
         "max_steps": 1,
@@ -186,13 +186,13 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
         "trackers": [],
         "save_steps": None,
     }
-    monkeypatch.setattr(fp8_experts, "FEWEST", 4096)
+    monkeypatch.setattr(fp8_experts, "MIN_EXPERT_ROWS", 4096)
     runs.train(tmp_path / "few", model=mixture("qwen3_moe"), **fields)
     assert (
         "use_fp8: some experts stay in 16 bit: Qwen3MoeExperts (" in caplog.text
         and "rows an expert" in caplog.text
     )
-    monkeypatch.setattr(fp8_layers, "LEAST", 4096)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 4096)
     with pytest.raises(
         ConfigurationError,
         match="use_fp8=True.*no product.*its experts stay in 16 bit: Qwen3MoeExperts",

@@ -21,7 +21,7 @@ from comparison import equal
 def fused_anywhere(monkeypatch):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
     return model

@@ -28,7 +28,7 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 @pytest.fixture
 def fused_anywhere(monkeypatch):
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
 
 
 def compare(folder, model=None, **changes):
@@ -68,9 +68,9 @@ def mixture(name):
 
 @pytest.fixture
 def small_experts_too(monkeypatch):
-    for limit in ("NARROWEST", "FEWEST"):
+    for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
         monkeypatch.setattr(fp8_experts, limit, 1)
-    monkeypatch.setattr(fp8_layers, "LEAST", 4096)
+    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 4096)
 
 
 @pytest.mark.parametrize("changes", [{}, IN_EXPERTS], ids=["full", "lora"])

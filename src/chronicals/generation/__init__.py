@@ -1,4 +1,4 @@
-"""Answers from a trained model."""
+"""Generate answers with a trained model."""
 
 from chronicals.generation.answer import Trained, answer, generate, load_trained
 from chronicals.generation.chat import Chat

@@ -1,4 +1,4 @@
-"""Generation with the prompt format of the training: the same tokenisation, and the stop token
+"""Generate text with the prompt format of the training: the same tokenisation, and the stop token
 that was trained.
 """
 
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with what generation must know about its training.
+    """A model and the facts about its training that generation needs.
 
     Attributes:
-        model, tokenizer: of transformers.
-        kinds: the kinds of row it was trained on; empty for a model that chronicals did not train.
+        model, tokenizer: model and tokenizer of transformers.
+        kinds: kinds of row that it was trained on; empty for a model that chronicals did not train.
         data_config: fields of the run's configuration that decide which tokens of a row are
-            trained; empty likewise.
+            trained; empty for a model that chronicals did not train.
     """
 
     model: Any
@@ -45,35 +45,34 @@ class Trained:
 
     @property
     def chats(self) -> bool:
-        """Whether to use the chat template: the model was trained on chats, or chronicals did
-        not train it and it has one.
+        """True if the chat template is used: the model was trained on chats, or it has a template
+        and chronicals did not train it.
         """
-        return any(kind in CHAT_KINDS for kind in self.kinds) or (
-            not self.kinds and self.tokenizer.chat_template is not None
-        )
+        if not self.kinds:
+            return self.tokenizer.chat_template is not None
+        return any(kind in CHAT_KINDS for kind in self.kinds)
 
     @property
     def stops(self) -> list[int]:
-        """Token ids that end an answer: those that were trained; else the EOS tokens of its
-        generation config and tokenizer.
+        """Token ids that end an answer: those that were trained, or else the EOS tokens of the
+        generation config and the tokenizer.
         """
         if self.kinds:
             return stop_token_ids(self.tokenizer, self.chats)
-        named = self.model.generation_config.eos_token_id
-        named = named if isinstance(named, list) else [named]
-        return [
-            stop
-            for stop in dict.fromkeys([*named, self.tokenizer.eos_token_id])
-            if stop is not None
-        ]
+        configured = self.model.generation_config.eos_token_id
+        ids = [*configured] if isinstance(configured, list) else [configured]
+        ids.append(self.tokenizer.eos_token_id)
+        return [stop for stop in dict.fromkeys(ids) if stop is not None]
 
     @property
     def ending(self) -> Ending:
-        """What ends an answer; for a model that chronicals did not train, also the stop strings
-        of its generation config.
+        """Stop tokens, and for a model that chronicals did not train the stop strings of its
+        generation config.
         """
-        named = None if self.kinds else getattr(self.model.generation_config, "stop_strings", None)
-        strings = [named] if isinstance(named, str) else named or []
+        configured = None
+        if not self.kinds:
+            configured = getattr(self.model.generation_config, "stop_strings", None)
+        strings = [configured] if isinstance(configured, str) else configured or []
         return Ending(self.tokenizer, self.stops, [string for string in strings if string])
 
 
@@ -85,33 +84,33 @@ def load_trained(
 ) -> Trained:
     """Load a model, an adapter, a checkpoint, or the folder of a whole run.
 
-    The tokenizer is the adapter's own where it has one, else its base model's.
+    The tokenizer is the adapter's own if it has one, else that of its base model.
 
     Args:
-        folder: any of them, or a hub name.
-        base_model: the base model of an adapter, where the adapter does not name it.
-        load: makes the model of what is stored, the dtype and ``trust_remote_code``.
+        folder: the folder, or a hub name.
+        base_model: base model of an adapter that does not name it.
+        trust_remote_code: whether to run the code of a model's repository.
+        load: makes the model from the saved model, the dtype and ``trust_remote_code``.
 
     Raises:
         ValueError: it cannot be loaded; the message says what to do.
     """
     saved = SavedModel.find(folder, base_model)
-    dtype = computing_dtype(
-        saved.about, torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    )
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    dtype = computing_dtype(saved.about, has_bf16)
     model = load(saved, dtype, trust_remote_code)
     tokenizer = saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
-    data_config = saved.about.get("taught", {})  # its name in the file
+    data_config = saved.about.get("taught", {})  # name of the field in the file
     return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)
 
 
 def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
-    """Return the type in which a saved model computes: fp32 where it was trained in fp32 or there
-    is no card with bf16.
+    """Return the dtype in which a saved model computes: bf16, or fp32 if it was trained in fp32 or
+    no card has bf16.
 
     Args:
-        about: what ``chronicals.json`` holds; runs before it named the type are taken to be in 16
+        about: fields of ``chronicals.json``; older runs, which do not name the dtype, were in 16
             bits.
         has_bf16: whether there is a card that computes in bf16.
     """
@@ -128,19 +127,21 @@ def answer(
     say: Callable[[str], None] | None = None,
     **sampling: Any,
 ) -> str:
-    """The model's answer, without the stop token or stop string that ended it.
+    """Return the model's answer, without the stop token or stop string that ended it.
 
     Args:
+        trained: the model.
         question: a text, or the messages of a conversation so far.
+        max_new_tokens: largest number of generated tokens.
         temperature: 0 always takes the likeliest token.
+        seed: seed of the random numbers.
         say: called with each new part of the text; the parts, joined, are the answer.
         sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
     """
     tokenizer = Tokenizer(trained.tokenizer)
     if trained.chats:
-        messages = (
-            [{"role": "user", "content": question}] if isinstance(question, str) else question
-        )
+        is_text = isinstance(question, str)
+        messages: Any = [{"role": "user", "content": question}] if is_text else question
         ids = tokenizer.render(messages, generation=True)
     else:
         text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
@@ -174,12 +175,17 @@ def generate(
     seconds: float | None = None,
     **sampling: Any,
 ) -> list[int]:
-    """Token ids that follow ``ids``, with the stop token if one was generated.
+    """Return the token ids that follow ``ids``, with the stop token if one was generated.
 
     Args:
-        max_new_tokens: at most; fewer where the model has no further positions, with a warning.
-        seconds: time limit, after which no further token is begun; at least one token is generated.
+        trained: the model.
+        ids: token ids of the prompt.
+        max_new_tokens: largest number of tokens. There are fewer if the model has no further
+            positions, with a warning.
+        temperature: 0 always takes the likeliest token.
+        seed: seed of the random numbers.
         each: called with all new token ids after each token.
+        seconds: time limit, after which no further token is begun; at least one is generated.
         sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
 
     Raises:
@@ -211,13 +217,17 @@ def generate(
     )
     inputs = torch.tensor([ids], device=input_device(model))
     devices = [inputs.device] if inputs.device.type == "cuda" else []
-    with in_evaluation(model), _without_own_settings(model), torch.random.fork_rng(devices=devices):
+    with (
+        in_evaluation(model),
+        _empty_generation_config(model),
+        torch.random.fork_rng(devices=devices),
+    ):
         torch.manual_seed(seed)
         out = model.generate(
             inputs,
             generation_config=config,
             attention_mask=torch.ones_like(inputs),
-            logits_processor=[_refuse_what_is_not_finite],
+            logits_processor=[_refuse_non_finite],
             stopping_criteria=_after_each(ending, len(ids), each),
         )
     produced = out[0, len(ids) :].tolist()
@@ -229,8 +239,11 @@ def generate(
 def _after_each(
     ending: Ending, begin: int, each: Callable[[list[int]], None] | None
 ) -> list[Callable[..., Tensor]]:
-    """Stopping criteria for transformers' ``generate``: call ``each``, and stop where a stop
-    string is complete.
+    """Return stopping criteria for transformers' ``generate``, which call ``each`` and stop after a
+    complete stop string.
+
+    Args:
+        begin: number of tokens of the prompt.
     """
 
     def ends(ids: Tensor, _: Any, **kwargs: Any) -> Tensor:
@@ -242,23 +255,23 @@ def _after_each(
     return [ends] if ending.strings or each is not None else []
 
 
-def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
-    """A logits processor of transformers' ``generate``; single tokens may be minus infinity, set
-    by other processors.
+def _refuse_non_finite(_: Tensor, scores: Tensor) -> Tensor:
+    """Raise ValueError if the logits are not finite; a logits processor of transformers'
+    ``generate``.
     """
+    # other processors set single tokens to minus infinity, so only the largest logit is tested
     if not scores.amax().isfinite():
         raise ValueError(
             "the model's predictions are not finite; its weights are damaged or overflow: take an "
-            "earlier checkpoint, or "
-            "download it again"
+            "earlier checkpoint, or download it again"
         )
     return scores
 
 
 @contextmanager
-def _without_own_settings(model: Any) -> Iterator[None]:
-    """Within, the model has an empty generation config; else transformers' ``generate`` fills
-    unset settings from it.
+def _empty_generation_config(model: Any) -> Iterator[None]:
+    """Give the model an empty generation config for the length of a block; transformers'
+    ``generate`` would fill unset settings from its own.
     """
     own = model.generation_config
     model.generation_config = GenerationConfig()

@@ -1,4 +1,4 @@
-"""A conversation with a trained model, which remembers what was said."""
+"""A conversation with a trained model, with its questions and answers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from chronicals.generation.answer import Trained, answer
 
 
 class Chat:
-    """Questions and answers so far.
+    """A conversation.
 
-    A model that was trained on plain text has no turns: it continues each question as a text of its
-        own.
+    A model that was trained on plain text has no turns: it continues each question as a separate
+    text.
 
     Args:
+        trained: the model.
         system: system message before the first question; none by default.
-        settings: as ``answer`` takes them.
+        settings: keyword arguments of ``answer``.
+
+    Attributes:
+        messages: the conversation so far.
 
     Raises:
-        ValueError: a system prompt for a model that was not trained on chats.
+        ValueError: there is a system message, but the model was not trained on chats.
     """
 
     def __init__(self, trained: Trained, system: str | None = None, **settings: Any):
@@ -34,19 +38,19 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all but the system prompt."""
+        """Delete all messages but the system message."""
         self.messages = [*self._opening]
 
     def ask(self, question: str, say: Callable[[str], None] | None = None) -> str:
-        """The answer to the next question. Both join the conversation, unless an error is raised.
+        """Return the answer to the next question, and append both to the conversation.
 
         Args:
+            question: the question.
             say: called with each new part of the answer.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
-        reply = answer(
-            self.trained, asked if self.trained.chats else question, say=say, **self.settings
-        )
+        prompt = asked if self.trained.chats else question
+        reply = answer(self.trained, prompt, say=say, **self.settings)
         if self.trained.chats:
             self.messages = [*asked, {"role": "assistant", "content": reply}]
         return reply

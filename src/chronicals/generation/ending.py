@@ -1,4 +1,4 @@
-"""Where generated tokens end, and the text of an answer."""
+"""The end of generated tokens, and the text of an answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends an answer.
+    """Tokens and strings that end an answer.
 
     Attributes:
-        tokenizer: of transformers.
-        tokens: stop token ids, of special tokens or others.
+        tokenizer: tokenizer of transformers.
+        tokens: ids of stop tokens, special or not.
         strings: stop strings.
     """
 
@@ -21,25 +21,24 @@ class Ending:
     strings: list[str]
 
     def text(self, produced: list[int]) -> str:
-        """The text of generated token ids, up to the first stop token or stop string, without
+        """Return the text of generated token ids up to the first stop token or stop string, without
         white space around it.
         """
-        end = next(
-            (place for place, token in enumerate(produced) if token in self.tokens), len(produced)
+        stops = (place for place, token in enumerate(produced) if token in self.tokens)
+        last = next(stops, len(produced))
+        text = self.tokenizer.decode(produced[:last], skip_special_tokens=True)
+        end = min(
+            (text.find(string) for string in self.strings if string in text), default=len(text)
         )
-        text = self.tokenizer.decode(produced[:end], skip_special_tokens=True)
-        return text[
-            : min(
-                (text.find(string) for string in self.strings if string in text), default=len(text)
-            )
-        ].strip()
+        return text[:end].strip()
 
     def has_string(self, produced: list[int]) -> bool:
-        """Whether the last tokens contain a stop string, which may consist of special tokens."""
+        """Return whether the last tokens contain a stop string, which may consist of special
+        tokens.
+        """
         if not self.strings:
             return False
-        enough = (
-            4 * max(map(len, self.strings)) + 8
-        )  # a character has at most 4 bytes, a token at least one
-        text = self.tokenizer.decode(produced[-enough:], skip_special_tokens=False)
+        # a character has at most 4 bytes, a token at least one
+        count = 4 * max(map(len, self.strings)) + 8
+        text = self.tokenizer.decode(produced[-count:], skip_special_tokens=False)
         return any(string in text for string in self.strings)

@@ -1,4 +1,4 @@
-"""How the next token is chosen, as settings of transformers' ``generate``."""
+"""Choice of the next token, as settings of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-SHAPING = (
+DISTRIBUTION_SETTINGS = (
     "top_k",
     "top_p",
     "min_p",
@@ -24,27 +24,28 @@ SHAPING = (
     "sequence_bias",
     "renormalize_logits",
 )
-"""Settings that change the probabilities of tokens and need only the logits. No others are taken
-from a model's own generation config: they choose another algorithm (beams, assistants, caches),
-or need a tokenizer or a download."""
+"""Settings that change the probabilities of tokens and need only the logits. No other settings are
+taken from a model's generation config: they choose another algorithm (beams, assistants, caches),
+or need a tokenizer or a download.
+"""
 
 ALL_TOKENS = 0
-"""``top_k`` that leaves every token; without it transformers keeps 50."""
+"""``top_k`` that keeps every token; without it transformers keeps 50."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings of the choice of the next token.
 
     Attributes:
-        temperature: divides the logits before a token is drawn; 0 takes the likeliest token each
+        temperature: divisor of the logits before a token is drawn; 0 takes the likeliest token each
             time.
-        seed: of the random numbers.
-        top_p: draw from the fewest tokens whose probabilities add up to this; the model's own by
-            default.
-        top_k: draw from so many of the likeliest tokens, 0 from all; the model's own by default,
-            else all.
-        repetition_penalty: above 1, tokens that the text holds already become less likely; also at
+        seed: seed of the random numbers.
+        top_p: draw from the fewest tokens whose probabilities add up to this; by default the
+            model's own value.
+        top_k: draw from this many of the likeliest tokens, 0 from all; by default the model's own
+            value, or else all.
+        repetition_penalty: above 1, tokens that are in the text already become less likely; also at
             temperature 0.
 
     Raises:
@@ -73,27 +74,26 @@ class Sampling:
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: has no effect at temperature 0, which takes "
-                    "the likeliest token each time; "
-                    "give a temperature above 0, or leave it out"
+                    "the likeliest token each time; give a temperature above 0, or leave it out"
                 )
 
     def config(self, own: GenerationConfig | None, **fixed: Any) -> GenerationConfig:
-        """A whole generation config.
+        """Return a complete generation config.
 
         Args:
-            own: the model's; with a temperature above 0, its ``SHAPING`` settings apply where they
-                are not set here.
+            own: the model's; with a temperature above 0 its ``DISTRIBUTION_SETTINGS`` apply unless
+                they are set here.
             fixed: further settings.
         """
-        asked = {
+        settings = {
             "top_p": self.top_p,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
         }
-        chosen = {name: value for name, value in asked.items() if value is not None}
+        chosen = {name: value for name, value in settings.items() if value is not None}
         if self.temperature == 0:
             return GenerationConfig(do_sample=False, num_beams=1, **chosen, **fixed)
-        owned = {name: getattr(own, name, None) for name in SHAPING}
+        owned = {name: getattr(own, name, None) for name in DISTRIBUTION_SETTINGS}
         owned = {name: value for name, value in owned.items() if value is not None}
         shaping = {"top_k": ALL_TOKENS, **owned, **chosen}
         return GenerationConfig(

@@ -1,20 +1,20 @@
-"""Streaming: an answer is passed on while it is generated."""
+"""Stream an answer while it is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-INCOMPLETE = "\ufffd"
-"""What a decoder shows for an incomplete character, whose last bytes are in the next token."""
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Output of a decoder for an incomplete character, whose last bytes are in the next token."""
 
 
 class Stream:
-    """Passes on the new part of a growing text at each call; the parts, joined, are the text.
+    """Pass on the new part of a growing text at each call; the parts, joined, are the text.
 
     Args:
         say: called with each part.
-        stop_strings: they end the text and are not part of it, so a text end that may begin one is
-            held back.
+        stop_strings: strings that end the text and are not part of it. An end of the text that may
+            begin one is held back.
     """
 
     def __init__(self, say: Callable[[str], None], stop_strings: Sequence[str] = ()):
@@ -23,12 +23,12 @@ class Stream:
         self.said = 0
 
     def __call__(self, text: str) -> None:
-        """The text so far, without white space at its ends."""
+        """Pass on the new part of ``text``, the text so far without white space at its ends."""
         held = max((_overlap(text, stop) for stop in self.stop_strings), default=0)
-        self._hand_on(text[: len(text) - held].rstrip().rstrip(INCOMPLETE).rstrip())
+        self._hand_on(text[: len(text) - held].rstrip().rstrip(REPLACEMENT_CHARACTER).rstrip())
 
     def end(self, text: str) -> None:
-        """The whole text."""
+        """Pass on the rest of ``text``, the whole text."""
         self._hand_on(text)
 
     def _hand_on(self, text: str) -> None:
@@ -38,12 +38,8 @@ class Stream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` with which ``stop`` begins."""
-    return next(
-        (
-            length
-            for length in range(min(len(stop), len(text)), 0, -1)
-            if text.endswith(stop[:length])
-        ),
-        0,
-    )
+    """Return how many characters at the end of ``text`` are the beginning of ``stop``."""
+    for length in range(min(len(stop), len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,4 +1,4 @@
-"""AdapterLayer: what all adapted layers have, whatever they adapt."""
+"""AdapterLayer: the base class of all adapted layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AdapterLayer(nn.Module, ABC):
     Attributes:
         MATRICES: names of A and B.
         scale: s.
-        dropout: of the input of A, in training.
+        dropout: probability with which an element of the input of A is dropped in training.
         enabled: whether the adapter is on (``without_adapters``).
     """
 
@@ -28,7 +28,7 @@ class AdapterLayer(nn.Module, ABC):
     def __init__(self, base_layer: nn.Module, config: LoRAConfig):
         super().__init__()
         self.base_layer = base_layer
-        if not isinstance(base_layer, AdapterLayer):  # which is trained itself
+        if not isinstance(base_layer, AdapterLayer):  # the matrices of another adapter stay trained
             base_layer.requires_grad_(False)
         self.scale = config.scale
         self.dropout = config.dropout
@@ -37,7 +37,7 @@ class AdapterLayer(nn.Module, ABC):
     def _make_matrices(
         self, a_shape: tuple[int, int], b_shape: tuple[int, int], device: torch.device
     ) -> None:
-        """A and B as parameters, not yet filled."""
+        """Register A and B as parameters, uninitialised."""
         for name, shape in zip(self.MATRICES, (a_shape, b_shape), strict=True):
             self.register_parameter(
                 name, nn.Parameter(torch.empty(shape, device=device, dtype=torch.float32))
@@ -51,19 +51,21 @@ class AdapterLayer(nn.Module, ABC):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names of what is trained and saved."""
+        """Names of the parameters that are trained and saved."""
         return self.MATRICES
 
     def named_at(self, path: str) -> str:
-        """What patterns of ranks and PEFT's configuration call the adapted weight, where the
-        layer is at ``path``.
+        """Return the name of the adapted weight in patterns of ranks and in PEFT's configuration.
+
+        Args:
+            path: path of the layer.
         """
         return path
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the layer is what it is without its adapter: one of A and B is zero. Waits for
-        the device.
+        """True if the layer computes the same as without its adapter, as one of A and B is zero.
+        The host waits for the device.
         """
         return not all(bool(matrix.any()) for matrix in self.pair)
 
@@ -81,21 +83,27 @@ class AdapterLayer(nn.Module, ABC):
 
 
 def exact(weight: Tensor) -> Tensor:
-    """In at least fp32."""
+    """Return the weight in at least fp32."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 @torch.no_grad()
-def draw(matrix: nn.Parameter, how: Callable[[Tensor], Any]) -> None:
-    """Fill it with random numbers of the host: a seed gives the same adapters on every device,
-    and where the model waits in host memory to be divided."""
-    drawn = torch.empty_like(matrix, device="cpu")
-    how(drawn)
-    matrix.copy_(drawn)
+def draw(matrix: nn.Parameter, initialise: Callable[[Tensor], Any]) -> None:
+    """Fill a matrix with random numbers.
+
+    They are drawn on the host, so that a seed gives the same adapters on every device, and for a
+    model that is still in host memory before it is sharded.
+
+    Args:
+        initialise: fills a tensor in place, such as ``nn.init.normal_``.
+    """
+    values = torch.empty_like(matrix, device="cpu")
+    initialise(values)
+    matrix.copy_(values)
 
 
 def in_file(name: str) -> str:
-    """What a file of PEFT's calls a trained tensor of a layer: its A and B of a linear layer are
+    """Return the name of a trained parameter in PEFT's files, where A and B of a linear layer are
     layers themselves.
     """
     return f"{name}.weight" if name in AdapterLayer.MATRICES else name

@@ -1,4 +1,4 @@
-"""Attaching adapters to a model."""
+"""Attach adapters to a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embeddings import modules_to_save, remember_base_rows, with_score
+from chronicals.lora.embeddings import (
+    ends_in_any,
+    modules_to_save,
+    remember_base_rows,
+    with_score,
+)
 from chronicals.lora.layers import adapters
 from chronicals.lora.loftq import check_quantised, start_from_quantisation
 from chronicals.lora.model_methods import bind_methods
@@ -18,7 +23,6 @@ from chronicals.lora.starting_values import Start, check_weights, start_from_wei
 from chronicals.lora.targets import (
     Target,
     ends,
-    ends_in,
     layer_number,
     matches,
     targeted_paths,
@@ -42,13 +46,13 @@ def apply_lora(
     Args:
         model: a Hugging Face model.
         config: shape and targets; see ``LoRAConfig``.
-        start: starting values by path, for an ``init`` that takes them from the weights; they are
-            taken instead. For ``loftq`` none are taken then: the caller fills the adapters.
+        start: starting values by path, used instead of those that an ``init`` computes from the
+            weights. With ``loftq`` none are computed either: the caller fills the adapters.
 
     Returns:
-        ``model``, with ``model.chronicals_lora`` set to ``config`` and methods of its own:
+        ``model``, with ``model.chronicals_lora`` set to ``config`` and two methods:
         ``save_pretrained`` (and so ``push_to_hub``) writes the adapter in PEFT's format,
-        ``merge_and_unload`` gives the plain model.
+        ``merge_and_unload`` returns the plain model.
 
     Raises:
         ValueError: the model has adapters already, ours or PEFT's, a target matches nothing, or
@@ -63,14 +67,20 @@ def apply_lora(
         kind = f"{theirs.__module__}.{theirs.__qualname__}"
         raise ValueError(
             f"the model has PEFT's adapters already ({kind}), into which ours would go; train "
-            "those (leave use_lora out), or "
-            "attach ours to what merge_and_unload() gives"
+            "those (leave use_lora out), or attach ours to what merge_and_unload() gives"
         )
     config = with_score(config, model)
     whole = modules_to_save(model, config.modules_to_save)
     targets = targets_of(model, config, whole)
     paths = [target.path for target in targets]
-    _refuse_a_head_beside_a_score(model, targets)
+    head = model.get_output_embeddings()
+    if score_of(model) is not None:
+        for target in targets:
+            if model.get_submodule(target.layer) is head:
+                raise ValueError(
+                    f"lora_target_modules: {target.path!r} predicts tokens, which a reward model "
+                    "does not; leave it out"
+                )
     tokens = plan_tokens(model, config.trainable_token_indices, {*paths, *whole})
     _refuse_unused_patterns(config, targets)
     _warn_of_a_tied_head(model, targets)
@@ -94,19 +104,8 @@ def apply_lora(
     return model
 
 
-def _refuse_a_head_beside_a_score(model: Any, targets: Sequence[Target]) -> None:
-    head = model.get_output_embeddings()
-    adapted = next(
-        (target.path for target in targets if model.get_submodule(target.layer) is head), None
-    )
-    if adapted is not None and score_of(model) is not None:
-        raise ValueError(
-            f"lora_target_modules: {adapted!r} predicts tokens, which a reward model does not; "
-            "leave it out"
-        )
-
-
 def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
+    """Warn if one of head and embedding is adapted and both are one weight."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
@@ -116,11 +115,9 @@ def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
         if any(layer is end for layer in layers):
             logger.warning(
                 "lora_target_modules: the %s is adapted, and its weight is the %s's too, which "
-                "has no adapter; PEFT's "
-                "merge_and_unload would change both and give another model: merge with that of "
-                "chronicals, or leave it out. "
-                "chronicals export takes it as it is (--to adapter), and refuses to merge it "
-                "(merged, gguf, fp8 …, chronicals "
+                "has no adapter; PEFT's merge_and_unload would change both and give another model: "
+                "merge with that of chronicals, or leave it out. chronicals export takes it as it "
+                "is (--to adapter), and refuses to merge it (merged, gguf, fp8 …, chronicals "
                 "merge): for those leave it out, or untie the two in the base first "
                 "(tie_word_embeddings: false)",
                 name,
@@ -129,43 +126,47 @@ def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
 
 
 def _refuse_unused_patterns(config: LoRAConfig, targets: Sequence[Target]) -> None:
-    named = [target.named for target in targets]
-    used = config.fitted(named)
-    for name in ("rank_pattern", "alpha_pattern"):
-        if unused := [key for key in getattr(config, name) if key not in getattr(used, name)]:
-            raise ValueError(
-                f"lora_{name}: {unused[0]!r} matches no adapted layer; adapted are "
-                f"{', '.join(ends(named))}"
-            )
+    """Raise ValueError if a key of a pattern matches no adapted layer."""
+    names = [target.named for target in targets]
+    used = config.fitted(names)
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field):
+            if key not in getattr(used, field):
+                raise ValueError(
+                    f"lora_{field}: {key!r} matches no adapted layer; adapted are "
+                    f"{', '.join(ends(names))}"
+                )
 
 
 def adapts(
     model: nn.Module, wanted: list[str] | str | None, layers: Collection[int] | None = None
 ) -> bool:
-    """Whether the adapted layers are those that ``wanted`` and ``layers`` name, as in a
-    LoRAConfig.
+    """Return whether the adapted layers are those that ``wanted`` and ``layers`` name, as the
+    ``target_modules`` and ``layers`` of a LoRAConfig.
     """
-    there = {
+    adapted = {
         without_wraps(path)
         for path, layer in adapters(model)
         if not isinstance(layer, LoRAParameter)
     }
-    named = (
-        targeted_paths(model, wanted) if wanted in (None, "all-linear") else matches(model, wanted)
+    targeted = (
+        targeted_paths(model, wanted)
+        if wanted is None or wanted == "all-linear"
+        else matches(model, wanted)
     )
-    named = [without_wraps(path) for path in named]
-    return there == {path for path in named if layers is None or layer_number(path) in layers}
+    paths = [without_wraps(path) for path in targeted]
+    return adapted == {path for path in paths if layers is None or layer_number(path) in layers}
 
 
 def adapts_parameters(
     model: nn.Module, wanted: Collection[str] | None, layers: Collection[int] | None = None
 ) -> bool:
-    """Whether the parameters with adapters of their own are those that ``wanted`` and ``layers``
-    name, as in a LoRAConfig.
+    """Return whether the adapted parameters are those that ``wanted`` and ``layers`` name, as the
+    ``target_parameters`` and ``layers`` of a LoRAConfig.
     """
-    there = {
+    adapted = {
         layer.named_at(path) for path, layer in adapters(model) if isinstance(layer, LoRAParameter)
     }
     keys = {without_wraps(key) for key, _ in model.named_parameters() if ".lora_" not in key}
-    named = {key for key in keys if any(ends_in(key, name) for name in wanted or ())}
-    return there == {key for key in named if layers is None or layer_number(key) in layers}
+    named = {key for key in keys if ends_in_any(key, wanted or ())}
+    return adapted == {key for key in named if layers is None or layer_number(key) in layers}

@@ -1,4 +1,4 @@
-"""LoRAConfig: the shape of the adapters."""
+"""LoRAConfig: targets, ranks and kind of adapters."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class LoRAConfig:
                     raise ValueError(f"{name}: {key!r} is no regular expression: {error}") from None
 
     def _check_parameters(self) -> None:
-        """What an adapter of a parameter cannot do, as in PEFT: it has no input of its own and
-        no rows with a length.
+        """Raise ValueError for fields that an adapter of a parameter cannot have, as in PEFT: it
+        has no input of its own and no rows with a length.
         """
         for value, name, remedy in (
             (self.dropout, "dropout", "set dropout=0"),
@@ -116,34 +116,33 @@ class LoRAConfig:
 
     @property
     def takes_from_weights(self) -> bool:
-        """Whether adapters begin with a part of the base's weights."""
+        """True if adapters start with a part of the base's weights."""
         return self.init not in ("default", "gaussian", "loftq")
 
     def at(self, path: str) -> LoRAConfig:
-        """What it says of the layer at ``path`` alone: rank and alpha without patterns."""
-        rank = _of_pattern(self.rank_pattern, path, self.rank)
-        alpha = _of_pattern(self.alpha_pattern, path, self.alpha)
+        """Return the configuration of the layer at ``path``: its rank and alpha, without patterns."""
+        rank = _pattern_value(self.rank_pattern, path, self.rank)
+        alpha = _pattern_value(self.alpha_pattern, path, self.alpha)
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def fitted(self, paths: Collection[str]) -> LoRAConfig:
-        """The same without the keys of patterns that match none of these paths."""
-        used = {
-            key
-            for key in (*self.rank_pattern, *self.alpha_pattern)
-            if any(_names(key, path) for path in paths)
-        }
+        """Return the configuration without the keys of patterns that match none of these paths."""
+        used = set()
+        for key in (*self.rank_pattern, *self.alpha_pattern):
+            if any(_matches(key, path) for path in paths):
+                used.add(key)
         ranks = {key: rank for key, rank in self.rank_pattern.items() if key in used}
         alphas = {key: alpha for key, alpha in self.alpha_pattern.items() if key in used}
         return replace(self, rank_pattern=ranks, alpha_pattern=alphas)
 
 
-def _names(key: str, path: str) -> bool:
-    """Whether the key of a pattern is the end of a path, or matches it, as
-    ``peft.utils.other.get_pattern_key`` does.
+def _matches(key: str, path: str) -> bool:
+    """Return whether the key of a pattern is the end of a path or matches it, by the rule of
+    ``peft.utils.other.get_pattern_key``.
     """
     return re.match(rf"(.*\.)?({key})$", path) is not None
 
 
-def _of_pattern(pattern: Mapping[str, T], path: str, otherwise: T) -> T:
-    """The value of the first key that names the path."""
-    return next((value for key, value in pattern.items() if _names(key, path)), otherwise)
+def _pattern_value(pattern: Mapping[str, T], path: str, default: T) -> T:
+    """Return the value of the first key that matches the path."""
+    return next((value for key, value in pattern.items() if _matches(key, path)), default)

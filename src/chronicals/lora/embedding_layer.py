@@ -3,7 +3,7 @@
     y = (W + s · (B A)ᵀ)[ids] · e          W [V, D], A [r, V], B [D, r]; e: the scale of classes that have one (Gemma 3), else 1
 
 A starts at zero and B normal, as PEFT starts them: the model is at first unchanged. There is no
-dropout: ids are no numbers.
+dropout, since the inputs are ids.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from chronicals.lora.config import LoRAConfig
 
 
 class LoRAEmbedding(AdapterLayer):
-    """Args:
-    base_layer: an embedding for which ``is_embedding`` is true; it is frozen.
-    config: rank and scale.
+    """An input embedding with an adapter.
+
+    Args:
+        base_layer: an embedding for which ``is_embedding`` is true; it is frozen.
+        config: rank and scale.
     """
 
     MATRICES = ("lora_embedding_A", "lora_embedding_B")
@@ -37,7 +39,7 @@ class LoRAEmbedding(AdapterLayer):
 
     @property
     def weight(self) -> Any:
-        """The base's, without the adapter: a head that is tied to it has none."""
+        """The base's weight without the adapter, since a head that is tied to it has none."""
         return self.base_layer.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -48,7 +50,8 @@ class LoRAEmbedding(AdapterLayer):
         a, b = self.pair
         rows = F.embedding(ids, a.t(), base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq)
         added = F.linear(rows.to(y.dtype), b.to(y.dtype)) * self.scale
-        if (factor := getattr(base, "embed_scale", None)) is not None:
+        factor = getattr(base, "embed_scale", None)
+        if factor is not None:
             added = added * torch.as_tensor(factor).to(added.device, base.weight.dtype)
         return y + added.to(y.dtype)
 
@@ -60,8 +63,8 @@ class LoRAEmbedding(AdapterLayer):
 
 
 def is_embedding(layer: Any) -> bool:
-    """Whether the layer is ``W[ids]``, or that times its ``embed_scale``: a class of its own is
-    tried with a small copy.
+    """Return whether the layer computes ``W[ids]``, or that times its ``embed_scale``. A class with
+    another forward than ``nn.Embedding`` is tried with a small copy.
     """
     if not isinstance(layer, nn.Embedding) or layer.max_norm is not None or layer.sparse:
         return False

@@ -1,6 +1,6 @@
-"""What is saved with an adapter beside its matrices.
+"""Weights that are saved with an adapter beside its matrices.
 
-Embeddings are, where tokens were added and the base's files lack their rows; and modules that are
+These are embeddings, if tokens were added whose rows the base's files lack, and modules that are
 trained whole: embedding and head, the score of a reward model, heads that predict experts.
 """
 
@@ -30,61 +30,71 @@ parameter.
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """The input embedding and the head by path; of an adapted head its base layer. A model with
-    a score is saved without its head."""
+    """Return the input embedding and the head by path; of an adapted layer its base layer. A model
+    with a score is saved without its head.
+    """
     head = None if score_of(model) is not None else model.get_output_embeddings()
-    ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
+    ends = {id(end) for end in (model.get_input_embeddings(), head) if end is not None}
     return {
         path: getattr(module, "base_layer", module)
         for path, module in model.named_modules()
-        if any(module is end for end in ends)
+        if id(module) in ends
     }
 
 
 def _others(model: Any) -> dict[str, nn.Module]:
-    """By path, what may be trained whole and has no rows of tokens: the score, and the heads
-    that predict experts.
+    """Return by path the modules that may be trained whole and have no rows of tokens: the score,
+    and the heads that predict experts.
     """
     score = score_of(model)
+    modules: dict[str, nn.Module] = {} if score is None else {SCORE: score}
     heads = list(lookahead_heads(model).values())
-    found = (
-        {
-            path: module
-            for path, module in model.named_modules()
-            if any(module is head for head in heads)
-        }
-        if heads
-        else {}
-    )
-    return found if score is None else {SCORE: score, **found}
+    if heads:
+        for path, module in model.named_modules():
+            if any(module is head for head in heads):
+                modules[path] = module
+    return modules
+
+
+def ends_in(path: str, name: str) -> bool:
+    """Return whether a path is, or ends in, this name."""
+    return f".{path}".endswith(f".{name}")
+
+
+def ends_in_any(path: str, names: Collection[str]) -> bool:
+    """Return whether a path is, or ends in, one of these names."""
+    return any(ends_in(path, name) for name in names)
 
 
 def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
-    """The shape of adapters beside which a model's score, if it has one, is trained whole."""
-    named = list(config.modules_to_save or ())
-    if score_of(model) is None or SCORE in named:
+    """Return a configuration by which the model's score, if it has one, is trained whole."""
+    names = list(config.modules_to_save or ())
+    if score_of(model) is None or SCORE in names:
         return config
-    return replace(config, modules_to_save=[*named, SCORE])
+    return replace(config, modules_to_save=[*names, SCORE])
 
 
 def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
-    """The embedding, the head, the score and heads that predict experts by path, of those that
-    ``names`` names by the end of their path.
+    """Return by path the modules that are named: embedding, head, score, heads that predict
+    experts.
+
+    Args:
+        names: ends of paths.
 
     Raises:
-        ValueError: a name is of none, or embedding and head share a weight.
+        ValueError: a name is of none of these, or embedding and head share a weight.
     """
     ends = _layers(model)
     others = _others(model)
-    found = dict[str, nn.Module]()
-    beside = dict[str, nn.Module]()
+    named_ends: dict[str, nn.Module] = {}
+    named_others: dict[str, nn.Module] = {}
     for name in names or ():
-        named, more = (
-            {path: m for path, m in all.items() if f".{path}".endswith(f".{name}")}
-            for all in (ends, others)
-        )
-        if not named and not more:
-            if score_of(model) is not None and _names_head(name, model):
+        of_ends = {path: end for path, end in ends.items() if ends_in(path, name)}
+        of_others = {path: other for path, other in others.items() if ends_in(path, name)}
+        if not of_ends and not of_others:
+            head = model.get_output_embeddings()
+            heads = [path for path, module in model.named_modules() if module is head]
+            if score_of(model) is not None and any(ends_in(path, name) for path in heads):
                 raise ValueError(
                     f"lora_modules_to_save: {name!r} predicts tokens, which a reward model does "
                     "not; leave it out"
@@ -92,32 +102,24 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
             known = ", ".join([*ends, *(path for path in others if path != SCORE)])
             raise ValueError(
                 f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({known}), "
-                "which alone are "
-                "trained whole beside adapters; name it in lora_target_modules if it is a linear "
-                "layer, or leave it out"
+                "which alone are trained whole beside adapters; name it in lora_target_modules if "
+                "it is a linear layer, or leave it out"
             )
-        found |= named
-        beside |= more
+        named_ends |= of_ends
+        named_others |= of_others
     weights = [layer.weight for layer in ends.values()]
-    if found and any(a is b for n, a in enumerate(weights) for b in weights[:n]):
+    if named_ends and len({id(weight) for weight in weights}) < len(weights):
         raise ValueError(
             f"lora_modules_to_save={list(names or ())!r}: embedding and head are one weight here, "
-            "of which PEFT makes "
-            "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with "
-            "a weight for each)"
+            "of which PEFT makes two; leave it out, or untie them in the base first "
+            "(tie_word_embeddings: false, with a weight for each)"
         )
-    return found | beside
-
-
-def _names_head(name: str, model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return any(
-        module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules()
-    )
+    return named_ends | named_others
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
-    """Names of the weights of embedding and head if they must be saved with the adapter; else none.
+    """Return the names of the weights of embedding and head if they must be saved with the adapter;
+    else none.
 
     They must if the embedding's rows differ from the base's, if the base's rows are unknown, or if
     they were loaded with the adapter. A head that is tied to the embedding is stored once, as the
@@ -128,28 +130,26 @@ def embeddings_to_store(model: Any, base: str | None) -> list[str]:
     """
     if not getattr(model, STORED, False) and not _is_resized(model, base):
         return []
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for path, layer in _layers(model).items():
         prefix = path if model.get_submodule(path) is layer else f"{path}.base_layer"
         for name, tensor in layer.named_parameters(recurse=False):
-            if all(tensor is not other for other in found.values()):
-                found[f"{prefix}.{name}"] = tensor
-    return list(found)
+            if all(tensor is not other for other in weights.values()):
+                weights[f"{prefix}.{name}"] = tensor
+    return list(weights)
 
 
 def remember_base_rows(model: Any) -> None:
-    """Keep the number of embedding rows in the files of the model's base as an attribute, if they
-    can be read.
-
-    When the adapter is saved, the files may be gone or unreachable.
+    """Store the number of embedding rows in the files of the model's base as an attribute, if they
+    can be read. When the adapter is saved, the files may be gone.
     """
     if getattr(model, BASE_ROWS, None) is None and model.config._name_or_path:
         setattr(model, BASE_ROWS, _rows_in_files(model, model.config._name_or_path))
 
 
 def _rows_in_files(model: Any, base: str) -> int | None:
-    """Rows of the embedding by the configuration in a folder, or in the cache for a hub name; None
-    if it cannot be read.
+    """Return the rows of the embedding by the configuration in a folder, or in the cache for a hub
+    name; None if it cannot be read.
 
     A model that was loaded by its hub name left its configuration in the cache, so the hub is not
     asked.
@@ -163,52 +163,54 @@ def _rows_in_files(model: Any, base: str) -> int | None:
 
 
 def _is_resized(model: Any, base: str | None) -> bool:
-    """Whether the embedding's rows differ from those in the base's files, or may differ because
-    those are unknown.
+    """Return whether the embedding's rows differ from those in the base's files, or may differ
+    because those are unknown.
     """
     rows = embedding_table(model).shape[0]
-    there = getattr(model, BASE_ROWS, None)
-    if there is None and base is None:  # made in memory: no file has any of its weights
+    base_rows = getattr(model, BASE_ROWS, None)
+    if base_rows is None and base is None:  # made in memory: no file has any of its weights
         return False
-    if there is None and base is not None:
-        there = _rows_in_files(model, base)
-    if there is None:
+    if base_rows is None and base is not None:
+        base_rows = _rows_in_files(model, base)
+    if base_rows is None:
         logger.warning(
             "the embedding is saved with the adapter: whether that of its base has other rows "
             "cannot be read"
         )
-    elif there != rows:
+    elif base_rows != rows:
         logger.info(
             "the embedding has %d rows, that of the base %d: it is saved with the adapter",
             rows,
-            there,
+            base_rows,
         )
-    return there != rows
+    return base_rows != rows
 
 
 def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> Weights:
-    """Remove the weights of what is saved whole from an adapter's tensors, whose names begin with
-    ``prefix``, and return them.
+    """Remove the weights of modules that are saved whole from an adapter's tensors and return them.
+
+    Args:
+        tensors: tensors by name; names begin with ``prefix``.
 
     Raises:
         ValueError: the base weight that PEFT stored for an adapted head is not the model's.
     """
-    found: Weights = {}
+    weights: Weights = {}
     for path, layer in {**_layers(model), **_others(model)}.items():
-        for name, own in layer.named_parameters(recurse=False):
-            for beneath in ("", ".base_layer", ".token_adapter.base_layer"):
-                stored = tensors.pop(f"{prefix}{path}{beneath}.{name}", None)
-                if stored is not None and beneath and _is_of_another_model(stored, own):
+        for name, parameter in layer.named_parameters(recurse=False):
+            for wrap in ("", ".base_layer", ".token_adapter.base_layer"):
+                stored = tensors.pop(f"{prefix}{path}{wrap}.{name}", None)
+                if stored is not None and wrap and _is_of_another_model(stored, parameter):
                     raise ValueError(
                         f"holds another weight for {path} than the model has: of another model?"
                     )
                 if stored is not None:
-                    found[path, name] = stored
-    return found
+                    weights[path, name] = stored
+    return weights
 
 
 def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
-    """Whether most of the common rows differ; a few do where rows of added tokens were random."""
+    """Return whether most of the common rows differ. Rows of added tokens may, if they were random."""
     rows = min(len(stored), len(own))
     dtype = min(stored.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
     differ = stored[:rows].to(dtype) != own[:rows].detach().to(stored.device, dtype)
@@ -216,10 +218,10 @@ def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
 
 
 def rows_of(model: Any, stored: Weights) -> int:
-    """The number of rows of the stored embedding; without one, of the model's."""
+    """Return the number of rows of the stored embedding; if none is stored, of the model's."""
     others = _others(model)
-    known = [len(tensor) for (path, _), tensor in stored.items() if path not in others]
-    return known[0] if known else embedding_table(model).shape[0]
+    counts = [len(tensor) for (path, _), tensor in stored.items() if path not in others]
+    return counts[0] if counts else embedding_table(model).shape[0]
 
 
 @torch.no_grad()
@@ -227,11 +229,13 @@ def take_embeddings(model: Any, stored: Weights, whole: Collection[str]) -> None
     """Copy stored weights into the model, after resizing its embedding and head to their rows.
 
     Args:
+        stored: the weights.
         whole: paths of ``modules_to_save``, which are saved again in any case.
     """
     if not stored:
         return
-    if (rows := rows_of(model, stored)) != embedding_table(model).shape[0]:
+    rows = rows_of(model, stored)
+    if rows != embedding_table(model).shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
     others = _others(model)
     layers = {**_layers(model), **others}

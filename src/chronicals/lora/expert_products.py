@@ -24,15 +24,17 @@ from chronicals.model_shape import EXPERT_FIELDS
 from chronicals.versions import EXPERTS_SAY_PARALLEL, transformers_before
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
-"""What ``use_experts_implementation`` says of a class: how its experts are computed from its
-parameters. Newer ones also say ``has_post_expert_norm``."""
+"""Attributes that ``use_experts_implementation`` sets on a class; they tell how experts are
+computed from the parameters. Newer versions also set ``has_post_expert_norm``.
+"""
 
 TAKES_FACTORS = "takes_factors"
-"""Attribute of a function that replaces a layer's forward and is given the factors of its
-adapters as ``factors``; it returns None where it cannot compute them."""
+"""Attribute of a function that replaces a layer's forward and accepts the factors of its adapters
+as ``factors``; it returns None if it cannot compute them.
+"""
 
-ALIGNED = 8
-"""Elements of 16 bits in the 16 bytes that rows of a grouped product begin at multiples of."""
+ROW_ALIGNMENT = 8
+"""Rows of a grouped product must begin at multiples of 16 bytes, 8 elements of 16 bits."""
 
 
 class Factors(NamedTuple):
@@ -44,7 +46,7 @@ class Factors(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a layer of experts is called with."""
+    """The inputs of a layer of experts: hidden states, expert ids and router weights."""
 
     hidden_TK: Tensor
     experts_Tk: Tensor
@@ -54,28 +56,29 @@ class Routed(NamedTuple):
 def expert_inputs(
     layer: Any, names: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]
 ) -> Routed | None:
-    """The inputs of a layer whose experts are computed here; None where the layer is something
-    else, has hooks, or has its experts on several ranks.
+    """Return the inputs of a layer whose experts can be computed here; None if the layer is
+    something else, has hooks or another forward, or has its experts on several ranks.
 
     Args:
-        names: of the parameters that are adapted.
+        layer: the layer without adapters around it.
+        names: the adapted parameters by name.
         inputs, named: arguments of the layer's forward.
     """
     if not all(hasattr(layer, flag) for flag in FLAGS) or is_parallel(layer):
         return None
-    own = has_hooks(layer) or ("forward" in vars(layer) and not takes_factors(layer))
-    if own or not names.keys() <= {_first(layer), "down_proj"}:
+    does_more = has_hooks(layer) or ("forward" in vars(layer) and not takes_factors(layer))
+    if does_more or not names.keys() <= {_first_weight(layer), "down_proj"}:
         return None
     order = _argument_names(type(layer).forward)
-    given = dict(zip(order, inputs)) | dict(named)
-    if len(order) != 3 or given.keys() != set(order):
+    arguments = dict(zip(order, inputs)) | dict(named)
+    if len(order) != 3 or arguments.keys() != set(order):
         return None
-    routed = Routed(*(given[name] for name in order))
+    routed = Routed(*(arguments[name] for name in order))
     return routed if all(isinstance(x, Tensor) and x.ndim == 2 for x in routed) else None
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether something is to be called when the layer is."""
+    """Return whether the layer has hooks."""
     return bool(
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -85,26 +88,25 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def is_parallel(layer: Any) -> bool:
-    """Whether its experts are on several ranks.
+    """Return whether the experts of a layer are on several ranks.
 
-    Where no version of transformers says so of experts, it is a layer of a model that is divided
-    over ranks (``_is_hooked``) and has fewer experts than its configuration, as a layer that was
-    pruned has, too.
+    Older versions of transformers do not mark such experts. There it is a layer of a model that is
+    divided over ranks (``_is_hooked``) with fewer experts than its configuration, which is also
+    true of a pruned layer.
     """
     if not transformers_before(EXPERTS_SAY_PARALLEL):
         return bool(getattr(layer, "_is_expert_parallel", False))
     if not getattr(layer, "_is_hooked", False):
         return False
-    there = min(
-        len(layer.down_proj), getattr(layer, "num_experts", len(layer.down_proj))
-    )  # the first may be a DTensor
+    # down_proj may be a DTensor, whose length counts the experts of all ranks
+    count = min(len(layer.down_proj), getattr(layer, "num_experts", len(layer.down_proj)))
     numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERT_FIELDS)
-    configured = next((number for number in numbers if isinstance(number, int)), there)
-    return there != configured
+    configured = next((number for number in numbers if isinstance(number, int)), count)
+    return count != configured
 
 
 def takes_factors(layer: Any) -> bool:
-    """Whether what runs in place of the layer's forward computes its adapters, too."""
+    """Return whether the function that replaces the layer's forward computes its adapters, too."""
     return hasattr(getattr(vars(layer).get("forward"), "__func__", None), TAKES_FACTORS)
 
 
@@ -113,8 +115,8 @@ def _argument_names(forward: Callable) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _first(layer: Any) -> str:
-    """The parameter of the first product."""
+def _first_weight(layer: Any) -> str:
+    """Return the name of the weight of the first product."""
     return "gate_up_proj" if layer.has_gate else "up_proj"
 
 
@@ -124,38 +126,40 @@ def adapted_experts(
     routed: Routed,
     stacks: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """``[T, N]``, in the dtype of the hidden states.
+    """Return the output of the layer with its adapters, ``[T, N]``, in the dtype of the hidden
+    states.
 
     Args:
-        stacks: the layer's weights by name, where it has none: tensors, or ``Stack``.
+        layer: the layer without adapters around it.
+        factors: the adapters by the names of the weights.
+        routed: inputs of the layer.
+        stacks: the layer's weights by name, if it has none itself: tensors, or ``Stack``.
     """
     hidden_TK, experts_Tk, shares_Tk = routed
     weights = dict(layer._parameters) if stacks is None else stacks
     if takes_factors(layer):
-        given = {} if stacks is None else {"stacks": stacks}
-        computed: Tensor | None = layer.forward(*routed, factors=factors, **given)
+        weights_of_layer = {} if stacks is None else {"stacks": stacks}
+        computed: Tensor | None = layer.forward(*routed, factors=factors, **weights_of_layer)
         if computed is not None:
             return computed
     tokens, each = experts_Tk.shape
     experts_S, order_S = experts_Tk.reshape(-1).sort(stable=True)
     numbers_E = torch.arange(len(layer.down_proj), device=experts_S.device)
     groups = _Groups(experts_S, torch.searchsorted(experts_S, numbers_E, right=True))
-    rows_SN = _adapted_product(
-        layer, _first(layer), weights, factors, hidden_TK[order_S // each], groups
-    )
+    rows_SK = hidden_TK[order_S // each]
+    rows_SN = _adapted_product(layer, _first_weight(layer), weights, factors, rows_SK, groups)
     rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)
     rows_SN = _adapted_product(layer, "down_proj", weights, factors, rows_SN, groups)
     if getattr(layer, "has_post_expert_norm", False):
         rows_SN = layer.post_expert_norm(rows_SN)
     rows_SN = rows_SN * shares_Tk.reshape(-1)[order_S, None]
-    back_S = torch.empty_like(order_S).scatter_(
-        0, order_S, torch.arange(len(order_S), device=order_S.device)
-    )
+    places_S = torch.arange(len(order_S), device=order_S.device)
+    back_S = torch.empty_like(order_S).scatter_(0, order_S, places_S)
     return rows_SN[back_S].unflatten(0, (tokens, each)).sum(1).to(hidden_TK.dtype)
 
 
 class _Groups(NamedTuple):
-    """Rows sorted by expert: whose each is, and where those of an expert end."""
+    """Rows sorted by expert: the expert of each row, and the end of each expert's rows."""
 
     experts_S: Tensor
     ends_E: Tensor
@@ -169,11 +173,11 @@ def _adapted_product(
     x_SK: Tensor,
     groups: _Groups,
 ) -> Tensor:
+    """Return rows times the weight of their expert, with its bias and adapter, ``[S, N]``."""
     weight: Tensor = weights[name] if isinstance(weights[name], Tensor) else weights[name].dense()
     x_SK = x_SK.to(weight.dtype)
-    y_SN = grouped_product(
-        x_SK, weight if layer.is_transposed else weight.transpose(1, 2), groups.ends_E
-    )
+    weight_EKN = weight if layer.is_transposed else weight.transpose(1, 2)
+    y_SN = grouped_product(x_SK, weight_EKN, groups.ends_E)
     if layer.has_bias:
         y_SN = y_SN + weights[f"{name}_bias"][groups.experts_S]
     if name not in factors:
@@ -185,14 +189,21 @@ def _adapted_product(
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    """``[S, N]``: rows of x, those before ``ends_E[0]`` times ``w_EKN[0]``, those before
-    ``ends_E[1]`` times ``w_EKN[1]`` ….
+    """Return rows of x times a weight for each group, ``[S, N]``: those before ``ends_E[0]`` times
+    ``w_EKN[0]``, the next before ``ends_E[1]`` times ``w_EKN[1]``, and so on.
 
-    In bf16 on a card of compute capability 8.0 or newer it is one kernel and the host waits for
-    nothing; elsewhere a product for each expert with rows, whose numbers the host reads.
+    In bf16 on a card of compute capability 8.0 or newer this is one kernel, and the host does not
+    wait for the device. Otherwise each expert with rows has its own product, and the host reads
+    their number.
     """
-    if _is_grouped(x_SK) and w_EKN.dtype == x_SK.dtype:
-        more_K, more_N = (-size % ALIGNED for size in w_EKN.shape[1:])
+    is_one_kernel = (
+        x_SK.is_cuda
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(x_SK.device) >= (8, 0)
+        and x_SK.dtype == torch.bfloat16
+    )
+    if is_one_kernel and w_EKN.dtype == x_SK.dtype:
+        more_K, more_N = (-size % ROW_ALIGNMENT for size in w_EKN.shape[1:])
         if more_K or more_N:  # a rank that is no multiple of 8
             x_SK = F.pad(x_SK, (0, more_K))
             w_EKN = F.pad(w_EKN, (0, more_N, 0, more_K))
@@ -204,12 +215,3 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
     groups = zip(x_SK.split(counts), w_EKN.unbind(0), strict=True)
     parts = [rows @ weight for rows, weight in groups if len(rows)]
     return torch.cat(parts) if parts else x_SK.new_zeros(0, w_EKN.shape[2])
-
-
-def _is_grouped(x: Tensor) -> bool:
-    capable = (
-        x.is_cuda
-        and hasattr(F, "grouped_mm")
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    )
-    return capable and x.dtype == torch.bfloat16

@@ -1,5 +1,5 @@
-"""Which weights of experts are trained: those of all experts of a layer are one tensor, adapted
-where it is named.
+"""Find the stacked weights of experts and report those that are not trained. The weights of all
+experts of a layer are one tensor, which is adapted if it is named.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StackedWeight:
     """A weight of all experts of a layer.
 
     Attributes:
-        path: in the model without adapters, ``model.layers.0.mlp.experts.down_proj``.
-        experts: how many.
-        values: how many numbers it stands for.
-        trained: the weight itself and the matrices of its adapters, ours or PEFT's, as far as they
-            require a gradient, and which each is: ``""``, ``"A"`` or ``"B"``.
+        path: path in the model without adapters, ``model.layers.0.mlp.experts.down_proj``.
+        experts: number of experts.
+        values: number of values, dequantised.
+        trained: the weight and the matrices of its adapters, ours or PEFT's, that require a
+            gradient; each with its kind: ``""``, ``"A"`` or ``"B"``.
     """
 
     path: str
@@ -41,49 +41,45 @@ class StackedWeight:
 
 
 def stacked_weights(model: Any) -> list[StackedWeight]:
-    """The weights of a model's experts that are one parameter of a layer; none of what reads
-    images.
-    """
+    """Return the stacked weights of a model's experts, without those of modules that read images."""
     text = within_adapters(model)
-    found = []
+    weights = []
     for path, outer, inner in _experts_of_text(text):
         adapters = _adapters_around(outer)
         for name, parameter in stacked(inner):
             shape = packed_shapes(inner).get(name, parameter.shape)
-            own = [(parameter, "")] if parameter.requires_grad else []
-            trained = (*own, *adapters.get(name, ()))
-            found.append(
-                StackedWeight(f"{path}.{name}", shape[0], torch.Size(shape).numel(), trained)
-            )
-    return found
+            trained = list(adapters.get(name, ()))
+            if parameter.requires_grad:
+                trained.insert(0, (parameter, ""))
+            values = torch.Size(shape).numel()
+            weights.append(StackedWeight(f"{path}.{name}", shape[0], values, tuple(trained)))
+    return weights
 
 
 def report_frozen_experts(model: Any) -> None:
-    """Warn about experts that are not trained, each of their weights by name, with its ratio of all
-    weights: those without adapters (ours or PEFT's) beside adapters, or frozen ones where there are
-    none.
+    """Warn of experts that are not trained, with their share of all weights.
 
-    What reads images has none, but may have 3-D parameters.
+    In a model with adapters, ours or PEFT's, these are experts without one; in other models frozen
+    experts. Modules that read images have no experts, but may have 3-D parameters.
     """
     text = within_adapters(model)
-    alike = defaultdict[str, list[tuple[str, int]]](list)
+    by_name = defaultdict[str, list[tuple[str, int]]](list)  # path and values of each layer
     for weight in stacked_weights(model):
         if not weight.trained:
-            alike[_numbered(weight.path)].append((weight.path, weight.values))
+            by_name[_without_number(weight.path)].append((weight.path, weight.values))
     for path, _, inner in _experts_of_text(text):
         if not stacked(inner) and not any(
             parameter.requires_grad for parameter in inner.parameters()
         ):
-            alike[_numbered(path)].append((path, count_values(inner)))
+            by_name[_without_number(path)].append((path, count_values(inner)))
     adapted = hasattr(model, "chronicals_lora") or bool(getattr(model, "peft_config", None))
-    for found in alike.values():
-        path = found[0][0]
-        ratio = sum(values for _, values in found) / count_values(model)
-        layers = (
-            f" (layers {_ranges([int(NUMBER.findall(path)[0]) for path, _ in found])})"
-            if len(found) > 1
-            else ""
-        )
+    for frozen in by_name.values():
+        path = frozen[0][0]
+        ratio = sum(values for _, values in frozen) / count_values(model)
+        layers = ""
+        if len(frozen) > 1:
+            numbers = [int(NUMBER.findall(layer)[0]) for layer, _ in frozen]
+            layers = f" (layers {_ranges(numbers)})"
         name = path.rpartition(".")[2]
         if adapted:
             remedy = f"; lora_target_parameters={name} adapts them" if name != "experts" else ""
@@ -100,16 +96,16 @@ FROZEN = (
 
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""Of a layer, in a path."""
+"""The number of a layer in a path."""
 
 
-def _numbered(path: str) -> str:
-    """The same for all layers."""
+def _without_number(path: str) -> str:
+    """Return a path that is the same for all layers."""
     return NUMBER.sub("*", path, count=1)
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``0-2, 5``."""
+    """Return numbers as ``0-2, 5``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -120,14 +116,19 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _experts_of_text(text: Any) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Path, and the module with adapters around it and without, of the experts of each layer."""
+    """Yield the path of the experts of each layer, and the module with and without adapters around
+    it.
+    """
     if hasattr(text, "config") and not speaks_of_experts(text.config):
         return
     paths = beside_text(text) if hasattr(text, "get_decoder") else []
-    towers = {text.get_submodule(path) for path in paths if not _is_parameter(text, path)}
-    beside = {module for tower in towers for module in tower.modules()}
+    tower_modules: set[nn.Module] = set()
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        if name not in text.get_submodule(owner)._parameters:
+            tower_modules.update(text.get_submodule(path).modules())
     for path, outer in _experts(text):
-        if outer not in beside:
+        if outer not in tower_modules:
             inner: Any = outer
             while hasattr(inner, "base_layer"):
                 inner = inner.base_layer
@@ -135,30 +136,26 @@ def _experts_of_text(text: Any) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 
 def _adapters_around(outer: Any) -> dict[str, list[tuple[nn.Parameter, str]]]:
-    """The matrices of adapters that are trained, by the name of the weight that they adapt, and
-    which each is.
+    """Return the trained matrices of adapters, each with its kind, by the name of the weight that
+    they adapt.
     """
-    found = defaultdict[str, list[tuple[nn.Parameter, str]]](list)
+    matrices = defaultdict[str, list[tuple[nn.Parameter, str]]](list)
     while hasattr(outer, "base_layer"):
         for path, parameter in outer.named_parameters():
             side = SIDES.get(path.partition(".")[0])
             if side is not None and parameter.requires_grad and hasattr(outer, "parameter_name"):
-                found[outer.parameter_name].append((parameter, side))
+                matrices[outer.parameter_name].append((parameter, side))
         outer = outer.base_layer
-    return found
+    return matrices
 
 
 SIDES = {"lora_A": "A", "lora_B": "B"}
-
-
-def _is_parameter(model: Any, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    return name in model.get_submodule(owner)._parameters
+"""Kinds of matrices by the names of parameters."""
 
 
 def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold the experts of a layer: with 3-D parameters, or named ``experts``;
-    adapters around them included.
+    """Yield path and module of the experts of each layer, with adapters around them. They have 3-D
+    parameters or the name ``experts``.
     """
     inner: Any = module
     while hasattr(inner, "base_layer"):
@@ -171,9 +168,13 @@ def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def stacked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Its parameters with 3 dimensions, but those of convolutions; the codes of packed ones."""
+    """Return the parameters of a module with 3 dimensions, except those of convolutions; for
+    packed experts their codes.
+    """
     packed = packed_shapes(module)
     if packed:
         return [(name, module.get_parameter(name)) for name in packed]
-    own = [] if isinstance(module, _ConvNd) else list(module.named_parameters(recurse=False))
-    return [(name, parameter) for name, parameter in own if parameter.ndim == 3]
+    if isinstance(module, _ConvNd):
+        return []
+    parameters = module.named_parameters(recurse=False)
+    return [(name, parameter) for name, parameter in parameters if parameter.ndim == 3]

@@ -6,9 +6,9 @@
 With DoRA (``magnitude.py``) the rows of ``W + s B A`` have lengths m: ``y = m / n ⊙ (x Wᵀ + s · u
 Bᵀ) + b``.
 
-Without dropout and DoRA, over a plain linear layer, the adapter's products are added by the
-products themselves (``addmm``), both ways: no sum passes over y or dx by itself. Saved beside x, W,
-A and B: u. A compiler is given the plain formula, whose sums it puts into what follows.
+Without dropout and DoRA, over a plain linear layer, the adapter's products add their results
+themselves (``addmm``) in both passes, so no separate sum passes over y or dx. Saved are x, W, A, B
+and u. Under ``torch.compile`` the plain formula runs, whose sums the compiler fuses.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 from chronicals.lora.adapter_layer import AdapterLayer, draw, exact
@@ -36,6 +37,7 @@ from chronicals.lora.magnitude import (
     unbiased,
 )
 from chronicals.lora.tokens import TrainedTokens
+from chronicals.models.linear import register_adapter_reader
 from chronicals.models.lookahead_heads import is_of_head
 from chronicals.quantization import is_linear, packed_weight
 
@@ -54,9 +56,9 @@ class LoRALinear(AdapterLayer):
     Attributes:
         lora_magnitude_vector: m of DoRA, fp32 ``[out]``, or None; it starts at the norms of the
             rows of W.
-        lora_start_A, lora_start_B: where the adapter started, if a part of the base's weight was
-            moved into it (``starting_values``); else None. Off, such a layer computes what the
-            original weight does.
+        lora_start_A, lora_start_B: starting values of the adapter, if a part of the base's weight
+            was moved into it (``starting_values``); else None. With its adapter off, such a layer
+            computes the product of the original weight.
     """
 
     lora_A: nn.Parameter
@@ -81,35 +83,32 @@ class LoRALinear(AdapterLayer):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        return (
-            self.MATRICES
-            if self.lora_magnitude_vector is None
-            else (*self.MATRICES, "lora_magnitude_vector")
-        )
+        if self.lora_magnitude_vector is None:
+            return self.MATRICES
+        return (*self.MATRICES, "lora_magnitude_vector")
 
     def keep_start(self) -> None:
-        """Keep A and B as they are now as those that the base's weight is without."""
+        """Store A and B as they are now: the part that was taken out of the base's weight."""
         self.lora_start_A = self.lora_A.detach().clone()
         self.lora_start_B = self.lora_B.detach().clone()
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """A and B that are to be added to the base; None where that computes alone."""
+        """A and B that are added to the base now; None if the base computes alone."""
         if self.enabled:
             return self.lora_A, self.lora_B
-        return (
-            None
-            if self.lora_start_A is None or self.lora_start_B is None
-            else (self.lora_start_A, self.lora_start_B)
-        )
+        if self.lora_start_A is None or self.lora_start_B is None:
+            return None
+        return self.lora_start_A, self.lora_start_B
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the layer is what it is without its adapter. Waits for the device."""
+        """True if the layer computes the same as without its adapter. The host waits for the
+        device.
+        """
         if self.lora_start_A is not None and self.lora_start_B is not None:
-            same = torch.equal(self.lora_A, self.lora_start_A) and torch.equal(
-                self.lora_B, self.lora_start_B
-            )
+            same_a = torch.equal(self.lora_A, self.lora_start_A)
+            same = same_a and torch.equal(self.lora_B, self.lora_start_B)
         else:
             same = super().is_fresh
         magnitude = self.lora_magnitude_vector
@@ -117,8 +116,8 @@ class LoRALinear(AdapterLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight with the adapter in it, of the base's shape and type, for a model that
-        reads it instead of calling the layer, as Mamba does; of that, no input is dropped.
+        """The base's weight with the adapter added, in the base's shape and dtype, for a model that
+        reads it instead of calling the layer, as Mamba does. Dropout does not apply then.
 
         Raises:
             AttributeError: the base's weight is quantised.
@@ -126,17 +125,17 @@ class LoRALinear(AdapterLayer):
         weight = cast(Tensor, self.base_layer.weight)
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise AttributeError(
-                f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in "
-                "it"
+                f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in it"
             )
-        if (matrices := self.matrices) is None:
+        matrices = self.matrices
+        if matrices is None:
             return weight
         return self.with_adapter(weight, *matrices).to(weight.dtype)
 
     def with_adapter(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """``weight``, the base's in its layout, with A and B in it; in at least fp32."""
+        """Return ``weight``, the base's in its layout, with A and B added; in at least fp32."""
         update = (b @ a) * self.scale
-        upright = is_linear(self.base_layer)
+        upright = is_linear(self.base_layer)  # a Conv1D's weight is [in, out]
         total = exact(weight) + (update if upright else update.t()).to(weight.device)
         if self.lora_magnitude_vector is None:
             return total
@@ -155,15 +154,14 @@ class LoRALinear(AdapterLayer):
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """n of DoRA: of the rows of ``W + s B A``, fp32 ``[out]``."""
+        """Return n of DoRA: the norms of the rows of ``W + s B A``, fp32 ``[out]``."""
         across = crossed(self.base_layer, self.lora_A)
         return adapted_norms(self._squared_norms(), across, self.lora_A, self.lora_B * self.scale)
 
     def _squared_norms(self) -> Tensor:
-        """‖W‖², computed once for a weight that stays where and what it is, which a compiled
-        graph does not see.
-        """
+        """Return ‖W‖² of the rows, cached until the weight is moved or changed."""
         weight = cast(Tensor, self.base_layer.weight)
+        # a compiled graph cannot test whether the weight has changed
         if torch.compiler.is_compiling() and (
             is_plain(weight) or packed_weight(self.base_layer) is not None
         ):
@@ -178,10 +176,11 @@ class LoRALinear(AdapterLayer):
         return cast(Tensor | None, self.base_layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (matrices := self.matrices) is None:
+        matrices = self.matrices
+        if matrices is None:
             y: Tensor = self.base_layer(x)
             return y
-        (a, b) = matrices
+        a, b = matrices
         dropout = self.dropout if self.training and self.enabled else 0.0
         if self.lora_magnitude_vector is not None:
             return self._with_magnitude(x, self.lora_magnitude_vector)
@@ -196,27 +195,36 @@ class LoRALinear(AdapterLayer):
         return base + self._added(x, a, b, dropout).to(base.dtype) * self.scale
 
     def _with_magnitude(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """The factors of rows are not rounded to 16 bits, in which they would move by 0.8 % at a
-        time.
-        """
-        plain = _is_plain(self.base_layer, x)
+        """Return the output with DoRA."""
         dropout = self.dropout if self.training else 0.0
-        base = (
-            F.linear(x, cast(Tensor, self.base_layer.weight))
-            if plain
-            else unbiased(self.base_layer, x)
-        )
+        if _is_plain(self.base_layer, x):
+            base = F.linear(x, cast(Tensor, self.base_layer.weight))
+        else:
+            base = unbiased(self.base_layer, x)
         added = self._added(x, self.lora_A, self.lora_B, dropout)
+        # the factors of rows stay in fp32: in 16 bits they would change in steps of 0.8 %
         y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
         return (y if self.bias is None else y + self.bias).to(base.dtype)
 
     def _added(self, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
-        """``u Bᵀ``."""
+        """Return ``u Bᵀ``."""
         return F.linear(F.linear(F.dropout(x, dropout), a.to(x.dtype)), b.to(x.dtype))
 
 
+def _read_adapter(layer: LoRALinear) -> tuple[Adapter, bool]:
+    """Return the adapter of the layer, and whether the layer adds it now."""
+    matrices = layer.matrices
+    a, b = matrices or (layer.lora_A, layer.lora_B)
+    dropout = layer.dropout if layer.training and layer.enabled else 0.0
+    adapter = Adapter(a, b, layer.scale, dropout, layer.lora_magnitude_vector)
+    return adapter, matrices is not None
+
+
+register_adapter_reader(LoRALinear, _read_adapter)
+
+
 def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
-    """A uniform as a linear layer's, or normal; B zero."""
+    """Initialise A, uniform like the weight of a linear layer or normal, and B, zero."""
     if config.init == "gaussian":
         draw(a, partial(nn.init.normal_, std=1 / config.rank))
     else:
@@ -225,8 +233,8 @@ def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
-    """Paths and modules of the adapted layers, linear or not. Of several around one layer the
-    outermost comes first.
+    """Return paths and modules of the adapted layers, linear or not. Of several around one layer
+    the outermost comes first.
     """
     return (
         (name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer)
@@ -234,36 +242,39 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
 
 
 def linear_adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Those of linear layers."""
+    """Return paths and modules of the adapted linear layers."""
     return ((name, module) for name, module in adapters(model) if isinstance(module, LoRALinear))
 
 
 def has_magnitudes(model: nn.Module) -> bool:
-    """Whether adapters are DoRA."""
+    """Return whether the model's adapters are DoRA."""
     return any(layer.lora_magnitude_vector is not None for _, layer in linear_adapters(model))
 
 
 def adapters_are_fresh(model: nn.Module) -> bool:
-    """Whether the model without its adapters, which are ours and all that is trained beside
-    heads that predict experts, is still what it is with them. Waits for the device."""
+    """Return whether the model computes the same with and without its adapters.
+
+    The result is False if there are no adapters of ours, or if other parameters are trained, except
+    those of heads that predict experts. The host waits for the device.
+    """
     layers = [layer for _, layer in adapters(model)]
-    own = {
-        id(p)
-        for layer in layers
-        for name, p in layer.named_parameters()
-        if name.startswith("lora_")
-    }
-    if not layers or any(
-        p.requires_grad and id(p) not in own and not is_of_head(name)
-        for name, p in model.named_parameters()
-    ):
+    if not layers:
         return False
+    adapter_ids = set()
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if name.startswith("lora_"):
+                adapter_ids.add(id(parameter))
+    for name, parameter in model.named_parameters():
+        is_other = id(parameter) not in adapter_ids and not is_of_head(name)
+        if parameter.requires_grad and is_other:
+            return False
     return all(layer.is_fresh for layer in layers)
 
 
 def why_base_is_gone(model: nn.Module) -> str | None:
-    """Why the model without its adapters is not the base that they were trained over; None where
-    it is.
+    """Return why the model without its adapters is not the base that they were trained over; None
+    if it is.
     """
     named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
     whole = [name for name in named if not is_of_head(name)]
@@ -272,22 +283,23 @@ def why_base_is_gone(model: nn.Module) -> str | None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within: adapted layers, and tokens with trained rows, are what the base makes of them, as for
-    a reference policy. No storage moves.
+    """Turn adapters and trained rows of tokens off for the length of a block, as for a reference
+    policy. No storage moves.
 
-    Layers that are recomputed in the backward pass must be so within, too.
+    If layers are recomputed in the backward pass, that must run within the block, too.
 
     Raises:
         ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is
             no longer there.
     """
-    if gone := why_base_is_gone(model):
-        raise ValueError(f"without_adapters: {gone}; load the base beside it")
-    found: list[Any] = [
+    reason = why_base_is_gone(model)
+    if reason:
+        raise ValueError(f"without_adapters: {reason}; load the base beside it")
+    candidates: list[Any] = [
         *(layer for _, layer in adapters(model)),
         *(m for m in model.modules() if isinstance(m, TrainedTokens)),
     ]
-    layers = [layer for layer in found if layer.enabled]
+    layers = [layer for layer in candidates if layer.enabled]
     for layer in layers:
         layer.enabled = False
     try:
@@ -298,8 +310,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether ``layer`` is its frozen weight and bias and nothing else: no hooks, no other
-    forward, no autocast.
+    """Return whether ``layer`` is a frozen linear layer without hooks, another forward or
+    autocast.
     """
     if (
         type(layer) is not nn.Linear
@@ -323,10 +335,10 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
 
 
 class _WithAdapter(torch.autograd.Function):
-    """Of rows, not of any shape: what follows may write into an output only if it is no view made
-    in here.
+    """The product of a frozen linear layer with its adapter, for rows ``[T, in]``.
 
-    The base is frozen: weight and bias get no gradient.
+    Inputs of other shapes are viewed as rows outside: callers may write into an output only if it
+    is no view that was made within an autograd Function. Weight and bias get no gradient.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Reading adapters, ours or PEFT's, into a model."""
+"""Load adapters, ours or PEFT's, into a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from chronicals.lora.embeddings import (
     take_embeddings,
 )
 from chronicals.lora.layers import LoRALinear, adapters
-from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE, PREFIX, WEIGHTS_FILE
+from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, SEQUENCE_CLASSIFICATION, WEIGHTS_FILE
 from chronicals.lora.starting_values import Start
 from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
@@ -35,91 +35,58 @@ from chronicals.models.loading import DAMAGED
 from chronicals.models.lookahead_heads import is_of_head
 from chronicals.models.reward_model import why_no_language_model
 
-NEEDED = ("r", "lora_alpha", "target_modules")
+REQUIRED_FIELDS = ("r", "lora_alpha", "target_modules")
 """Fields without which an adapter cannot be read."""
 
 
 def load_adapter(model: Any, folder: str | Path) -> Any:
-    """Attach the adapters in ``folder``, ours or PEFT's, to a model that has none; or refill those
-    it has.
+    """Attach the adapters in ``folder``, ours or PEFT's, to a model without adapters, or load their
+    values into those that the model has. Return the model.
 
-    Where an embedding is stored with them, because tokens were added, the model's becomes that one.
+    If an embedding is stored with them, because tokens were added, it replaces the model's.
 
     Raises:
-        ValueError: the folder holds something else than LoRA or DoRA, or its tensors do not fit the
-            model, which is as it was.
+        ValueError: the folder has something else than LoRA or DoRA, or its tensors do not fit the
+            model, which is unchanged then.
     """
     folder = Path(folder)
     described = describe_adapter(folder)
-    if described.get("task_type") == OF_A_SCORE and score_of(model) is None:
+    if described.get("task_type") == SEQUENCE_CLASSIFICATION and score_of(model) is None:
         raise ValueError(why_no_language_model(folder))
     attached = dict(adapters(model))
     config = _config(model, described, attached)
-    for path, layer in attached.items():
-        if not math.isclose(
-            layer.scale, scale := config.at(layer.named_at(path)).scale, rel_tol=1e-12
-        ):
-            raise ValueError(
-                f"{folder}: {path} is scaled by {scale:g}, the model's adapter by {layer.scale:g}"
-            )
-    if attached and model.chronicals_lora.use_dora != config.use_dora:
-        which = (
-            "is DoRA, the model's adapters are not"
-            if config.use_dora
-            else "is not DoRA, the model's adapters are"
-        )
-        raise ValueError(f"{folder}: {which}; load the model without adapters")
-    if attached and set(model.chronicals_lora.modules_to_save or ()) != set(
-        config.modules_to_save or ()
-    ):
-        here = model.chronicals_lora.modules_to_save
-        raise ValueError(
-            f"{folder}: was trained with modules_to_save={config.modules_to_save}, the model has "
-            f"{here}"
-        )
+    if attached:
+        _check_attached(folder, config, model.chronicals_lora, attached)
     whole = modules_to_save(model, config.modules_to_save)
     tensors = _tensors(folder)
     embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
-    own = ((path, name) for path, module in whole.items() for name, _ in module.named_parameters())
-    if absent := [
-        f"{path} is in modules_to_save, and its {name}"
-        for path, name in own
-        if (path, name) not in embeddings
-    ]:
-        raise ValueError(f"{folder}: {absent[0]} is missing: save the adapter again")
+    for path, module in whole.items():
+        for name, _ in module.named_parameters():
+            if (path, name) not in embeddings:
+                raise ValueError(
+                    f"{folder}: {path} is in modules_to_save, and its {name} is missing: save the "
+                    "adapter again"
+                )
+    row_count = rows_of(model, embeddings)
     targets = [] if attached else targets_of(model, config, whole)
     shapes = {path: _shapes_of(layer) for path, layer in attached.items()}
-    shapes |= {
-        target.path: target.shapes(model, config, rows_of(model, embeddings)) for target in targets
-    }
+    shapes |= {target.path: target.shapes(model, config, row_count) for target in targets}
     tokens = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
     plan = _tokens(
-        model,
-        folder,
-        config,
-        {*shapes, *whole},
-        rows_of(model, embeddings),
-        tokens if attached else None,
+        model, folder, config, {*shapes, *whole}, row_count, tokens if attached else None
     )
-    wide = embedding_table(model).shape[1]
-    rows = _taken(
-        folder,
-        tensors,
-        {path: {FILE_NAME: torch.Size((len(ids), wide))} for path, ids in plan.items()},
-        last=False,
-    )
-    for path in plan:  # of a head that is the embedding PEFT may store the same rows again
-        same = [
-            name
-            for name in tensors
-            if name.endswith(FILE_NAME) and torch.equal(tensors[name], rows[path][FILE_NAME])
-        ]
-        for name in same if len(plan) == 1 else ():
-            del tensors[name]
-    stored = _taken(folder, tensors, shapes)
-    stored |= {
-        path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()
-    }
+    width = embedding_table(model).shape[1]
+    row_shapes = {path: {FILE_NAME: torch.Size((len(ids), width))} for path, ids in plan.items()}
+    rows = _pop_tensors(folder, tensors, row_shapes, last=False)
+    if len(plan) == 1:
+        # PEFT may store the same rows again for a head that is the embedding
+        (only_rows,) = rows.values()
+        for name in [name for name in tensors if name.endswith(FILE_NAME)]:
+            if torch.equal(tensors[name], only_rows[FILE_NAME]):
+                del tensors[name]
+    stored = _pop_tensors(folder, tensors, shapes)
+    for path, layer in attached.items():
+        stored[path] = _since_start(folder, path, layer, stored[path])
     take_embeddings(model, embeddings, whole)
     if not attached:
         apply_lora(model, config.fitted([target.named for target in targets]))
@@ -132,58 +99,94 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     return model
 
 
+def _check_attached(
+    folder: Path, config: LoRAConfig, current: LoRAConfig, attached: Mapping[str, AdapterLayer]
+) -> None:
+    """Raise ValueError if the attached adapters are of another kind or scale than the stored.
+
+    Args:
+        folder: folder of the stored adapters.
+        config: their configuration.
+        current: configuration of the attached adapters.
+        attached: the attached adapters by path.
+    """
+    for path, layer in attached.items():
+        scale = config.at(layer.named_at(path)).scale
+        if not math.isclose(layer.scale, scale, rel_tol=1e-12):
+            raise ValueError(
+                f"{folder}: {path} is scaled by {scale:g}, the model's adapter by {layer.scale:g}"
+            )
+    if current.use_dora != config.use_dora:
+        difference = "is not DoRA, the model's adapters are"
+        if config.use_dora:
+            difference = "is DoRA, the model's adapters are not"
+        raise ValueError(f"{folder}: {difference}; load the model without adapters")
+    if set(current.modules_to_save or ()) != set(config.modules_to_save or ()):
+        raise ValueError(
+            f"{folder}: was trained with modules_to_save={config.modules_to_save}, the model has "
+            f"{current.modules_to_save}"
+        )
+
+
 def _tokens(
     model: Any,
     folder: Path,
     config: LoRAConfig,
     taken: Collection[str],
     rows: int,
-    there: Mapping[str, list[int]] | None,
+    attached: Mapping[str, list[int]] | None,
 ) -> Mapping[str, list[int]]:
-    """The trained tokens of the adapter, which must be those that are ``there`` if adapters are
-    attached.
+    """Return the trained tokens of the stored adapter by path.
+
+    Args:
+        taken: paths of layers that are trained in another way.
+        rows: number of rows that the embedding will have.
+        attached: trained tokens of the attached adapters, which must be the same; None if no
+            adapters are attached.
     """
-    if there is None:
-        return plan_tokens(model, config.trainable_token_indices, taken, rows)
-    asked = config.trainable_token_indices
-    lists = [
-        list(ids)
-        for ids in (
-            asked.values() if isinstance(asked, Mapping) else [] if asked is None else [asked]
-        )
-    ]
-    if lists != list(there.values()) and (
-        len(there) != 1 or any(ids != lists[0] for ids in (*lists, *there.values()))
+    stored = config.trainable_token_indices
+    if attached is None:
+        return plan_tokens(model, stored, taken, rows)
+    lists: list[list[int]] = []
+    if isinstance(stored, Mapping):
+        lists = [list(ids) for ids in stored.values()]
+    elif stored is not None:
+        lists = [list(stored)]
+    if lists != list(attached.values()) and (
+        not lists
+        or len(attached) != 1
+        or any(ids != lists[0] for ids in (*lists, *attached.values()))
     ):
         raise ValueError(
-            f"{folder}: trainable_token_indices={asked}, the model's adapters have "
-            f"{dict(there) or None}"
+            f"{folder}: trainable_token_indices={stored}, the model's adapters have "
+            f"{dict(attached) or None}"
         )
-    return there
+    return attached
 
 
 def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
-    """Of what is trained of a layer, by the names in a file: with the starting values beside A
-    and B where it has some.
+    """Return the shapes of the trained parameters of a layer by their names in a file, where
+    starting values, if there are any, stand beside A and B.
     """
     if not isinstance(layer, LoRALinear) or layer.lora_start_A is None:
         return {in_file(name): layer.get_parameter(name).shape for name in layer.trained}
-    (rank, wide) = layer.lora_A.shape
-    narrow = len(layer.lora_B)
+    rank, inputs = layer.lora_A.shape
+    outputs = len(layer.lora_B)
     return {
-        "lora_A.weight": torch.Size((2 * rank, wide)),
-        "lora_B.weight": torch.Size((narrow, 2 * rank)),
+        "lora_A.weight": torch.Size((2 * rank, inputs)),
+        "lora_B.weight": torch.Size((outputs, 2 * rank)),
     }
 
 
 def _since_start(
     folder: Path, path: str, layer: AdapterLayer, stored: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A and B of a layer from those over its original weight; see ``starting_values``.
+    """Return A and B of a layer without the starting values, which are stored beside them; see
+    ``starting_values``.
 
     Raises:
-        ValueError: they started elsewhere than the layer, whose base is without another part of its
-            weight.
+        ValueError: the stored adapter started at other values than the layer, from whose base
+            another part was taken.
     """
     if (
         not isinstance(layer, LoRALinear)
@@ -191,26 +194,27 @@ def _since_start(
         or layer.lora_start_B is None
     ):
         return stored
-    now, start = _halves(stored["lora_A.weight"], stored["lora_B.weight"])
-    own = layer.lora_start_A, layer.lora_start_B
-    if not all(torch.equal(value.to(kept), kept) for value, kept in zip(start, own, strict=True)):
+    values, (start_a, start_b) = _halves(stored["lora_A.weight"], stored["lora_B.weight"])
+    layer_a = layer.lora_start_A
+    layer_b = layer.lora_start_B
+    same_a = torch.equal(start_a.to(layer_a), layer_a)
+    if not same_a or not torch.equal(start_b.to(layer_b), layer_b):
         raise ValueError(
             f"{folder}: {path} started from other values than the model's adapter does; load the "
-            "adapter over the original "
-            "base instead, which has none: chronicals.lora.load_adapter, or --model with this "
-            "folder"
+            "adapter over the original base instead, which has none: chronicals.lora.load_adapter, "
+            "or --model with this folder"
         )
-    return dict(zip(stored, now, strict=True))
+    return dict(zip(stored, values, strict=True))
 
 
 def _halves(a: Tensor, b: Tensor) -> tuple[Start, Start]:
-    """What an adapter is now and where it started, of ``[A ; A0]`` and ``[B  -B0]``."""
+    """Return (A, B) and the starting values (A0, B0) from ``[A ; A0]`` and ``[B  -B0]``."""
     rank = len(a) // 2
     return (a[:rank], b[:, :rank]), (a[rank:], -b[:, rank:])
 
 
 def stored_start(folder: Path) -> dict[str, Start]:
-    """Where the adapters in ``folder`` started, by path; of those that started from the weights of
+    """Return the starting values by path of adapters in ``folder`` that started from the weights of
     their base.
 
     Raises:
@@ -219,26 +223,28 @@ def stored_start(folder: Path) -> dict[str, Start]:
     tensors = {
         name.removesuffix(".weight"): tensor for name, tensor in adapter_tensors(folder).items()
     }
-    paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
-    return {
-        path: _halves(tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"])[1] for path in paths
-    }
+    starts: dict[str, Start] = {}
+    for name, a in tensors.items():
+        if name.endswith(".lora_A"):
+            path = name.removesuffix(".lora_A")
+            _, starts[path] = _halves(a, tensors[f"{path}.lora_B"])
+    return starts
 
 
 def describe_adapter(folder: Path) -> dict[str, Any]:
-    """What ``adapter_config.json`` says of a LoRA or DoRA adapter.
+    """Return the fields of ``adapter_config.json`` of a LoRA or DoRA adapter.
 
     Raises:
-        ValueError: it cannot be read, lacks a field, or is something else.
+        ValueError: the file cannot be read, lacks a field, or is of another kind of adapter.
     """
     try:
         described = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
-    _refuse_what_is_not_known(folder, described)
+    _refuse_unsupported(folder, described)
     if described.get("target_modules") is None and described.get("target_parameters"):
         described["target_modules"] = []
-    absent = [field for field in NEEDED if described.get(field) is None]
+    absent = [field for field in REQUIRED_FIELDS if described.get(field) is None]
     if absent:
         raise ValueError(
             f"{folder / CONFIG_FILE}: {', '.join(absent)} is missing; it was cut or changed, save "
@@ -248,6 +254,7 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
 
 
 def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) -> LoRAConfig:
+    """Return the configuration of stored adapters for this model."""
     wanted = described["target_modules"]
     excluded = described.get("exclude_modules")
     layers = described.get("layers_to_transform")
@@ -261,7 +268,9 @@ def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) 
 
 
 def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> LoRAConfig:
-    """The LoRAConfig of what ``describe_adapter`` returns, for these targets."""
+    """Return the LoRAConfig of the fields of ``describe_adapter``, for these targets."""
+    start = described.get("init_lora_weights")
+    moves_weights = isinstance(start, str) and _is_from_weights(start)
     return LoRAConfig(
         rank=described["r"],
         alpha=described["lora_alpha"],
@@ -274,14 +283,12 @@ def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> L
         trainable_token_indices=described.get("trainable_token_indices") or None,
         target_parameters=described.get("target_parameters") or None,
         use_dora=described.get("use_dora", False),
-        init=start
-        if isinstance(start := described.get("init_lora_weights"), str) and _is_from_weights(start)
-        else "default",
+        init=str(start) if moves_weights else "default",
     )
 
 
 def adapter_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors in an adapter's folder, by their names in the model.
+    """Return the tensors in an adapter's folder by their names in the model.
 
     Raises:
         ValueError: the file of weights cannot be read.
@@ -296,7 +303,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Within, the file of weights is read; what goes wrong is a ValueError that names it."""
+    """Raise errors of a block that reads the file of weights as ValueError that names the file."""
     try:
         yield
     except SafetensorError as error:
@@ -306,61 +313,69 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def stored_rows(folder: Path) -> int | None:
-    """Rows of the embedding that is stored with an adapter; None where there is none."""
+    """Return the number of rows of the embedding that is stored with an adapter; None if none is."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         others = (".lora_", FILE_NAME, f"{PREFIX}{SCORE}.")
-        names = [
-            name
-            for name in list(file.keys())
-            if not is_of_head(name) and not any(other in name for other in others)
-        ]
-        return max((file.get_slice(name).get_shape()[0] for name in names), default=None)
+        rows = []
+        for name in list(file.keys()):
+            if not is_of_head(name) and not any(other in name for other in others):
+                rows.append(file.get_slice(name).get_shape()[0])
+        return max(rows, default=None)
 
 
 def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: bool) -> Weights:
-    """Taken out of ``tensors``; ``fixed``: the model's embedding must have as many rows."""
+    """Remove the weights that are stored whole from ``tensors`` and return them.
+
+    Args:
+        fixed: whether the model's embedding must have the stored number of rows.
+    """
     try:
-        found = stored_embeddings(model, tensors, PREFIX)
+        weights = stored_embeddings(model, tensors, PREFIX)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    there = rows_of(model, found)
-    here = embedding_table(model).shape[0]
-    if fixed and there != here:
+    stored_count = rows_of(model, weights)
+    count = embedding_table(model).shape[0]
+    if fixed and stored_count != count:
         raise ValueError(
-            f"{folder}: its embedding has {there} rows, the model's {here}: add the tokens that "
-            "were added before"
+            f"{folder}: its embedding has {stored_count} rows, the model's {count}: add the tokens "
+            "that were added before"
         )
-    return found
+    return weights
 
 
-def _taken(
+def _pop_tensors(
     folder: Path,
     tensors: dict[str, Tensor],
     shapes: Mapping[str, Mapping[str, torch.Size]],
     last: bool = True,
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each layer by name, all of ``shapes`` and, where these are the ``last``, no
-    others.
+    """Remove the tensors of each layer from ``tensors`` and return them by path and name.
+
+    Args:
+        shapes: shapes of the tensors, all of which must be present, by path and name.
+        last: whether no other tensors may be left.
     """
-    found: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
+    popped: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
     for path, expected in shapes.items():
         for name, shape in expected.items():
             stored = tensors.pop(f"{PREFIX}{path}.{name}", None)
             if stored is None or stored.shape != shape:
-                own = name.removesuffix(".weight")
+                parameter = name.removesuffix(".weight")
                 raise ValueError(
-                    f"{folder}: {path}.{own} is missing or not {tuple(shape)}: of another model?"
+                    f"{folder}: {path}.{parameter} is missing or not {tuple(shape)}: of another "
+                    "model?"
                 )
-            found[path][name] = stored
+            popped[path][name] = stored
     if tensors and last:
         raise ValueError(
             f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is "
             f"{next(iter(tensors))}"
         )
-    return found
+    return popped
 
 
-def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
+def _refuse_unsupported(folder: Path, described: dict[str, Any]) -> None:
+    """Raise ValueError if a field asks for something that cannot be loaded."""
     if described.get("peft_type") != "LORA":
         raise ValueError(
             f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded"
@@ -384,14 +399,9 @@ def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
                 f"{folder}: {field}={described[field]!r} is not supported in this version; {remedy}"
             )
     start = described.get("init_lora_weights", True)
-    harmless = start in (
-        True,
-        False,
-        "gaussian",
-        "orthogonal",
-        "eva",
-    )  # others change the weights of the base
-    if not harmless and not (isinstance(start, str) and _is_from_weights(start)):
+    # other kinds change the weights of the base
+    keeps_weights = start in (True, False, "gaussian", "orthogonal", "eva")
+    if not keeps_weights and not (isinstance(start, str) and _is_from_weights(start)):
         raise ValueError(
             f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot "
             "be loaded"
@@ -403,5 +413,7 @@ def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
 
 
 def _is_from_weights(start: str) -> bool:
-    """Whether it is one of ours that take a part of the base's weights."""
+    """Return whether an ``init_lora_weights`` is one of ours that take a part of the base's
+    weights.
+    """
     return is_init(start) and start.startswith(("pissa", "olora"))

@@ -1,11 +1,11 @@
-"""LoftQ: adapters over a base in 4 bits start as what quantising took, as well as their rank can
-hold it (Li et al., 2023, arXiv 2310.08659, algorithm 1 with T = 1).
+"""LoftQ: adapters over a base in 4 bits start at the best approximation, of their rank, of the
+quantisation error (Li et al., 2023, arXiv 2310.08659, algorithm 1 with T = 1).
 
     Q = q(W),   W − Q = U S Vᵀ:   A = √(S/s) Vᵀ,   B = U √(S/s)        of the r largest values, so that Q + s · B A is nearest W
 
-Q is what everybody has who quantises W to NF4, so an adapter is right over that base as it is.
-Further alternations (Q = q(W − s · B A)) give another base, in which no file of weights is: they
-are not taken.
+Q is the plain NF4 quantisation of W, so the adapter fits a base that anybody quantises. Further
+alternations (Q = q(W − s · B A)) would give another base, of which no file exists; they are not
+done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoftQ:
     leave it with the model.
 
     Args:
-        config: of the adapters that will be attached; layers that it does not name are passed over.
+        config: configuration of the adapters that will be attached; other layers are skipped.
 
     Attributes:
         starts: A ``[r, in]`` and B ``[out, r]`` by path, fp32 in host memory.
@@ -43,22 +43,24 @@ class LoftQ:
 
     @torch.no_grad()
     def __call__(self, path: str, weight: Tensor, packed: PackedWeight) -> None:
-        """
+        """Compute the starting values of a layer.
+
         Args:
+            path: path of the layer.
             weight: W, ``[out, in]``.
-            packed: what it is quantised to, on the same device.
+            packed: the quantised weight, on the same device.
 
         Raises:
             ValueError: the rank is larger than the weight.
         """
         shape = self.config.at(path)
-        if not self._names(path):
+        if not self._may_be_target(path):
             return
         if shape.rank > min(weight.shape):
             raise ValueError(
                 f"lora_init='loftq': the adapter of {path} has rank {shape.rank}, its weight "
-                f"{tuple(weight.shape)} only "
-                f"{min(weight.shape)}; set lora_rank, or lora_rank_pattern for this layer"
+                f"{tuple(weight.shape)} only {min(weight.shape)}; set lora_rank, or "
+                "lora_rank_pattern for this layer"
             )
         u, s, vh = torch.linalg.svd(weight.float() - packed.dense().float(), full_matrices=False)
         root = (s[: shape.rank] / shape.scale).sqrt()
@@ -67,8 +69,8 @@ class LoftQ:
             (u[:, : shape.rank] * root).cpu(),
         )
 
-    def _names(self, path: str) -> bool:
-        """Whether the layer may be a target; what is one is decided when adapters are attached."""
+    def _may_be_target(self, path: str) -> bool:
+        """Return whether the layer may be a target; ``apply_lora`` decides which layers are."""
         wanted = self.config.target_modules
         if wanted is None or wanted == "all-linear":
             return True
@@ -78,8 +80,8 @@ class LoftQ:
 
 
 def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
-    """Raises ValueError where a layer has no start: it is not in 4 bits, or was quantised
-    without being watched.
+    """Raise ValueError if a layer has no starting values, as it is not in 4 bits or was quantised
+    without ``LoftQ``.
     """
     watch = getattr(model, WATCHED, None)
     known = watch.starts if isinstance(watch, LoftQ) else {}
@@ -88,35 +90,34 @@ def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> N
         if packed is None or packed.recipe is None:
             raise ValueError(
                 f"lora_init='loftq': the weight of {path} is not in 4 bits, of which it makes up "
-                "for the loss; set "
-                "quantization='nf4', leave the layer out of lora_target_modules, or leave "
-                "lora_init out"
+                "for the loss; set quantization='nf4', leave the layer out of lora_target_modules, "
+                "or leave lora_init out"
             )
-        there = known.get(path)
-        (rank, scale) = (config.at(path).rank, config.at(path).scale)
+        start = known.get(path)
+        shape = config.at(path)
         if (
             watch is None
-            or there is None
-            or len(there[0]) != rank
-            or watch.config.at(path).scale != scale
+            or start is None
+            or len(start[0]) != shape.rank
+            or watch.config.at(path).scale != shape.scale
         ):
             raise ValueError(
                 f"lora_init='loftq': {path} was quantised before, and what that took is not known "
-                "any more, or for another "
-                "rank and alpha; give the model in 16 bits with quantization='nf4', or load it "
-                "with "
-                "load_model(..., quantization='nf4', watch=LoftQ(config))"
+                "any more, or for another rank and alpha; give the model in 16 bits with "
+                "quantization='nf4', or load it with load_model(..., quantization='nf4', "
+                "watch=LoftQ(config))"
             )
 
 
 @torch.no_grad()
 def start_from_quantisation(model: Any) -> None:
-    """Give every adapter its start, and forget the starts; magnitudes (DoRA) become the lengths
-    of rows with it.
+    """Copy the starting values into all adapters and delete them. Magnitudes (DoRA) become the
+    norms of the rows with the adapter.
     """
     starts = vars(model).pop(WATCHED).starts
     for path, layer in linear_adapters(model):
-        for own, start in zip((layer.lora_A, layer.lora_B), starts[path], strict=True):
-            own.copy_(start)
+        start_a, start_b = starts[path]
+        layer.lora_A.copy_(start_a)
+        layer.lora_B.copy_(start_b)
         if layer.lora_magnitude_vector is not None:
             layer.lora_magnitude_vector.copy_(layer.norms())

@@ -1,4 +1,4 @@
-"""Named choices of what adapters are attached to."""
+"""Presets of a LoRAConfig: named choices of targets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ LORA_PRESETS: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
 }
-"""By name the fields of a ``LoRAConfig``: the products of attention, every linear layer but the
-head, or attention and the stacked weights of all experts of a mixture."""
+"""Fields of a ``LoRAConfig`` by name of the preset: the products of attention, every linear layer
+but the head, or attention and the stacked weights of all experts of a mixture.
+"""
 
 
 def lora_preset(name: str, **overrides: Any) -> LoRAConfig:
-    """Return the adapters called ``name``, with ``overrides``.
+    """Return the configuration of the preset ``name``, with ``overrides``.
 
     Raises:
-        ValueError: there is no such preset, or an override cannot be.
+        ValueError: there is no such preset, or an override is not valid.
     """
     if name not in LORA_PRESETS:
         raise ValueError(
@@ -32,7 +33,6 @@ def lora_preset(name: str, **overrides: Any) -> LoRAConfig:
         )
     fields = {**LORA_PRESETS[name], **overrides}
     if fields.get("target_parameters") and "dropout" not in fields:
-        fields["dropout"] = (
-            0.0  # an adapter of a parameter has no input of its own that could be dropped
-        )
+        # an adapter of a parameter has no input of its own that could be dropped
+        fields["dropout"] = 0.0
     return LoRAConfig(**fields)

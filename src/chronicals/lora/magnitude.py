@@ -20,19 +20,18 @@ from chronicals.kernels.products import product
 from chronicals.lora.padding import Padding
 from chronicals.quantization import Base, packed_weight
 
-ROWS = 1024
-"""Rows of the identity that a layer multiplies at a time."""
+IDENTITY_ROWS = 1024
+"""Number of rows of the identity that a quantised layer multiplies at a time."""
 
 SHORTEST = 1e-18
-"""A row of zeros is taken to be so long, so that nothing is divided by zero."""
+"""Smallest norm of a row, so that no division by zero occurs for a row of zeros."""
 
 
 class RowNorms:
-    """n of the rows of a base with the adapters that are in its padding, computed once while both
-    stay what they are.
+    """Cache of n, the norms of the rows of a base with the adapters in its padding.
 
-    It is kept in the same memory, which CUDA graphs read. What a graph is captured from is computed
-    in that graph, too.
+    They are computed anew if a weight or an adapter has changed, in the same memory, which CUDA
+    graphs read. During the capture of a graph they are computed within the graph.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class RowNorms:
         self._squares: tuple[tuple, Tensor] | None = None
 
     def of(self, base: Base, padding: Padding) -> Tensor:
-        """``[N]``, at least fp32."""
+        """Return the norms, ``[N]``, in at least fp32."""
         parts = tuple((part.data_ptr(), part._version) for part in base.parts)
         key = parts, tuple(padding.written), _is_captured(padding.down)
         if self._norms is not None and self._norms[0] == key:
@@ -53,32 +52,30 @@ class RowNorms:
         return self._norms[1]
 
     def forget(self) -> None:
-        """Compute them anew when they are needed next: the replay of a graph changes adapters,
-        not their versions.
+        """Compute the norms anew when they are needed next. The replay of a graph changes adapters
+        without raising their versions.
         """
         if self._norms is not None:
             self._norms = (), self._norms[1]
 
     def discard(self) -> None:
-        """Compute everything anew, in other memory: what was computed of values that mean
-        nothing.
-        """
+        """Discard the cache and its memory, for norms that were computed of meaningless values."""
         self._norms = self._squares = None
 
 
 def _is_captured(x: Tensor) -> bool:
-    """Whether what is computed of x goes into a graph."""
+    """Return whether a CUDA graph is being captured on the device of x."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def factors_of(magnitudes: Sequence[Tensor | None], norms: Tensor, sizes: Sequence[int]) -> Tensor:
-    """m / n of the rows of all layers, 1 where a layer has no magnitude."""
+    """Return m / n of the rows of all layers; 1 for a layer without magnitudes."""
     parts = zip(magnitudes, norms.split(list(sizes)), strict=True)
     return torch.cat([torch.ones_like(n) if m is None else m / n for m, n in parts])
 
 
 def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """n, in the dtype of ``squares``.
+    """Return n, in the dtype of ``squares``.
 
     Args:
         squares: ‖W‖², ``[N]``.
@@ -93,20 +90,20 @@ def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) ->
 
 
 def squared_norms(weight: Tensor) -> Tensor:
-    """‖W‖², in at least fp32."""
+    """Return ‖W‖² of the rows, in at least fp32."""
     return torch.linalg.vector_norm(
         weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32)
     ).square_()
 
 
 def is_plain(weight: Any) -> bool:
-    """Whether the weight is numbers of at least 16 bits, not quantised."""
+    """Return whether the weight has floating-point values of at least 16 bits, not codes."""
     return bool(weight.is_floating_point() and weight.element_size() > 1)
 
 
 def squared_norms_of(layer: Any, width: int) -> Tensor:
-    """‖W‖² of a linear layer, quantised or not: of what it returns for the identity, where its
-    weight is not plain.
+    """Return ‖W‖² of the rows of a linear layer, quantised or not. An unknown format is read from
+    the layer's outputs for the identity.
     """
     if is_plain(layer.weight):
         return squared_norms(upright(layer))
@@ -115,27 +112,26 @@ def squared_norms_of(layer: Any, width: int) -> Tensor:
         return norms
     device = layer.weight.device
     kind = getattr(layer, "compute_dtype", None) or torch.float32
-    parts = torch.eye(width, device=device, dtype=kind).split(ROWS)
+    parts = torch.eye(width, device=device, dtype=kind).split(IDENTITY_ROWS)
     return torch.stack([unbiased(layer, rows).float().square().sum(0) for rows in parts]).sum(0)
 
 
 def crossed(layer: Any, down: Tensor) -> Tensor:
-    """W Aᵀ of a linear layer, quantised or not."""
+    """Return W Aᵀ of a linear layer, quantised or not."""
     if is_plain(layer.weight):
         weight = upright(layer)
-        return product(
-            weight, down.to(weight.dtype).t(), torch.promote_types(weight.dtype, torch.float32)
-        )
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return product(weight, down.to(weight.dtype).t(), dtype)
     return unbiased(layer, down.to(getattr(layer, "compute_dtype", None) or down.dtype)).t()
 
 
 def upright(layer: Any) -> Tensor:
-    """W ``[N, K]``; that of a Conv1D is stored as ``[K, N]``."""
+    """Return W as ``[N, K]``; a Conv1D stores it as ``[K, N]``."""
     weight: Tensor = layer.weight.detach()
     return weight if isinstance(layer, nn.Linear) else weight.t()
 
 
 def unbiased(layer: Any, x: Tensor) -> Tensor:
-    """What the layer returns for x, less its bias."""
+    """Return the output of the layer for x, without its bias."""
     y: Tensor = layer(x)
     return y if layer.bias is None else y - layer.bias

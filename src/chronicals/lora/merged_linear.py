@@ -15,8 +15,8 @@ constants:
     z_i = f_i ⊙ (y_i − b_i) + b_i,   f = m / n,   dy = f ⊙ dz,   dm = Σₜ dz ⊙ (y − b) / n
 
 Other bases multiply without the padding; then the adapters' products are added to y and dx
-(``addmm``). With dropout g A is masked and added in any case. ``x`` is ``[T, in]``, adapters are
-fp32 (Hu et al., 2022, section 4.1). Operations: those of the frozen layers with ``in + R`` and
+(``addmm``). With dropout, g A is masked and added in either case. ``x`` is ``[T, in]``, adapters
+are fp32 (Hu et al., 2022, section 4.1). Operations: those of the frozen layers with ``in + R`` and
 ``out + R`` in place of ``in`` and ``out``, and four products as wide as R, the sum of the ranks
 rounded up.
 """
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +57,12 @@ class Merged:
     """The weights of some linear layers of one input, as one.
 
     Attributes:
-        storage: where the parameters' data are; in host memory for some formats.
-        base: what multiplies: ``storage`` itself, or what stands for it.
-        padding: for the adapters.
-        biases: of each layer, or None.
-        bias: the biases in one, ``[out]``, or None.
-        norms: of the rows of the weights with the adapters in the padding.
+        storage: memory of the parameters' data; host memory for some formats.
+        base: the weight that multiplies: ``storage`` itself, or one made of it in another format.
+        padding: buffers of the adapters.
+        biases: bias of each layer, or None.
+        bias: all biases in one tensor, ``[out]``, or None.
+        norms: norms of the rows of the weights with the adapters added (DoRA).
     """
 
     storage: Storage
@@ -73,17 +73,19 @@ class Merged:
     norms: RowNorms = field(default_factory=RowNorms, compare=False)
 
     @classmethod
-    def in_place(cls, weight: Tensor, bias: Tensor | None, stands: Format | None = None) -> Merged:
-        """One layer without an adapter, whose data are not moved."""
+    def in_place(
+        cls, weight: Tensor, bias: Tensor | None, product_format: Format | None = None
+    ) -> Merged:
+        """Take one layer without an adapter; its data are not moved."""
         storage = Dense(weight.detach(), (weight,))
         padding = Padding.beside(storage, (len(weight),), (0,))
-        base = storage if stands is None else stands(storage, weight.device)
+        base = storage if product_format is None else product_format(storage, weight.device)
         return cls(storage, base, padding, (bias,), None if bias is None else bias.detach())
 
     @classmethod
     def side_by_side(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged:
-        """Several layers without adapters whose weights, and biases if any, lie one behind the
-        other already.
+        """Take several layers without adapters whose weights, and biases if any, are adjacent in
+        memory already; nothing is moved.
         """
         sizes = tuple(map(len, weights))
         first = weights[0].detach()
@@ -100,15 +102,14 @@ class Merged:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         ranks: Sequence[int],
-        stands: Format | None = None,
+        product_format: Format | None = None,
         device: torch.device | None = None,
     ) -> Merged:
-        """Copies of the weights and biases in one storage, with padding for adapters of these
-        ranks.
+        """Copy the weights and biases into one storage, with padding for adapters of these ranks.
 
         Args:
-            stands: the format of the products; without it, that of the weights.
-            device: of the products, if the weights are to be in host memory.
+            product_format: format of the products; by default that of the weights.
+            device: device of the products if the weights are to be in host memory.
 
         Raises:
             ValueError: some layers have a bias and some have none.
@@ -124,7 +125,7 @@ class Merged:
             padding = Padding.apart(storage.matrix, sizes, ranks, device)
         return cls(
             storage,
-            storage if stands is None else stands(storage, device),
+            storage if product_format is None else product_format(storage, device),
             padding,
             tuple(biases),
             bias,
@@ -134,8 +135,8 @@ class Merged:
     def packed(
         cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], ranks: Sequence[int]
     ) -> Merged:
-        """Packed weights of one format, which stay where they are, and copies of the biases, with
-        padding for adapters of these ranks in the buffer of the dense values.
+        """Take packed weights of one format, which are not moved, and copies of the biases. The
+        padding for adapters of these ranks is in the buffer of the dense values.
 
         Raises:
             ValueError: some layers have a bias and some have none.
@@ -150,26 +151,30 @@ class Merged:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the storage is more than the data of one parameter."""
+        """Return whether the storage holds more than the data of one parameter."""
         return len(self.sizes) > 1 or self.storage.padded
 
     def holds(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-        """Whether it was made of these very parameters, and their data are where it left them."""
+        """Return whether this was made of these parameters and their data have not moved since."""
         places = [None] * len(biases) if self.bias is None else self.bias.split(self.sizes)
         parts = zip(
             (*self.storage.parts, *self.biases),
             (*weights, *biases),
             (*self.storage.places, *places),
         )
-        return all(made is now and (now is None or _lies(now, place)) for made, now, place in parts)
+        return all(
+            known is current and (current is None or _is_at(current, place))
+            for known, current, place in parts
+        )
 
-    def in_format(self, stands: Format) -> Merged:
-        """The same with another base in place of a dense weight."""
-        return replace(self, base=stands(self.storage.plain_weight, self.padding.up.device))
+    def in_format(self, product_format: Format) -> Merged:
+        """Return a copy whose products run in another format than its dense weight."""
+        base = product_format(self.storage.plain_weight, self.padding.up.device)
+        return replace(self, base=base)
 
     def in_16_bit(self) -> Merged:
-        """The same with products in the format of the storage, which is copied from host memory
-        if it is there.
+        """Return a copy whose products run in the format of the storage. A storage in host memory
+        is copied to the device.
         """
         storage = self.storage.plain_weight
         device = self.padding.up.device
@@ -186,34 +191,39 @@ class Merged:
 
 
 def _as_one(biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Copies one after the other; raises ValueError where some layers have a bias and some have
-    none.
+    """Return copies of the biases in one tensor, or None if no layer has one.
+
+    Raises:
+        ValueError: some layers have a bias and some have none.
     """
-    if len({bias is None for bias in biases}) > 1:
+    tensors = [bias.detach() for bias in biases if bias is not None]
+    if not tensors:
+        return None
+    if len(tensors) < len(biases):
         raise ValueError("some of the layers have a bias and some have none")
+    return torch.cat(tensors)
+
+
+def _is_at(parameter: Tensor, place: Tensor | None) -> bool:
     return (
-        None
-        if biases[0] is None
-        else torch.cat([bias.detach() for bias in biases if bias is not None])
+        place is not None
+        and parameter.data_ptr() == place.data_ptr()
+        and parameter.dtype == place.dtype
+        and parameter.shape == place.shape
+        and parameter.stride() == place.stride()
     )
 
 
-def _lies(parameter: Tensor, place: Tensor | None) -> bool:
-    if place is None or parameter.data_ptr() != place.data_ptr() or parameter.dtype != place.dtype:
-        return False
-    return parameter.shape == place.shape and parameter.stride() == place.stride()
-
-
 def _extended(x: Tensor, columns: int, made_with_padding: bool) -> Tensor:
-    """``[T, width + columns]`` that begins with ``x``: its own memory, where it was made with
-    padding columns.
+    """Return ``[T, width + columns]`` whose first columns are ``x``.
 
-    Taken from ``x.data``, whose version autograd does not follow: what is written behind the rows
-        is nothing of x. It is of
-    another version, since whoever has copied x has not copied that.
+    It shares the memory of x if x was made with padding columns; else x is copied.
     """
     rows, width = x.shape
     if made_with_padding and x.stride() == (width + columns, 1):
+        # Taken from x.data, whose version autograd does not track: writing behind the rows changes
+        # nothing of x. The view gets a version of its own, since a saved copy of x (offload) does
+        # not contain the columns.
         extended = x.data.as_strided((rows, width + columns), x.stride())
         torch.autograd.graph.increment_version(extended)
         return extended
@@ -224,226 +234,263 @@ def _extended(x: Tensor, columns: int, made_with_padding: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Remake:
-    """How the backward pass makes x again, ``make(source)``; ``source`` is kept in place of x."""
+    """The recomputation of x in the backward pass: ``make(source)``. ``source`` is saved instead of
+    x.
+
+    Attributes:
+        make: function of the source.
+        source: a tensor that is kept anyway.
+    """
 
     make: Callable[[Tensor], Tensor]
     source: Tensor
 
 
-OPTIONS = 11
-"""Arguments of the function below that come before the tensors of the layers; x is one of them."""
+@dataclass(frozen=True)
+class ProductOptions:
+    """The options of ``_MergedLinear``: all its arguments but tensors and the remake of x.
+
+    Attributes:
+        merged: the weights.
+        padding: buffers that the adapters are written to; None without adapters.
+        scales: s of each layer's adapter.
+        dropout: probability with which the adapters drop an element of x.
+        x_padded, gradient_padded: whether x, and the gradient of the outputs, were made with the
+            padding's columns behind each row.
+        skip_output: leave the outputs uninitialised; only the backward pass is wanted.
+        x_amax, gradient_amax: cells with the largest absolute value of x and of the gradient of the
+            outputs, or None.
+        saves_columns: save the quantised columns of x for the weight gradient instead of x.
+        output_is_saved: the caller saves the outputs unmodified.
+    """
+
+    merged: Merged
+    padding: Padding | None
+    scales: list[float]
+    dropout: float
+    x_padded: bool
+    gradient_padded: bool
+    skip_output: bool
+    x_amax: Amax | None
+    gradient_amax: Amax | None
+    saves_columns: bool
+    output_is_saved: bool
+
+
+_Value = TypeVar("_Value")
+
+
+class LayerValues(NamedTuple, Generic[_Value]):
+    """A value for each tensor of each layer, such as the tensor, its gradient or whether that is
+    needed.
+    """
+
+    weights: Sequence[_Value]
+    biases: Sequence[_Value]
+    downs: Sequence[_Value]
+    ups: Sequence[_Value]
+    magnitudes: Sequence[_Value]
+
+    @classmethod
+    def split(cls, values: Sequence[_Value]) -> LayerValues[_Value]:
+        """Take the values from one list: those of all weights, of all biases, of all A, and so on."""
+        count = len(values) // len(cls._fields)
+        return cls(*(values[start : start + count] for start in range(0, len(values), count)))
 
 
 class _MergedLinear(torch.autograd.Function):
-    """After the options: the weights, biases, A, B and magnitudes of all layers, each list as
-    long as there are layers.
-    """
+    """The product with its backward pass. ``tensors`` are those of ``LayerValues`` in a row."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        merged: Merged,
-        padding: Padding | None,
-        scales: list[float],
-        dropout: float,
-        padded: tuple[bool, bool],
+        options: ProductOptions,
         remake: Remake | None,
-        unread: bool,
-        amaxes: tuple[Amax | None, Amax | None],
-        wants_columns: bool,
-        stays: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
+        merged = options.merged
+        padding = options.padding
         base = merged.base
-        count = len(merged.sizes)
-        (amax, ctx.amax) = amaxes
-        ctx.scaled = any(magnitude is not None for magnitude in tensors[4 * count :])
-        ctx.merged = merged
-        ctx.padding = padding
-        ctx.scales = scales
-        ctx.dropout = dropout
-        ctx.padded = padded[1]
-        rows = x
+        layers = LayerValues.split(tensors)
+        has_magnitudes = any(magnitude is not None for magnitude in layers.magnitudes)
+        ctx.options = options
+
+        rows = x  # with adapters [T, in + R]: u stands behind each row of x
         seed = None
         ctx.written = None
         if padding is not None:
-            ctx.written = padding.write(
-                tensors[2 * count : 3 * count], tensors[3 * count : 4 * count], scales
-            )
-            rows = _extended(x, padding.columns, padded[0])
-            seed = draw_seed(x) if dropout else None
-            _down(padding, x, seed, dropout, rows[:, base.width :])
-        read = rows if base.padded or padding is None else rows[:, : base.width]
-        known = amax.take(x) if amax is not None and (wants_columns or not unread) else None
-        operand = base.operand(read, not unread, wants_columns, known)
-        if unread:
+            ctx.written = padding.write(layers.downs, layers.ups, options.scales)
+            rows = _extended(x, padding.columns, options.x_padded)
+            seed = draw_seed(x) if options.dropout else None
+            _down(padding, x, seed, options.dropout, rows[:, base.width :])
+
+        multiplied = rows if base.padded or padding is None else rows[:, : base.width]
+        amax = None
+        if options.x_amax is not None and (options.saves_columns or not options.skip_output):
+            amax = options.x_amax.take(x)
+        operand = base.operand(multiplied, not options.skip_output, options.saves_columns, amax)
+        if options.skip_output:
             y = rows.new_empty((len(rows), base.outputs))
         else:
-            y = base.forward(operand, None if ctx.scaled else merged.bias)
+            y = base.forward(operand, None if has_magnitudes else merged.bias)
             if padding is not None and not base.padded:
                 y.addmm_(rows[:, base.width :], padding.up.t())
-        y, *scaling = (
-            _with_magnitudes(ctx, y, tensors[4 * count :], stays)
-            if ctx.scaled
-            else (y, None, None, None)
-        )
+        scaling: Sequence[Tensor | None] = (None, None, None)
+        if has_magnitudes:
+            y, *scaling = _with_magnitudes(options, y, layers.magnitudes)
+
         source = rows if remake is None else remake.source
-        columns = operand.columns if wants_columns else None
-        ctx.keeps_columns = columns is not None
-        ctx.scale_of_x = operand.scale
+        columns = operand.columns if options.saves_columns else None
         if columns is not None:
             source = columns.values
-        needs = ctx.needs_input_grad
-        kept = any(needs[OPTIONS : OPTIONS + count]) or any(
-            needs[OPTIONS + 2 * count :][: 2 * count]
-        )  # others want dy alone
-        ctx.make = remake.make if remake is not None and kept else None
+        ctx.keeps_columns = columns is not None
+        ctx.scale_of_x = operand.scale
+        _, _, _, *needed = ctx.needs_input_grad
+        needs = LayerValues.split(needed)
+        # the gradients of x, biases and magnitudes need the gradient of the outputs only
+        needs_x_again = any(needs.weights) or any(needs.downs) or any(needs.ups)
+        ctx.make = remake.make if remake is not None and needs_x_again else None
         ctx.save_for_backward(
-            source if kept else None, seed, *scaling, *tensors[2 * count : 4 * count]
+            source if needs_x_again else None, seed, *scaling, *layers.downs, *layers.ups
         )
-        ctx.adapter_dtype = next((x.dtype for x in tensors[2 * count :] if x is not None), None)
+        adapters = (*layers.downs, *layers.ups, *layers.magnitudes)
+        ctx.adapter_dtype = next((x.dtype for x in adapters if x is not None), None)
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        merged = ctx.merged
-        base = ctx.merged.base
-        padding = ctx.padding
+        options: ProductOptions = ctx.options
+        merged = options.merged
+        padding = options.padding
+        base = merged.base
+        count = len(merged.sizes)
         rows, seed, outputs, factor, lengths, *adapters = ctx.saved_tensors
-        if padding is not None and not padding.holds(
-            ctx.written
-        ):  # another pass has written others
-            half = len(adapters) // 2
-            padding.write(adapters[:half], adapters[half:], ctx.scales)
+        if padding is not None and not padding.holds(ctx.written):
+            # another forward pass has written its adapters there since
+            padding.write(adapters[:count], adapters[count:], options.scales)
         if ctx.make is not None:
             rows = _made_again(ctx, rows, seed)
+        needs_x, _, _, *needed = ctx.needs_input_grad
+        needs = LayerValues.split(needed)
+        needs_adapters = any(needs.downs) or any(needs.ups)
+        none: Sequence[Tensor | None] = [None] * count
+        of_weights = of_biases = of_downs = of_ups = of_magnitudes = none
+
         dz = in_rows(upstream)
-        needs = ctx.needs_input_grad
-        count = len(merged.sizes)
-        dy, of_magnitudes = (
-            (dz, [None] * count)
-            if factor is None
-            else _of_magnitudes(ctx, dz, outputs, factor, lengths)
-        )
-        extended = (
-            dy
-            if padding is None
-            else _extended(dy, padding.columns, ctx.padded or factor is not None)
-        )
+        dy = dz
+        if factor is not None:
+            dy, of_magnitudes = _of_magnitudes(ctx, dz, outputs, factor, lengths)
+        extended = dy
+        if padding is not None:
+            extended = _extended(dy, padding.columns, options.gradient_padded or factor is not None)
         g = extended[:, base.outputs :]
-        of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
-        adapting = any(needs[OPTIONS + 2 * count :][: 2 * count])
-        if adapting and rows is not None:
+        if needs_adapters and rows is not None:
             assert padding is not None
-            of_adapters[count:] = adapter_gradients(
+            of_ups = adapter_gradients(
                 dy,
                 padding.up,
                 rows[:, base.width :],
                 g,
                 merged.sizes,
                 padding.ranks,
-                ctx.scales,
+                options.scales,
                 ctx.adapter_dtype,
             )
         elif padding is not None:
             product_into(g, dy, padding.up)
+
         x = None if rows is None else _x_again(ctx, rows)
-        trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
-        operand = base.operand(
-            dy, needs[0], trained, None if ctx.amax is None else ctx.amax.take(upstream)
-        )
-        dx = _input_gradient(ctx, operand, extended, seed) if needs[0] else None
-        of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
-        if (
-            trained
-            and x is not None
-            and (of_weight := base.weight_gradient(operand, x)) is not None
-        ):
-            of_weights[:count] = of_weight.split(merged.sizes)
-        if any(needs[OPTIONS + count : OPTIONS + 2 * count]):
-            of_weights[count:] = _of_biases(dz).split(merged.sizes)
-        if adapting and x is not None:
-            of_adapters[:count] = _of_downs(ctx, x.dense, g, seed)
-        wanted = zip([*of_weights, *of_adapters, *of_magnitudes], needs[OPTIONS:])
-        return (
-            dx,
-            *(None,) * (OPTIONS - 1),
-            *(gradient if needed else None for gradient, needed in wanted),
-        )
+        needs_weights = any(needs.weights) and x is not None
+        amax = None if options.gradient_amax is None else options.gradient_amax.take(upstream)
+        operand = base.operand(dy, needs_x, needs_weights, amax)
+        dx = _input_gradient(options, operand, extended, seed) if needs_x else None
+        if needs_weights and x is not None:
+            weight_gradient = base.weight_gradient(operand, x)
+            if weight_gradient is not None:
+                of_weights = weight_gradient.split(merged.sizes)
+        if any(needs.biases):
+            of_biases = _bias_gradient(dz).split(merged.sizes)
+        if needs_adapters and x is not None:
+            of_downs = _down_gradients(ctx, x.dense, g, seed)
+        gradients = (*of_weights, *of_biases, *of_downs, *of_ups, *of_magnitudes)
+        wanted = (gradient if need else None for gradient, need in zip(gradients, needed))
+        return dx, None, None, *wanted
 
 
 def _with_magnitudes(
-    ctx: Any, y: Tensor, magnitudes: Sequence[Tensor | None], stays: bool
+    options: ProductOptions, y: Tensor, magnitudes: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``f ⊙ y + b``; what is kept of the outputs, f, and what the sum over them is divided by.
+    """Return ``f ⊙ y + b``, and what the gradient of the magnitudes needs: outputs, f, and the
+    divisor of the sum over the outputs.
 
-    Args:
-        stays: what is returned is not written into, so that it can be kept in place of y; with a
-            bias it says too little of y.
+    The saved outputs are y, or the result if the caller saves that anyway and it has no bias, from
+    which y would not be exact.
     """
-    merged: Merged = ctx.merged
-    norms = merged.norms.of(merged.base, ctx.padding)
+    merged = options.merged
+    assert options.padding is not None
+    norms = merged.norms.of(merged.base, options.padding)
     factor = factors_of(magnitudes, norms, merged.sizes)
-    stays = stays and merged.bias is None
-    z = scale_columns(y, factor, merged.bias, y if stays else None)
-    return (
-        z,
-        z if stays else y,
-        factor,
-        factor * norms if stays else norms.clone(),
-    )  # which other adapters may overwrite
+    saves_result = options.output_is_saved and merged.bias is None
+    z = scale_columns(y, factor, merged.bias, y if saves_result else None)
+    if saves_result:
+        return z, z, factor, factor * norms
+    return z, y, factor, norms.clone()  # other adapters may overwrite the norms
 
 
 def _of_magnitudes(
     ctx: Any, dz: Tensor, outputs: Tensor, factor: Tensor, lengths: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradient of y, with the padding's columns behind its rows, and those of the
-    magnitudes.
+    """Return the gradient of y, with the padding's columns behind its rows, and the gradients of
+    the magnitudes.
     """
-    count = len(ctx.merged.sizes)
-    wanted = ctx.needs_input_grad[OPTIONS:]
-    trained = any(wanted[4 * count :])
-    dy = with_padding(dz, dz.shape, ctx.padding.columns)
+    options: ProductOptions = ctx.options
+    assert options.padding is not None
+    sizes = options.merged.sizes
+    _, _, _, *needed = ctx.needs_input_grad
+    trained = any(LayerValues.split(needed).magnitudes)
+    dy = with_padding(dz, dz.shape, options.padding.columns)
     sums = scaled_columns_gradient(dz, factor, dy, outputs if trained else None)
     if sums is None:
-        return dy, [None] * count
-    return dy, list(
-        torch.where(lengths.abs() <= SHORTEST, 0, sums / lengths).split(ctx.merged.sizes)
-    )
+        return dy, [None] * len(sizes)
+    gradient = torch.where(lengths.abs() <= SHORTEST, 0, sums / lengths)
+    return dy, list(gradient.split(sizes))
 
 
 def _x_again(ctx: Any, saved: Tensor) -> Operand:
-    """x as ``Base.weight_gradient`` takes it: its quantised columns, or itself without the
+    """Return x as ``Base.weight_gradient`` takes it: its quantised columns, or x without the
     padding behind its rows.
     """
     if ctx.keeps_columns:
         return Operand(None, columns=Scaled(saved, ctx.scale_of_x))
-    return Operand(saved[:, : ctx.merged.base.width], scale=ctx.scale_of_x)
+    return Operand(saved[:, : ctx.options.merged.base.width], scale=ctx.scale_of_x)
 
 
 def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
-    """x, and u behind it, as they were in the forward pass."""
+    """Return x, with u behind its rows, as in the forward pass."""
+    options: ProductOptions = ctx.options
     x: Tensor = ctx.make(source)
-    if ctx.padding is None:
+    if options.padding is None:
         return x
-    rows = _extended(x, ctx.padding.columns, True)
-    _down(ctx.padding, x, seed, ctx.dropout, rows[:, ctx.merged.base.width :])
+    rows = _extended(x, options.padding.columns, True)
+    _down(options.padding, x, seed, options.dropout, rows[:, options.merged.base.width :])
     return rows
 
 
 def _down(padding: Padding, x: Tensor, seed: Tensor | None, dropout: float, out: Tensor) -> None:
-    """``out = dropout(x) Aᵀ``."""
+    """Write u = dropout(x) Aᵀ to ``out``."""
     if seed is None:
         product_into(out, x, padding.down.t())
     else:
         dropped_down(x, padding.down[: padding.used], seed, dropout, out)
 
 
-def _input_gradient(ctx: Any, dy: Operand, extended: Tensor, seed: Tensor | None) -> Tensor:
-    base = ctx.merged.base
-    padding = ctx.padding
+def _input_gradient(
+    options: ProductOptions, dy: Operand, extended: Tensor, seed: Tensor | None
+) -> Tensor:
+    base = options.merged.base
+    padding = options.padding
     if padding is None:
         return base.input_gradient(dy)
     if base.padded and seed is None:
@@ -451,30 +498,29 @@ def _input_gradient(ctx: Any, dy: Operand, extended: Tensor, seed: Tensor | None
     dx = base.input_gradient(dy)
     g = extended[:, base.outputs :][:, : padding.used]
     down = padding.down[: padding.used]
-    return (
-        dx.addmm_(g, down) if seed is None else add_dropped_product_(dx, g, down, seed, ctx.dropout)
-    )
+    if seed is None:
+        return dx.addmm_(g, down)
+    return add_dropped_product_(dx, g, down, seed, options.dropout)
 
 
-def _of_biases(dy: Tensor) -> Tensor:
-    """The sum of its rows: in 16 bit on a card as a product, in half the time; one of fp32 would
-    be less exact.
-    """
-    return (
-        torch.mm(dy.new_ones(1, len(dy)), dy)[0]
-        if dy.is_cuda and dy.element_size() == 2
-        else dy.sum(0)
-    )
+def _bias_gradient(dy: Tensor) -> Tensor:
+    """Return the sum of the rows of dy."""
+    if dy.is_cuda and dy.element_size() == 2:
+        # as a product in half the time of a sum; in fp32 a product would be less exact
+        return torch.mm(dy.new_ones(1, len(dy)), dy)[0]
+    return dy.sum(0)
 
 
-def _of_downs(ctx: Any, x: Tensor, g: Tensor, seed: Tensor | None) -> list[Tensor]:
-    """Gradients of all A."""
-    g = g[:, : ctx.padding.used]
+def _down_gradients(ctx: Any, x: Tensor, g: Tensor, seed: Tensor | None) -> list[Tensor]:
+    """Return the gradients of all A."""
+    options: ProductOptions = ctx.options
+    assert options.padding is not None
+    g = g[:, : options.padding.used]
     if seed is None:  # no dropout
-        found = product(g.t(), x, ctx.adapter_dtype)
+        gradient = product(g.t(), x, ctx.adapter_dtype)
     else:
-        found = dropped_gradient_of_down(g, x, seed, ctx.dropout).to(ctx.adapter_dtype)
-    return list(found.split(ctx.padding.ranks))
+        gradient = dropped_gradient_of_down(g, x, seed, options.dropout).to(ctx.adapter_dtype)
+    return list(gradient.split(options.padding.ranks))
 
 
 def merged_linear(
@@ -484,77 +530,81 @@ def merged_linear(
     padded: bool = False,
     gradient_padded: bool = False,
     remake: Remake | None = None,
-    unread: bool = False,
+    skip_output: bool = False,
     amaxes: tuple[Amax | None, Amax | None] = (None, None),
-    kept: bool = False,
-    stays: bool = False,
+    x_is_saved: bool = False,
+    output_is_saved: bool = False,
 ) -> Tensor:
-    """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases
-    and adapters.
+    """Compute the outputs of all layers side by side, ``[T, out]``; differentiable in x, weights,
+    biases and adapters.
 
     Dropout is drawn once for all layers.
 
     Args:
         x: ``[T, in]``.
-        adapters: of each layer, of the ranks that ``merged`` has padding for, or None; none at all
-            leaves the padding as it is.
-        padded, gradient_padded: x, and the gradient of what is returned, were made with the
-            padding's columns behind each row, which are written to here.
-        remake: makes x again for the backward pass, in which case x is not kept.
-        unread: nobody reads the outputs, which are left as they are found: only the backward pass
-            is wanted.
-        amaxes: of x, and of the gradient of what is returned, which those who made them may have
-            been told.
-        kept: others keep x for the backward pass anyway, so that its quantised columns would only
-            be more.
-        stays: others keep what is returned for the backward pass, too, and nobody writes into it.
+        adapters: adapter of each layer, with the ranks that ``merged`` has padding for, or None.
+            Without any adapter the padding is not written to.
+        padded, gradient_padded: x, and the gradient of the outputs, were made with the padding's
+            columns behind each row; they are overwritten.
+        remake: computes x again in the backward pass; x is not saved then.
+        skip_output: recomputation for the backward pass only; the returned tensor is uninitialised.
+        amaxes: cells with the largest absolute value of x and of the gradient of the outputs, which
+            the kernels that made these may have filled.
+        x_is_saved: the caller saves x for the backward pass anyway, so that saving its quantised
+            columns would take more memory.
+        output_is_saved: the caller saves the outputs unmodified, so they are saved here in place of
+            y.
 
     Raises:
-        ValueError: adapters differ in dropout or are of other ranks than the padding, or the base
-            does not take so many rows.
+        ValueError: adapters differ in dropout or have other ranks than the padding, or the base
+            cannot multiply so many rows.
     """
-    there = [adapter for adapter in adapters if adapter is not None]
-    dropouts = {adapter.dropout for adapter in there}
+    present = [adapter for adapter in adapters if adapter is not None]
+    dropouts = {adapter.dropout for adapter in present}
     if len(dropouts) > 1:
         raise ValueError(f"adapters of one input have dropouts {sorted(dropouts)}: give them one")
-    if reason := merged.base.why_not(len(x)):
+    reason = merged.base.why_not(len(x))
+    if reason:
         raise ValueError(f"x has {len(x)} rows: {reason}")
     ranks = tuple(0 if adapter is None else len(adapter.a) for adapter in adapters)
-    if there and ranks != merged.padding.ranks:
+    if present and ranks != merged.padding.ranks:
         raise ValueError(
             f"adapters have ranks {ranks}, the padding is for {merged.padding.ranks}: fuse the "
             "weights for these"
         )
-    scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
-    matrices = [
-        *(x and x.a for x in adapters),
-        *(x and x.b for x in adapters),
-        *(x and x.magnitude for x in adapters),
-    ]
-    padding = merged.padding if there else None
-    dropout = dropouts.pop() if dropouts else 0.0
-    wants_columns = (
-        torch.is_grad_enabled() and merged.base.trained and remake is None and not (kept or there)
+    x_amax, gradient_amax = amaxes
+    if any(adapter.magnitude is not None for adapter in present):
+        # the gradients of magnitudes are computed from the outputs
+        skip_output = False
+        output_is_saved = output_is_saved or not torch.is_grad_enabled()
+        gradient_amax = None
+    options = ProductOptions(
+        merged=merged,
+        padding=merged.padding if present else None,
+        scales=[0.0 if adapter is None else adapter.scale for adapter in adapters],
+        dropout=dropouts.pop() if dropouts else 0.0,
+        x_padded=padded,
+        gradient_padded=gradient_padded,
+        skip_output=skip_output,
+        x_amax=x_amax,
+        gradient_amax=gradient_amax,
+        saves_columns=(
+            torch.is_grad_enabled()
+            and merged.base.trained
+            and remake is None
+            and not (x_is_saved or present)
+        ),
+        output_is_saved=output_is_saved,
     )
-    if any(
-        adapter.magnitude is not None for adapter in there
-    ):  # whose gradients are made of the outputs
-        unread = False
-        stays = stays or not torch.is_grad_enabled()
-        amaxes = (amaxes[0], None)
-    options = (
-        merged,
-        padding,
-        scales,
-        dropout,
-        (padded, gradient_padded),
-        remake,
-        unread,
-        amaxes,
-        wants_columns,
-        stays,
+    layers: LayerValues[Tensor | None] = LayerValues(
+        weights=merged.storage.parts,
+        biases=merged.biases,
+        downs=[None if adapter is None else adapter.a for adapter in adapters],
+        ups=[None if adapter is None else adapter.b for adapter in adapters],
+        magnitudes=[None if adapter is None else adapter.magnitude for adapter in adapters],
     )
-    return _MergedLinear.apply(x, *options, *merged.storage.parts, *merged.biases, *matrices)
+    tensors = [tensor for kind in layers for tensor in kind]
+    return _MergedLinear.apply(x, options, remake, *tensors)
 
 
 def merged_linear_reference(

@@ -1,5 +1,6 @@
-"""Merging: an adapted layer becomes a plain one with the weight ``W + s · B A``, its rows scaled
-where the adapter has magnitudes (``magnitude.py``)."""
+"""Merge adapters: an adapted layer becomes a plain one with the weight ``W + s · B A``, with scaled
+rows if the adapter has magnitudes (``magnitude.py``).
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ def merge_adapters(model: Any) -> None:
     """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and
     rounded once to its dtype.
 
-    Layers and experts in 4 bits become plain ones of what they are dequantised to, those without an
-    adapter too; rows of trained tokens go into the embedding. A head that is tied to the embedding
-    gets a weight of its own where one of the two is adapted. All weights stay frozen, as with PEFT.
+    Layers and experts in 4 bits are dequantised, also those without an adapter. Rows of trained
+    tokens go into the embedding. A head that is tied to the embedding gets a weight of its own if
+    one of the two is adapted. All weights stay frozen, as in PEFT.
 
     Raises:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
@@ -37,8 +38,8 @@ def merge_adapters(model: Any) -> None:
     if quantised:
         raise ValueError(
             f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the "
-            "adapter, load the base in 16 "
-            "bit, attach it with chronicals.lora.load_adapter, and merge that"
+            "adapter, load the base in 16 bit, attach it with chronicals.lora.load_adapter, and "
+            "merge that"
         )
     for path, experts in list(packed_experts(model)):
         model.set_submodule(path, experts.plain())
@@ -60,8 +61,9 @@ def _can_be_merged(adapted: AdapterLayer) -> bool:
 
 
 def _untie_adapted_head(model: Any) -> None:
-    """Give the head a copy of a weight that it shares with the embedding, so that merging an
-    adapter of one of them does not change the other."""
+    """Give the head a copy of a weight that it shares with the embedding, if one of them is
+    adapted: merging would change the other, too.
+    """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)

@@ -1,4 +1,4 @@
-"""Methods that a model with our adapters has of its own, where transformers' would write or do
+"""Methods of a model with our adapters that replace those of transformers, which would write or do
 something wrong.
 """
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 NAMED = "_chronicals_named_adapters"
 ACTIVE = "_chronicals_active_adapter"
-"""Attributes of a model with several adapters (``several``): all by name, and the name of the
-one that is attached.
+"""Attributes of a model with several adapters (``several``): all adapters by name, and the name of
+the attached one.
 """
 
-UPLOAD = {
+UPLOAD_ARGUMENTS = {
     "repo_id",
     "commit_message",
     "commit_description",
@@ -36,35 +36,29 @@ UPLOAD = {
 }
 """Arguments of ``model.push_to_hub``."""
 
-USUAL = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
-"""Of transformers' ``save_pretrained``: arguments whose defaults are what is done here."""
+DEFAULTS = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
+"""Arguments of transformers' ``save_pretrained`` with the only values that have no effect here."""
 
 
 def bind_methods(model: Any) -> None:
-    """Give ``model`` these methods, until its adapters are merged; its class has them no more than
-    before.
+    """Give ``model`` these methods until its adapters are merged; its class is not changed.
 
-    The model becomes an instance of a subclass, by the same name. Methods bound on the model would
-    refer to it in a cycle, and its memory would be freed by the garbage collector alone.
+    The model becomes an instance of a subclass with the same name. Methods bound on the instance
+    would refer to it in a cycle, so that only the garbage collector would free its memory.
     """
     kind: type = type(model)
     model.__class__ = _adapted(kind)
 
 
-def _give_back(model: Any) -> None:
-    """Its own class again."""
-    if isinstance(model, Adapted):
-        model.__class__ = model.plain_class
-
-
 @functools.cache
 def _adapted(kind: type) -> Any:
+    """Return the subclass of a class of models that has these methods."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (Adapted, kind), {**names, "plain_class": kind})
 
 
 def _new(kind: type) -> Any:
-    """An empty instance, as which a copy of a model begins."""
+    """Return an empty instance, from which a copy of a model is built."""
     adapted = _adapted(kind)
     return adapted.__new__(adapted)
 
@@ -87,15 +81,15 @@ def save_pretrained(
     Args:
         save_directory: folder for ``adapter_config.json`` and ``adapter_model.safetensors``.
         is_main_process: False writes nothing.
-        state_dict: takes the values from here, by the names of ``model.state_dict()``.
+        state_dict: values to write instead of the model's, by the names of ``model.state_dict()``.
         push_to_hub: also upload the folder, to ``repo_id`` or a repository of its name.
-        max_shard_size, variant: ignored, for an adapter is one file of a fixed name.
-        token: of the hub.
-        others: arguments of ``model.push_to_hub``; what else transformers takes is ignored, with a
-            warning.
+        max_shard_size, variant: ignored, since an adapter is one file of a fixed name.
+        token: access token of the hub.
+        others: arguments of ``model.push_to_hub``; other arguments of transformers are ignored,
+            with a warning.
 
     Raises:
-        ValueError: ``safe_serialization=False``: no other format is written.
+        ValueError: ``safe_serialization=False``; adapters are written as safetensors only.
     """
     if not safe_serialization:
         raise ValueError(
@@ -103,10 +97,14 @@ def save_pretrained(
         )
     if not is_main_process:
         return
-    upload = {name: others.pop(name) for name in UPLOAD & others.keys()} if push_to_hub else {}
-    asked = {"variant": variant, **others}
+    upload = (
+        {name: others.pop(name) for name in UPLOAD_ARGUMENTS & others.keys()} if push_to_hub else {}
+    )
+    arguments = {"variant": variant, **others}
     ignored = sorted(
-        name for name, value in asked.items() if value is not None and value is not USUAL.get(name)
+        name
+        for name, value in arguments.items()
+        if value is not None and value is not DEFAULTS.get(name)
     )
     if ignored:
         logger.warning("save_pretrained of a model with adapters ignores %s", ", ".join(ignored))
@@ -116,8 +114,8 @@ def save_pretrained(
 
 
 def merge_and_unload(model: Any) -> Any:
-    """``model`` without adapters, their products in its weights: a plain model of transformers,
-    changed in place.
+    """Merge the adapters into the weights in place, and return ``model``, a plain model of
+    transformers.
 
     No file holds these weights yet, so adapters trained on them later name no base until the model
     is saved and loaded.
@@ -135,39 +133,35 @@ def merge_and_unload(model: Any) -> Any:
 
 
 def plain_again(model: Any) -> None:
-    """What ``apply_lora`` gave a model, whose layers have no adapters any more, is taken from
-    it.
+    """Remove from a model without adapters the methods and the configuration that ``apply_lora``
+    gave it.
     """
-    _give_back(model)
+    if isinstance(model, Adapted):
+        model.__class__ = model.plain_class
     vars(model).pop("chronicals_lora", None)
 
 
-def _refuse(method: str) -> Callable[..., None]:
-    remedy = (
-        "chronicals.lora.load_adapter refills them"
-        if method == "load_adapter"
-        else "chronicals trains them"
-    )
+def _refuse(method: str, remedy: str) -> Callable[..., None]:
+    """Return a method that raises ValueError; ``remedy`` says what to do instead."""
 
     def refuse(model: Any, *_: Any, **__: Any) -> None:
         raise ValueError(
             f"{method}: the model has adapters of chronicals, beside which PEFT's would not be "
-            f"saved; {remedy}, and "
-            "merge_and_unload() first makes the model plain"
+            f"saved; {remedy}, and merge_and_unload() first makes the model plain"
         )
 
     return refuse
 
 
 class Adapted:
-    """A model with our adapters; ``plain_class`` is what it was before."""
+    """A model with our adapters; ``plain_class`` is its own class."""
 
     plain_class: type
 
     save_pretrained = save_pretrained
     merge_and_unload = merge_and_unload
-    add_adapter = _refuse("add_adapter")
-    load_adapter = _refuse("load_adapter")
+    add_adapter = _refuse("add_adapter", "chronicals trains them")
+    load_adapter = _refuse("load_adapter", "chronicals.lora.load_adapter refills them")
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _new, (self.plain_class,), super().__reduce_ex__(2)[2]

@@ -1,5 +1,5 @@
-"""Padding: where the adapters of some linear layers are, so that the products of their weight
-compute them too.
+"""Padding: buffers for the adapters of some linear layers beside their weight, so that the products
+of the weight compute the adapters, too.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from torch import Tensor
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.quantization import Dense
 
-MULTIPLE = 64
-"""Of the padding's columns: behind rows of whole multiples, rows then begin at multiples of 128
-bytes and products take whole steps, which is up to 3 % faster than with 16."""
+COLUMN_MULTIPLE = 64
+"""The number of padding columns is a multiple of this. Rows then begin at multiples of 128 bytes
+and products take whole steps, which is up to 3 % faster than with 16.
+"""
 
 
 def columns_for(ranks: Sequence[int]) -> int:
-    """R: padding columns for adapters of these ranks."""
-    return -(-sum(ranks) // MULTIPLE) * MULTIPLE
+    """Return R, the number of padding columns for adapters of these ranks."""
+    return -(-sum(ranks) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Attributes:
-    down: for all A, ``[R, K]``.
-    up: for all s·B, ``[N, R]``.
-    sizes: outputs of each layer, together N.
-    ranks: of each layer's adapter, 0 where there is none.
-    written: which adapters are there now, in which version.
+    """Buffers for the adapters of several layers.
+
+    Attributes:
+        down: all A, ``[R, K]``.
+        up: all s·B, ``[N, R]``.
+        sizes: number of outputs of each layer, together N.
+        ranks: rank of each layer's adapter, 0 if it has none.
+        written: identity and version of the adapters that are there now; one entry or none.
     """
 
     down: Tensor
@@ -41,8 +44,8 @@ class Padding:
 
     @classmethod
     def beside(cls, weight: Dense, sizes: Sequence[int], ranks: Sequence[int]) -> Padding:
-        """In the buffer of a weight that has ``columns_for(ranks)``; others of the same sizes
-        and ranks may be there too.
+        """Return padding in the buffer of a weight that has ``columns_for(ranks)`` columns. Several
+        paddings of the same sizes and ranks may share it.
         """
         return cls(weight.down, weight.up, tuple(sizes), tuple(ranks), weight.written)
 
@@ -50,12 +53,12 @@ class Padding:
     def apart(
         cls, weight: Tensor, sizes: Sequence[int], ranks: Sequence[int], device: torch.device
     ) -> Padding:
-        """In buffers of its own, for a weight ``[N, K]`` whose products do not run over it."""
+        """Return padding in buffers of its own, for a weight ``[N, K]`` whose products do not read
+        it.
+        """
         columns = columns_for(ranks)
-        down, up = (
-            weight.new_zeros(shape, device=device)
-            for shape in ((columns, weight.shape[1]), (len(weight), columns))
-        )
+        down = weight.new_zeros((columns, weight.shape[1]), device=device)
+        up = weight.new_zeros((len(weight), columns), device=device)
         return cls(down, up, tuple(sizes), tuple(ranks))
 
     @property
@@ -65,18 +68,19 @@ class Padding:
 
     @property
     def used(self) -> int:
-        """How many of the R hold an adapter."""
+        """Number of the R columns that hold an adapter."""
         return sum(self.ranks)
 
     def write(
         self, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: Sequence[float]
     ) -> tuple:
-        """Put these adapters there, and say which they are, for ``holds``."""
+        """Write the adapters to the buffers; return a token by which ``holds`` knows them."""
         write_adapters(self.down, self.up, self.sizes, self.ranks, downs, ups, scales)
-        there = [x for x in (*downs, *ups) if x is not None]
-        self.written[:] = [(tuple((x.data_ptr(), x._version) for x in there), tuple(scales))]
+        matrices = [x for x in (*downs, *ups) if x is not None]
+        versions = tuple((x.data_ptr(), x._version) for x in matrices)
+        self.written[:] = [(versions, tuple(scales))]
         return self.written[0]
 
     def holds(self, written: tuple) -> bool:
-        """Whether what ``write`` said is still there."""
+        """Return whether the adapters of this ``write`` are still in the buffers."""
         return self.written == [written]

@@ -1,5 +1,5 @@
-"""LoRAParameter: an adapter beside a bare parameter of a layer, such as the weights of all experts
-in one tensor.
+"""LoRAParameter: an adapter of a bare parameter of a layer, such as the weights of all experts in
+one tensor.
 
     W'[e] = W[e] + s · B[e] A[e]          W [E, N, K], or [E, K, N] where the class says ``is_transposed``; or one matrix [N, K]
 
@@ -7,9 +7,9 @@ In PEFT's format (``target_parameters``) A is ``[E · r, K]`` with the ranks of 
 ``[N, r · E]`` with the experts of a rank together. A layer with several adapted parameters is
 wrapped several times, in the order of its parameters.
 
-Experts as transformers 5 computes them take A and B as products of their own beside the base's
-(``expert_products``). Any other layer runs with W' in the place of W: in the dtype of W, for the
-length of the call. Of packed experts W is what their codes stand for.
+For experts as transformers 5 computes them, A and B are products of their own beside the base's
+(``expert_products``). Any other layer runs with W' in place of W, in the dtype of W, for the length
+of the call. W of packed experts is the dequantised weight.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from chronicals.quantization import (
 )
 
 WRAPPED = "base_layer"
+"""Attribute and path component of the wrapped layer."""
 
 
 class LoRAParameter(AdapterLayer):
-    """Args:
-    base_layer: whose parameter is adapted, or a LoRAParameter around that; it is frozen.
-    parameter_name: of a matrix, or of one for each expert.
-    config: rank, scale and how A starts.
+    """A layer with an adapter of one of its parameters.
+
+    Args:
+        base_layer: the layer, or a LoRAParameter around it; it is frozen.
+        parameter_name: name of a matrix, or of a tensor with a matrix for each expert.
+        config: rank, scale and starting values.
     """
 
     lora_A: nn.Parameter
@@ -70,14 +73,14 @@ class LoRAParameter(AdapterLayer):
         return f"{without_wraps(path)}.{self.parameter_name}"
 
     def factors(self, dtype: torch.dtype) -> Factors:
-        """A ``[E, r, K]`` and B ``[E, N, r]``, views where the dtype is theirs."""
+        """Return A ``[E, r, K]`` and B ``[E, N, r]``; views if the dtype is theirs."""
         a, b = (matrix.to(dtype) for matrix in self.pair)
         down_ERK = a.view(-1, self.rank, a.shape[1])
         up_ENR = b.view(len(b), self.rank, -1).permute(2, 0, 1)
         return Factors(down_ERK, up_ENR, self.scale)
 
     def adapted(self) -> Tensor:
-        """W', in the dtype of W."""
+        """Return W', in the dtype of W."""
         weight = dense_stack(self.parameter)
         down_ERK, up_ENR, scale = self.factors(weight.dtype)
         with torch.autocast(weight.device.type, enabled=False):
@@ -90,62 +93,61 @@ class LoRAParameter(AdapterLayer):
             return torch.baddbmm(weight, up_ENR, down_ERK, alpha=scale)
 
     def __getattr__(self, name: str) -> Any:
-        """What a class reads of the layer instead of calling it; of the adapted parameter with
-        the adapter in it.
+        """Return an attribute of the wrapped layer, which a class may read instead of calling the
+        layer. An adapted parameter is returned with its adapter added.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == WRAPPED or "_modules" not in vars(self):
                 raise
-        on = {found.parameter_name: found for found in _around(self) if found.enabled}
-        return on[name].adapted() if name in on else getattr(innermost(self), name)
+        enabled = _enabled_adapters(self)
+        return enabled[name].adapted() if name in enabled else getattr(innermost(self), name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         layer = innermost(self)
-        on = {found.parameter_name: found for found in _around(self) if found.enabled}
-        if not on:
+        enabled = _enabled_adapters(self)
+        if not enabled:
             return layer(*inputs, **named)
-        if (y := _by_products(layer, on, inputs, named)) is not None:
+        y = _by_products(layer, enabled, inputs, named)
+        if y is not None:
             return y
-        adapted = {name: found.adapted() for name, found in on.items()}
+        adapted = {name: adapter.adapted() for name, adapter in enabled.items()}
         return call_with(layer, adapted, inputs, named)
 
     @torch.no_grad()
     def merge(self) -> None:
         weight = dense_stack(self.parameter)
-        (down_ERK, up_ENR, scale) = self.factors(torch.float32)
-        transposed = is_transposed(innermost(self))
+        down_ERK, up_ENR, scale = self.factors(torch.float32)
+        transposed = is_transposed(innermost(self)) and weight.ndim == 3
         matrices = weight if weight.ndim == 3 else [weight]
-        for own, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
+        for matrix, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
             update = scale * (up @ down)
-            own.copy_(exact(own) + (update.t() if transposed and weight.ndim == 3 else update))
+            matrix.copy_(exact(matrix) + (update.t() if transposed else update))
 
 
 @torch.compiler.disable
 def _by_products(
-    layer: Any, on: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]
+    layer: Any, enabled: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]
 ) -> Tensor | None:
-    """What the layer returns where its experts are computed with A and B as products of their
-    own; else None. How many rows an expert has is no matter for a compiler, which would compile
-    for each number."""
+    """Return the output of a layer of experts with A and B as products of their own; None for other
+    layers.
+
+    It is not compiled, since the compiler would compile anew for every number of rows of an expert.
+    """
     inner = class_module(layer)
     if inner is not layer and has_hooks(layer):
         return None
-    stacks = packed_stacks(layer)
-    routed = expert_inputs(inner, on, inputs, named)
+    routed = expert_inputs(inner, enabled, inputs, named)
     if routed is None:
         return None
-    return adapted_experts(
-        inner,
-        {name: found.factors(found.parameter.dtype) for name, found in on.items()},
-        routed,
-        stacks,
-    )
+    stacks = packed_stacks(layer)
+    factors = {name: adapter.factors(adapter.parameter.dtype) for name, adapter in enabled.items()}
+    return adapted_experts(inner, factors, routed, stacks)
 
 
 def shapes_for(layer: nn.Module, name: str, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of A and B for a parameter of ``layer``."""
+    """Return the shapes of A and B for a parameter of ``layer``."""
     shape = stacked_weight(layer, name).shape
     experts, narrow, wide = shape if len(shape) == 3 else (1, *shape)
     if len(shape) == 3 and is_transposed(layer):
@@ -154,26 +156,29 @@ def shapes_for(layer: nn.Module, name: str, rank: int) -> tuple[tuple[int, int],
 
 
 def innermost(layer: nn.Module) -> nn.Module:
-    """What is within all adapters of its parameters."""
+    """Return the layer within all adapters of its parameters."""
     while isinstance(layer, LoRAParameter):
         layer = layer.base_layer
     return layer
 
 
 def without_wraps(path: str) -> str:
-    """The path of a wrapped layer in the model without adapters."""
+    """Return the path of a wrapped layer in the model without adapters."""
     return ".".join(part for part in path.split(".") if part != WRAPPED)
 
 
-def _around(layer: nn.Module) -> list[LoRAParameter]:
-    """This adapter and those within it."""
-    found = []
+def _enabled_adapters(layer: nn.Module) -> dict[str, LoRAParameter]:
+    """Return this adapter and those within it by the names of their parameters, without those that
+    are off.
+    """
+    enabled = {}
     while isinstance(layer, LoRAParameter):
-        found.append(layer)
+        if layer.enabled:
+            enabled[layer.parameter_name] = layer
         layer = layer.base_layer
-    return found
+    return enabled
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Return True if the matrices of its experts are ``[in, out]``."""
+    """Return whether the matrices of a layer's experts are ``[in, out]``."""
     return bool(getattr(class_module(layer), "is_transposed", False))

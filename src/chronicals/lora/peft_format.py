@@ -1,6 +1,4 @@
-"""Adapters on disk as PEFT writes them: ``adapter_config.json`` and
-``adapter_model.safetensors``.
-"""
+"""Write adapters as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -30,20 +28,23 @@ logger = logging.getLogger(__name__)
 PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-OF_A_SCORE = "SEQ_CLS"
+SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """PEFT's name of the task of a sequence classifier."""
 
 CHANGED = "_chronicals_weights_changed"
-"""Attribute of a model whose weights are no longer those of the folder or hub name that it was
-loaded from.
+"""Attribute of a model whose weights have changed since it was loaded from its folder or hub name.
 """
 
 
-def _described(
+def _peft_config(
     model: Any, config: LoRAConfig, layers: Mapping[str, Any], base: str | None, trained: bool
 ) -> dict[str, Any]:
-    """PEFT's configuration of the adapters ``layers``, by their paths; ``trained``: rows of the
-    embedding are, too.
+    """Return PEFT's configuration.
+
+    Args:
+        layers: the adapters by path.
+        base: folder or hub name of the base model.
+        trained: whether rows of the embedding are trained, too.
     """
     whole_layers = sorted(
         path for path, layer in layers.items() if not isinstance(layer, LoRAParameter)
@@ -53,7 +54,7 @@ def _described(
     )
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if score_of(model) is None else OF_A_SCORE,
+        "task_type": "CAUSAL_LM" if score_of(model) is None else SEQUENCE_CLASSIFICATION,
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -81,36 +82,30 @@ def save_adapter(
     base_model: str | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of ``model`` so that PEFT loads them; with what is trained whole beside
-    them, and embedding and head where they were resized.
+    """Write the adapters of ``model`` so that PEFT loads them, with modules that are trained whole,
+    and with embedding and head if they were resized.
 
-    vLLM loads them too, but none with an embedding: that is merged for it, which the log says.
+    vLLM loads them, too, except with an embedding, which must be merged for it; the log says so.
 
     Args:
-        base_model: folder or hub name of the model they belong to; else the one that ``model`` was
-            loaded from.
+        model: a model with adapters.
+        folder: where to write; it is created if needed.
+        base_model: folder or hub name of the base; by default where ``model`` was loaded from.
         state_dict: values to write instead of the model's own, by the names of
             ``model.state_dict()``.
 
     Raises:
-        ValueError: there are none, or they are PEFT's, which writes its own.
+        ValueError: the model has no adapters, or PEFT's, which PEFT writes itself.
     """
     layers = dict(adapters(model))
     if not layers:
-        theirs = (
-            "; PEFT's are written by its own save_pretrained"
-            if hasattr(model, "peft_config")
-            else ""
-        )
+        has_theirs = hasattr(model, "peft_config")
+        advice = "; PEFT's are written by its own save_pretrained" if has_theirs else ""
         raise ValueError(
-            f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}"
+            f"{type(model).__name__} has no adapters of apply_lora or load_adapter{advice}"
         )
-    base = (
-        lasting(
-            base_model or ("" if getattr(model, CHANGED, False) else model.config._name_or_path)
-        )
-        or None
-    )
+    loaded_from = "" if getattr(model, CHANGED, False) else model.config._name_or_path
+    base = lasting(base_model or loaded_from) or None
     if base is None:
         logger.warning(
             "%s: no folder or hub name is known to hold the model's weights, so the adapter names "
@@ -124,27 +119,21 @@ def save_adapter(
             "trainable_token_indices: the embedding was replaced since; resize it before adapters "
             "are attached"
         )
-    described = _described(model, config, layers, base, trained=bool(trained))
+    described = _peft_config(model, config, layers, base, trained=bool(trained))
     values = model.state_dict() if state_dict is None else state_dict
-    stored = {path: _stored(path, layer, values) for path, layer in layers.items()}
-    tensors = {
-        f"{PREFIX}{path}.{name}": tensor
-        for path, found in stored.items()
-        for name, tensor in found.items()
-    }
-    tensors |= {
-        f"{PREFIX}{path}.{FILE_NAME}": values[f"{path}.lora_tokens"].detach().contiguous()
-        for path in trained
-    }
-    whole = modules_to_save(model, config.modules_to_save)
-    learned = [
-        f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()
-    ]
-    if embeddings := sorted({*learned, *embeddings_to_store(model, base)}):
-        tensors |= {
-            _in_file(name, model): values[name].detach().contiguous() for name in embeddings
-        }
-    if any(name != f"{SCORE}.weight" and not is_of_head(name) for name in embeddings):
+    tensors: dict[str, Tensor] = {}
+    for path, layer in layers.items():
+        for name, tensor in _adapter_tensors(path, layer, values).items():
+            tensors[f"{PREFIX}{path}.{name}"] = tensor
+    for path in trained:
+        rows = values[f"{path}.lora_tokens"]
+        tensors[f"{PREFIX}{path}.{FILE_NAME}"] = rows.detach().contiguous()
+    whole_names = {*embeddings_to_store(model, base)}
+    for path, module in modules_to_save(model, config.modules_to_save).items():
+        whole_names.update(f"{path}.{name}" for name, _ in module.named_parameters())
+    for name in sorted(whole_names):
+        tensors[_name_in_file(name, model)] = values[name].detach().contiguous()
+    if any(name != f"{SCORE}.weight" and not is_of_head(name) for name in whole_names):
         message = (
             "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what "
             "merge_and_unload() gives"
@@ -155,18 +144,19 @@ def save_adapter(
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def _in_file(name: str, model: Any) -> str:
-    """What a file calls a weight of the embedding or the head, which PEFT keeps beneath the rows
-    of trained tokens.
+def _name_in_file(name: str, model: Any) -> str:
+    """Return the name in a file of a weight that is stored whole. PEFT has the weight of an
+    embedding or head within the module of its trained tokens.
     """
-    path, beneath, last = name.partition(".base_layer.")
-    tokens = beneath and isinstance(model.get_submodule(path), TrainedTokens)
-    return f"{PREFIX}{path}.token_adapter{beneath}{last}" if tokens else PREFIX + name
+    path, base_layer, last = name.partition(".base_layer.")
+    if base_layer and isinstance(model.get_submodule(path), TrainedTokens):
+        return f"{PREFIX}{path}.token_adapter{base_layer}{last}"
+    return PREFIX + name
 
 
 def over_original_weights(config: LoRAConfig) -> LoRAConfig:
-    """Of adapters that began with a part of the weights, those over the original ones: of twice
-    the rank at the same scale.
+    """Return the configuration of adapters that started with a part of the weights, expressed over
+    the original weights: twice the rank at the same scale.
     """
     if not config.takes_from_weights:
         return config
@@ -183,39 +173,39 @@ def over_original_weights(config: LoRAConfig) -> LoRAConfig:
     )
 
 
-def _stored(path: str, layer: AdapterLayer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a layer's adapter over its original weight, by their names in a file."""
-    found = {in_file(name): values[f"{path}.{name}"].detach() for name in layer.trained}
+def _adapter_tensors(
+    path: str, layer: AdapterLayer, values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a layer's adapter over its original weight, by their names in a file."""
+    tensors = {in_file(name): values[f"{path}.{name}"].detach() for name in layer.trained}
     start_a, start_b = (values.get(f"{path}.lora_start_{side}") for side in "AB")
     if start_a is not None and start_b is not None:
-        a = found["lora_A.weight"]
-        b = found["lora_B.weight"]
-        found = {
+        a = tensors["lora_A.weight"]
+        b = tensors["lora_B.weight"]
+        tensors = {
             "lora_A.weight": torch.cat((a, start_a.to(a))),
             "lora_B.weight": torch.cat((b, -start_b.to(b)), 1),
         }
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def name_base_by_absolute_path(folder: Path, known: bool = True) -> None:
-    """In adapters that PEFT wrote to ``folder``, each named one in a folder of its own: it keeps
-    the path as it was given.
+    """Write the absolute path of the base into the configurations of adapters that PEFT wrote below
+    ``folder``; PEFT writes the path as it was given.
 
     Args:
-        known: whether that still has the weights that the adapters are over; else none is named.
+        known: whether the base still has the weights that the adapters were trained over; else no
+            base is named.
     """
     for file in folder.rglob(CONFIG_FILE):
         described = json.loads(file.read_text())
-        if base := described.get("base_model_name_or_path"):
-            place = lasting(base) if known else None
-            file.write_text(
-                json.dumps(
-                    {**described, "base_model_name_or_path": place}, indent=2, sort_keys=True
-                )
+        base = described.get("base_model_name_or_path")
+        if not base:
+            continue
+        described["base_model_name_or_path"] = lasting(base) if known else None
+        file.write_text(json.dumps(described, indent=2, sort_keys=True))
+        if not known:
+            logger.warning(
+                "%s: the weights beneath were changed since they were loaded, so no base is named",
+                file.parent,
             )
-            if not known:
-                logger.warning(
-                    "%s: the weights beneath were changed since they were loaded, so no base is "
-                    "named",
-                    file.parent,
-                )

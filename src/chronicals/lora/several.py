@@ -1,14 +1,12 @@
-"""Several adapters on one base, of which one is attached at a time: added, switched, combined and
-deleted by name.
+"""Several adapters on one base, of which one is attached at a time. They are added, switched,
+combined and deleted by name.
 
-Names and meanings are those of PEFT's methods. A combination is an adapter of its own, over the
-same base:
+Names and meanings are those of PEFT's methods. A combination is a new adapter over the same base:
 
     cat      B = [w₁ s₁ B₁  w₂ s₂ B₂ …],  A = [A₁ ; A₂ ; …]         exactly Σ w s B A; the ranks add up
     linear   B = Σ √|w s| B,  A = Σ ±√|w s| A                        of equal ranks; not the sum of the products
 
-Adapters that are not attached are in host memory. The attached one is what the model trains and
-saves.
+Adapters that are not attached are in host memory. The model trains and saves the attached one.
 """
 
 from __future__ import annotations
@@ -37,9 +35,11 @@ Matrices = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """Attributes:
-    config: whose targets are the paths of ``matrices``.
-    matrices: in host memory.
+    """An adapter in host memory.
+
+    Attributes:
+        config: its configuration, whose targets are the paths of ``matrices``.
+        matrices: A and B of each layer.
     """
 
     config: LoRAConfig
@@ -47,13 +47,12 @@ class NamedAdapter:
 
 
 def adapter_names(model: Any) -> list[str]:
-    """Of all that were added; an adapter that was attached otherwise is ``default``."""
+    """Return the names of all adapters; one that was not added by name is ``default``."""
     return list(_named(model))
 
 
 def add_adapter(model: Any, name: str, folder: str | Path) -> None:
-    """Read the adapter in ``folder``, ours or PEFT's, beside those that ``model`` has; what is
-    attached stays so.
+    """Read another adapter from ``folder``, ours or PEFT's; the attached one stays attached.
 
     Raises:
         ValueError: the name is taken, the adapter is more than A and B of linear layers, or does
@@ -70,36 +69,39 @@ def add_adapter(model: Any, name: str, folder: str | Path) -> None:
 
 
 def set_adapter(model: Any, name: str) -> Any:
-    """Attach the adapter ``name`` in the place of the one that is attached, whose values are kept
-    under its own name.
+    """Attach the adapter ``name`` in place of the attached one, whose values are kept under its
+    name.
 
-    The matrices are new parameters where the shapes differ, so patch a model, and make its
-    optimizer, afterwards.
+    If the shapes differ, the matrices are new parameters, so patch the model and make its optimizer
+    afterwards.
 
     Returns:
         ``model``.
     """
     wanted = _find(model, name)
     _keep_values(model)
-    there = {path: (layer.pair[0].shape, layer.scale) for path, layer in adapters(model)}
-    asked = {
+    attached_shapes = {path: (layer.pair[0].shape, layer.scale) for path, layer in adapters(model)}
+    wanted_shapes = {
         path: (a.shape, wanted.config.at(path).scale) for path, (a, _) in wanted.matrices.items()
     }
-    if there != asked or model.chronicals_lora.use_dora:
-        _detach(model)
+    if attached_shapes != wanted_shapes or model.chronicals_lora.use_dora:
+        for path, layer in reversed(list(adapters(model))):
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer.base_layer)
+        plain_again(model)
         apply_lora(model, wanted.config, {})
     model.chronicals_lora = wanted.config
     with torch.no_grad():
         for path, layer in adapters(model):
             layer.dropout = wanted.config.dropout
-            for own, kept in zip(layer.pair, wanted.matrices[path], strict=True):
-                own.copy_(kept)
+            for parameter, values in zip(layer.pair, wanted.matrices[path], strict=True):
+                parameter.copy_(values)
     setattr(model, ACTIVE, name)
     return model
 
 
 def delete_adapter(model: Any, name: str) -> None:
-    """Forget an adapter that is not attached.
+    """Delete an adapter that is not attached.
 
     Raises:
         ValueError: there is none of this name, or it is attached.
@@ -117,18 +119,23 @@ def add_weighted_adapter(
     new_name: str,
     combination_type: str = "cat",
 ) -> None:
-    """Make an adapter of several, as PEFT's method of this name does; ``set_adapter`` attaches it.
+    """Combine several adapters to a new one, like PEFT's method of this name; ``set_adapter``
+    attaches it.
 
     Args:
-        names, weights: of the adapters, and how much of each.
-        combination_type: ``cat`` or ``linear``.
+        model: the model with the adapters.
+        names: names of the adapters.
+        weights: factor of each.
+        new_name: name of the combination.
+        combination_type: ``cat`` or ``linear``; see the head of this file.
 
     Raises:
-        ValueError: a name is unknown or taken, or the adapters cannot be combined so.
+        ValueError: a name is unknown or taken, or the adapters cannot be combined like this.
     """
-    if combination_type not in COMBINED:
+    if combination_type not in COMBINATIONS:
         raise ValueError(
-            f"combination_type={combination_type!r}: takes {' or '.join(COMBINED)}; PEFT has others"
+            f"combination_type={combination_type!r}: takes {' or '.join(COMBINATIONS)}; PEFT has "
+            "others"
         )
     if new_name in _named(model):
         raise ValueError(
@@ -141,20 +148,26 @@ def add_weighted_adapter(
     _keep_values(model)
     parts = [(_find(model, name), weight) for name, weight in zip(names, weights, strict=True)]
     matrices: Matrices = {}
-    for path in sorted({path for adapter, _ in parts for path in adapter.matrices}):
-        there = [(adapter, weight) for adapter, weight in parts if path in adapter.matrices]
-        factors = [weight * adapter.config.at(path).scale for adapter, weight in there]
-        matrices[path] = COMBINED[combination_type](
-            path, factors, [adapter.matrices[path] for adapter, _ in there]
-        )
-    _named(model)[new_name] = NamedAdapter(_of_scale_one(matrices), matrices)
+    paths: set[str] = set()
+    for adapter, _ in parts:
+        paths.update(adapter.matrices)
+    for path in sorted(paths):
+        factors = []
+        pairs = []
+        for adapter, weight in parts:
+            if path in adapter.matrices:
+                factors.append(weight * adapter.config.at(path).scale)
+                pairs.append(adapter.matrices[path])
+        matrices[path] = COMBINATIONS[combination_type](path, factors, pairs)
+    _named(model)[new_name] = NamedAdapter(_config_of_scale_one(matrices), matrices)
 
 
 def _concatenated(
     path: str, factors: Sequence[float], parts: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    pairs = zip(factors, parts, strict=True)
-    return torch.cat([a for a, _ in parts]), torch.cat([factor * b for factor, (_, b) in pairs], 1)
+    total_a = torch.cat([a for a, _ in parts])
+    scaled = [factor * b for factor, (_, b) in zip(factors, parts, strict=True)]
+    return total_a, torch.cat(scaled, 1)
 
 
 def _linear(
@@ -173,26 +186,25 @@ def _linear(
     return total_a, total_b
 
 
-COMBINED: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+COMBINATIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cat": _concatenated,
     "linear": _linear,
 }
+"""Combinations by name: of a path, a factor for each adapter, and A and B of each."""
 
 
-def _of_scale_one(matrices: Matrices) -> LoRAConfig:
-    """Of adapters with these matrices, whose scale is in them."""
+def _config_of_scale_one(matrices: Matrices) -> LoRAConfig:
+    """Return the configuration of adapters with these matrices and scale 1."""
     ranks = {path: len(a) for path, (a, _) in matrices.items()}
-    usual = max(ranks.values())
-    others = {re.escape(path): rank for path, rank in ranks.items() if rank != usual}
+    largest = max(ranks.values())
+    others = {re.escape(path): rank for path, rank in ranks.items() if rank != largest}
     return LoRAConfig(
-        usual, usual, 0.0, sorted(matrices), rank_pattern=others, alpha_pattern=others
+        largest, largest, 0.0, sorted(matrices), rank_pattern=others, alpha_pattern=others
     )
 
 
 def _named(model: Any) -> dict[str, NamedAdapter]:
-    """The model's adapters by name; one that is attached and has no name yet becomes
-    ``default``.
-    """
+    """Return the model's adapters by name. An attached adapter without a name becomes ``default``."""
     if not hasattr(model, NAMED):
         setattr(model, NAMED, {})
     named: dict[str, NamedAdapter] = getattr(model, NAMED)
@@ -203,43 +215,39 @@ def _named(model: Any) -> dict[str, NamedAdapter]:
 
 
 def _keep_values(model: Any) -> None:
-    """Take the values of the attached adapter into what is kept under its name."""
+    """Copy the values of the attached adapter to host memory, under its name."""
     name = getattr(model, ACTIVE, None)
     if name is None:
         return
     config: LoRAConfig = model.chronicals_lora
-    if (more := _more_than_matrices(config)) is not None:
-        field, value = more
+    extra = _more_than_matrices(config)
+    if extra is not None:
+        field, value = extra
         raise ValueError(
             f"{name!r}: an adapter with {field}={value!r} cannot be switched; save it, and "
             "add_adapter what loads as LoRA"
         )
-    held = {path: layer.pair for path, layer in adapters(model)}
-    matrices = {
-        path: (a.detach().to("cpu", copy=True), b.detach().to("cpu", copy=True))
-        for path, (a, b) in held.items()
-    }
+    matrices: Matrices = {}
+    for path, layer in adapters(model):
+        a, b = layer.pair
+        matrices[path] = (a.detach().to("cpu", copy=True), b.detach().to("cpu", copy=True))
     getattr(model, NAMED)[name] = NamedAdapter(config, matrices)
 
 
-THEIRS = {"init": "init_lora_weights"}
-"""Fields of a LoRAConfig that PEFT calls otherwise."""
+PEFT_FIELDS = {"init": "init_lora_weights"}
+"""PEFT's names of fields of a LoRAConfig, where they differ."""
 
 
 def _more_than_matrices(config: LoRAConfig) -> tuple[str, Any] | None:
-    """A field, and its value, by which adapters are more than A and B of layers; None where they
-    are that.
-    """
-    asked: dict[str, Any] = {
+    """Return a field, and its value, by which adapters are more than A and B of layers; else None."""
+    extras: dict[str, Any] = {
         "use_dora": config.use_dora,
         "target_parameters": config.target_parameters,
-    }
-    asked |= {
         "init": config.init if config.takes_from_weights else None,
         "modules_to_save": config.modules_to_save,
+        "trainable_token_indices": config.trainable_token_indices,
     }
-    asked |= {"trainable_token_indices": config.trainable_token_indices}
-    return next(((field, value) for field, value in asked.items() if value), None)
+    return next(((field, value) for field, value in extras.items() if value), None)
 
 
 def _find(model: Any, name: str) -> NamedAdapter:
@@ -252,36 +260,30 @@ def _find(model: Any, name: str) -> NamedAdapter:
     return named[name]
 
 
-def _detach(model: Any) -> None:
-    """Make the model plain again; nothing is merged."""
-    for path, layer in reversed(list(adapters(model))):
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.base_layer)
-    plain_again(model)
-
-
 def _read(model: Any, folder: Path) -> NamedAdapter:
+    """Read an adapter that fits the model; raises ValueError if it is more than A and B."""
     described = describe_adapter(folder)
     config = shape_of(described, described["target_modules"])
-    if (more := _more_than_matrices(replace(config, modules_to_save=None))) is not None:
-        field = THEIRS.get(more[0], more[0])
+    extra = _more_than_matrices(replace(config, modules_to_save=None))
+    if extra is not None:
+        field = PEFT_FIELDS.get(extra[0], extra[0])
         raise ValueError(
             f"{folder}: {field}={described[field]!r}: cannot be one of several; "
             "merge_and_unload() it into a base"
         )
     tensors = adapter_tensors(folder)
-    if others := [name for name in tensors if ".lora_" not in name]:
+    others = [name for name in tensors if ".lora_" not in name]
+    if others:
         raise ValueError(
             f"{folder}: holds {others[0]} beside its adapters, which all adapters would share; "
             "load it alone"
         )
     matrices: Matrices = {}
     for path in sorted({name.rpartition(".lora_")[0] for name in tensors}):
-        names = ("lora_A.weight", "lora_B.weight"), LoRAEmbedding.MATRICES
-        a, b = (
-            next((tensors[f"{path}.{name}"] for name in each if f"{path}.{name}" in tensors), None)
-            for each in zip(*names)
-        )
+        a = tensors.get(f"{path}.lora_A.weight")
+        b = tensors.get(f"{path}.lora_B.weight")
+        if a is None and b is None:
+            a, b = (tensors.get(f"{path}.{name}") for name in LoRAEmbedding.MATRICES)
         shape = _shape_at(model, path)
         rank = config.at(path).rank
         if (
@@ -299,12 +301,15 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
 
 
 def _shape_at(model: Any, path: str) -> tuple[int, int] | None:
-    """``(in, out)`` of the linear layer or embedding at a path, adapted or not."""
+    """Return ``(in, out)`` of the linear layer or embedding at a path, adapted or not; None if
+    there is none.
+    """
     try:
         layer = model.get_submodule(path)
     except AttributeError:
         return None
     layer = getattr(layer, "base_layer", layer)
-    return linear_shape(layer) or (
-        (layer.num_embeddings, layer.embedding_dim) if is_embedding(layer) else None
-    )
+    shape = linear_shape(layer)
+    if shape is None and is_embedding(layer):
+        shape = (layer.num_embeddings, layer.embedding_dim)
+    return shape

@@ -1,12 +1,12 @@
-"""Where adapters start, other than uniform A and zero B.
+"""Starting values of adapters, other than uniform A and zero B.
 
     gaussian   A normal with deviation 1 / r, B zero                                   (PEFT's ``init_lora_weights="gaussian"``)
     pissa      W = U S Vᵀ:  A = √(S/s) Vᵀ,  B = U √(S/s)   of the r largest values     (Meng et al., 2024, equations 2 to 4)
     olora      W = Q R:     A = R[:r],      B = Q[:, :r]                               (Büyükakyüz, 2024, algorithm 1)
 
-The last two begin with a part of the weight and leave the rest, ``W − s · B₀ A₀``, in the base. B₀
-and A₀ are kept: an adapter over the original weight is that of twice the rank, ``s · [B  −B₀] [A ;
-A₀]``, as PEFT converts it (``path_initial_model_for_weight_conversion``). ``pissa_niter_N`` takes a
+The last two move a part of the weight into the adapter and leave the rest, ``W − s · B₀ A₀``, in the
+base. B₀ and A₀ are kept: over the original weight the adapter has twice the rank, ``s · [B  −B₀] [A
+; A₀]``, as PEFT converts it (``path_initial_model_for_weight_conversion``). ``pissa_niter_N`` takes a
 randomised decomposition with N iterations.
 """
 
@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chronicals.lora.adapter_layer import exact
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import LoRALinear, linear_adapters
+from chronicals.lora.layers import linear_adapters
 
 Start = tuple[Tensor, Tensor]
 """A₀ ``[r, in]`` and B₀ ``[out, r]``."""
 
 
 def check_weights(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
-    """Raises ValueError where a weight is quantised, shared with another layer, or smaller than
-    the rank.
+    """Raise ValueError if a weight is quantised, shared with another layer, or smaller than the
+    rank.
     """
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -39,48 +40,45 @@ def check_weights(model: Any, paths: Collection[str], config: LoRAConfig) -> Non
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise ValueError(
                 f"{field}: the weight of {path} is quantised ({weight.dtype}), and a part of it "
-                "cannot be taken out; load the "
-                "base in 16 bit, or leave lora_init out"
+                "cannot be taken out; load the base in 16 bit, or leave lora_init out"
             )
-        if others := [owner for owner in owners[id(weight)] if owner != path]:
+        others = [owner for owner in owners[id(weight)] if owner != path]
+        if others:
             raise ValueError(
                 f"{field}: {path} shares its weight with {others[0]}, which would be changed with "
-                "it; leave it out of "
-                "lora_target_modules"
+                "it; leave it out of lora_target_modules"
             )
         if rank > min(weight.shape):
             raise ValueError(
                 f"{field}: the adapter of {path} has rank {rank}, its weight "
-                f"{tuple(weight.shape)} only {min(weight.shape)}; "
-                "set lora_rank, or lora_rank_pattern for this layer"
+                f"{tuple(weight.shape)} only {min(weight.shape)}; set lora_rank, or "
+                "lora_rank_pattern for this layer"
             )
 
 
+@torch.no_grad()
 def start_from_weights(model: Any, init: str, known: Mapping[str, Start] | None = None) -> None:
     """Move a part of each adapted weight into its adapter, in place.
 
     Args:
         init: ``pissa``, ``pissa_niter_N`` or ``olora``.
-        known: starting values by path, which are taken instead of computed ones.
+        known: starting values by path, used instead of computed ones.
     """
+    known = known or {}
     for path, layer in linear_adapters(model):
-        _start(layer, init, (known or {}).get(path))
-
-
-@torch.no_grad()
-def _start(layer: LoRALinear, init: str, known: Start | None) -> None:
-    base: Any = layer.base_layer
-    upright = isinstance(base, nn.Linear)  # a Conv1D's weight is [in, out]
-    weight = base.weight if upright else base.weight.t()
-    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    a, b = known or _parts(exact, len(layer.lora_A), layer.scale, init)
-    layer.lora_A.copy_(a)
-    layer.lora_B.copy_(b)
-    layer.keep_start()
-    weight.copy_(exact - layer.scale * (layer.lora_B @ layer.lora_A).to(exact))
+        base: Any = layer.base_layer
+        is_linear = isinstance(base, nn.Linear)  # a Conv1D's weight is [in, out]
+        weight = base.weight if is_linear else base.weight.t()
+        weight_fp32 = exact(weight)
+        a, b = known.get(path) or _parts(weight_fp32, len(layer.lora_A), layer.scale, init)
+        layer.lora_A.copy_(a)
+        layer.lora_B.copy_(b)
+        layer.keep_start()
+        weight.copy_(weight_fp32 - layer.scale * (layer.lora_B @ layer.lora_A).to(weight_fp32))
 
 
 def _parts(weight: Tensor, rank: int, scale: float, init: str) -> Start:
+    """Return A₀ and B₀ for a weight ``[out, in]``."""
     if init == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank], q[:, :rank]

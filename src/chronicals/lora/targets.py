@@ -1,4 +1,4 @@
-"""Which weights get an adapter: those of the layers and parameters that a LoRAConfig names."""
+"""Find the weights that get an adapter: the layers and parameters that a LoRAConfig names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
+from chronicals.lora.embeddings import ends_in, ends_in_any
 from chronicals.lora.experts import stacked
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
@@ -31,12 +32,12 @@ class Target:
     """A weight that gets an adapter.
 
     Attributes:
-        path: of the adapter in the model and in a file.
-        named: what patterns of ranks and a saved configuration call it: for a parameter its own
-            path, else ``path``.
-        layer: the path of the layer, in a model without adapters.
+        path: path of the adapter in the model and in a file.
+        named: its name in patterns of ranks and in a saved configuration: for a parameter the path
+            of that, else ``path``.
+        layer: path of the layer in a model without adapters.
         kind: LoRALinear, LoRAEmbedding or LoRAParameter.
-        parameter: its name in the layer, of a LoRAParameter.
+        parameter: name of the parameter in the layer, for a LoRAParameter.
     """
 
     path: str
@@ -48,10 +49,12 @@ class Target:
     def shapes(
         self, model: Any, config: LoRAConfig, rows: int | None = None
     ) -> dict[str, torch.Size]:
-        """Of what is trained, by the names in a file.
+        """Return the shapes of the trained parameters by their names in a file.
 
         Args:
-            rows: of embedding and head, where they are to have others than they have.
+            model: the model without adapters.
+            config: ranks and kind of the adapters.
+            rows: number of rows that embedding and head will have; by default those they have.
         """
         layer = model.get_submodule(self.layer)
         rank = config.at(self.named).rank
@@ -64,74 +67,71 @@ class Target:
             elif layer is model.get_output_embeddings():
                 narrow = rows or narrow
             pair = (rank, wide), (narrow, rank)
-        found = {
+        shapes = {
             in_file(name): torch.Size(shape)
             for name, shape in zip(self.kind.MATRICES, pair, strict=True)
         }
-        return found | (
-            {"lora_magnitude_vector": torch.Size(pair[1][:1])} if config.use_dora else {}
-        )
+        if config.use_dora:
+            shapes["lora_magnitude_vector"] = torch.Size(pair[1][:1])
+        return shapes
 
     def attach(self, model: Any, config: LoRAConfig) -> None:
-        """Put the adapter around the layer, or around the adapters that it has of other
-        parameters.
+        """Put the adapter around the layer, or around the adapters of other parameters of the
+        layer.
         """
         layer = model.get_submodule(self.layer)
-        own = config.at(self.named)
+        config = config.at(self.named)
         if self.kind is LoRAParameter:
-            adapted: AdapterLayer = LoRAParameter(layer, self.parameter, own)
+            adapted: AdapterLayer = LoRAParameter(layer, self.parameter, config)
         elif self.kind is LoRAEmbedding:
-            adapted = LoRAEmbedding(layer, own)
+            adapted = LoRAEmbedding(layer, config)
         else:
-            adapted = LoRALinear(layer, own, *_sizes(layer))
+            adapted = LoRALinear(layer, config, *_sizes(layer))
         parent, _, name = self.layer.rpartition(".")
         setattr(model.get_submodule(parent), name, adapted.train(layer.training))
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """``(in, out)`` of a linear layer, ``(V, D)`` of an embedding."""
+    """Return ``(in, out)`` of a linear layer, ``(V, D)`` of an embedding."""
     return linear_shape(layer) or (layer.num_embeddings, layer.embedding_dim)
 
 
 def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -> list[Target]:
-    """What ``config`` names in a model without adapters, in the order in which it is to be
-    attached.
+    """Return the targets that ``config`` names in a model without adapters, in the order in which
+    they are to be attached.
 
     Args:
+        model: the model.
+        config: names of targets.
         left_out: paths of layers that are trained whole.
 
     Raises:
-        ValueError: there is nothing, a name matches nothing, or something that cannot be adapted as
-            the config says.
+        ValueError: there are none, a name matches nothing, or it matches something that cannot be
+            adapted like this.
     """
-    paths = [
-        path
-        for path in targeted_paths(model, config.target_modules, layers=config.layers)
-        if path not in left_out
-    ]
-    found = []
-    for path in paths:
-        linear = linear_shape(model.get_submodule(path)) is not None
-        found.append(Target(path, path, path, LoRALinear if linear else LoRAEmbedding))
-        field = (
-            "use_dora=True"
-            if config.use_dora
-            else f"init={config.init!r}"
-            if config.takes_from_weights
-            else ""
-        )
-        if not linear and field:
+    field = ""
+    if config.use_dora:
+        field = "use_dora=True"
+    elif config.takes_from_weights:
+        field = f"init={config.init!r}"
+    targets = []
+    for path in targeted_paths(model, config.target_modules, layers=config.layers):
+        if path in left_out:
+            continue
+        is_linear = linear_shape(model.get_submodule(path)) is not None
+        targets.append(Target(path, path, path, LoRALinear if is_linear else LoRAEmbedding))
+        if not is_linear and field:
             raise ValueError(
                 f"lora_target_modules: {path!r} is an embedding, whose adapter cannot have "
-                f"{field}; leave it out of "
-                "lora_target_modules, or train it whole (lora_modules_to_save)"
+                f"{field}; leave it out of lora_target_modules, or train it whole "
+                "(lora_modules_to_save)"
             )
-    return found + _parameter_targets(model, config)
+    return targets + _parameter_targets(model, config)
 
 
 def _parameter_targets(model: Any, config: LoRAConfig) -> list[Target]:
-    """Those of bare parameters: of several in one layer the first is to be innermost, as PEFT
-    nests them.
+    """Return the targets that are bare parameters. Of several in one layer the first is innermost,
+    as in PEFT.
     """
     if not config.target_parameters:
         return []
@@ -140,117 +140,113 @@ def _parameter_targets(model: Any, config: LoRAConfig) -> list[Target]:
     for key in keys:
         layer, _, name = key.rpartition(".")
         by_layer.setdefault(layer, []).append(name)
-    return [
-        Target(
-            layer + f".{WRAPPED}" * (len(names) - 1 - n),
-            f"{layer}.{name}",
-            layer,
-            LoRAParameter,
-            name,
-        )
-        for layer, names in by_layer.items()
-        for n, name in enumerate(names)
-    ]
+    targets = []
+    for layer, names in by_layer.items():
+        for n, name in enumerate(names):
+            path = layer + f".{WRAPPED}" * (len(names) - 1 - n)
+            targets.append(Target(path, f"{layer}.{name}", layer, LoRAParameter, name))
+    return targets
 
 
 def targeted_parameters(
     model: Any, wanted: Collection[str], layers: Collection[int] | None = None
 ) -> list[str]:
-    """Paths of the parameters that ``wanted`` names by the end of their path, in the order of the
-    model.
+    """Return the paths of the named parameters, in the order of the model.
 
     Args:
-        layers: numbers of decoder layers, outside which nothing is named; None for no such limit.
+        model: the model.
+        wanted: ends of paths.
+        layers: numbers of the decoder layers that are searched; None for the whole model.
 
     Raises:
-        ValueError: there are none, a name matches nothing, or something that cannot be adapted by
-            itself.
+        ValueError: there are none, a name matches nothing, or it matches something that cannot be
+            adapted by itself.
     """
-    there = [name for name, _ in model.named_parameters()]
+    parameters = [name for name, _ in model.named_parameters()]
     for name in wanted:
-        if not any(ends_in(key, name) for key in there):
+        if not any(ends_in(key, name) for key in parameters):
             known = ", ".join(stacked_parameters(model)) or "none"
             raise ValueError(
                 f"lora_target_parameters: {name!r} matches no parameter; those of stacked experts "
                 f"here: {known}"
             )
-    found = [key for key in there if any(ends_in(key, name) for name in wanted)]
+    keys = [key for key in parameters if ends_in_any(key, wanted)]
     if layers is not None:
-        found = [key for key in found if layer_number(key) in layers]
-    if not found:
+        keys = [key for key in keys if layer_number(key) in layers]
+    if not keys:
         raise ValueError(
             f"lora_layers: none of lora_target_parameters={list(wanted)!r} is in these layers; "
             "leave it out"
         )
-    for key in found:
+    for key in keys:
         _check_parameter(model, key)
-    return found
+    return keys
 
 
 def _check_parameter(model: Any, key: str) -> None:
+    """Raise ValueError if a parameter cannot be adapted by itself."""
     path = key.rpartition(".")[0]
     layer = model.get_submodule(path)
     parameter = model.get_parameter(key)
     if not path or isinstance(layer, nn.Embedding) or linear_shape(layer) is not None:
         raise ValueError(
             f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or "
-            "embedding is adapted as such: "
-            f"name {path.rpartition('.')[2]!r} in lora_target_modules instead"
+            f"embedding is adapted as such: name {path.rpartition('.')[2]!r} in "
+            "lora_target_modules instead"
         )
     if key.rpartition(".")[2] in packed_shapes(layer):
         return
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         raise ValueError(
             f"lora_target_parameters: {key!r} is quantised ({parameter.dtype}), and no adapter is "
-            "computed over that; load the "
-            "base in 16 bit, or leave it out"
+            "computed over that; load the base in 16 bit, or leave it out"
         )
     if parameter.ndim not in (2, 3):
         raise ValueError(
             f"lora_target_parameters: {key!r} has {parameter.ndim} dimensions; a matrix has 2, "
-            "one for each expert 3; leave it "
-            "out"
+            "one for each expert 3; leave it out"
         )
 
 
-def ends_in(path: str, name: str) -> bool:
-    """Whether a path is, or ends in, this name."""
-    return f".{path}".endswith(f".{name}")
-
-
 def stacked_parameters(model: nn.Module) -> list[str]:
-    """The ends of the paths of 3-D parameters, but those of convolutions."""
-    found = [
-        f"{path}.{name}" for path, module in model.named_modules() for name, _ in stacked(module)
-    ]
-    return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in found})
+    """Return the ends of the paths of 3-D parameters, except those of convolutions."""
+    ends_of_paths = set()
+    for path, module in model.named_modules():
+        for name, _ in stacked(module):
+            ends_of_paths.add(re.sub(r"^.*\.\d+\.", "", f"{path}.{name}"))
+    return sorted(ends_of_paths)
 
 
 def layer_number(path: str, lists: Sequence[str] = (r"[^.]*",)) -> int | None:
-    """The first number in a path that stands behind a list of layers, of one of these names;
-    None where there is none.
+    """Return the first number of a layer in a path, or None if there is none.
+
+    Args:
+        path: path of a layer or parameter.
+        lists: expressions for the names of lists of layers.
     """
-    found = (re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", path) for name in lists)
-    return next((int(match[1]) for match in found if match), None)
+    for name in lists:
+        match = re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", path)
+        if match:
+            return int(match[1])
+    return None
 
 
 def linear_shape(layer: Any) -> tuple[int, int] | None:
-    """``(in, out)`` of a linear layer, None if it is something else."""
+    """Return ``(in, out)`` of a linear layer, None if it is something else."""
     packed = packed_weight(layer)
     if packed is not None:
         return packed.shape[1], packed.shape[0]
     if isinstance(layer, nn.Linear):
         return (layer.in_features, layer.out_features) if _multiplies(layer) else None
-    if type(layer).__name__ == "Conv1D" and hasattr(
-        layer, "nf"
-    ):  # GPT-2's linear layer, weight [in, out]
+    # GPT-2's linear layer, weight [in, out]
+    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
         return layer.nx, layer.nf
     return None
 
 
 def _multiplies(layer: nn.Linear) -> bool:
-    """Whether the layer is ``x Wᵀ + b``: a class derived from ``nn.Linear`` may be a router, so
-    a small copy is tried.
+    """Return whether the layer computes ``x Wᵀ + b``. A class derived from ``nn.Linear`` may be a
+    router, so a small copy is tried.
     """
     if type(layer).forward is nn.Linear.forward or f"{type(layer).__module__}.".startswith(
         QUANTISERS
@@ -276,7 +272,7 @@ def _multiplies(layer: nn.Linear) -> bool:
 
 
 def _report_others(modules: dict[str, nn.Module]) -> None:
-    """Of what is not adapted, that which is derived from a linear layer."""
+    """Warn of layers that are not adapted although they are derived from a linear layer."""
     derived = {
         path: type(layer).__name__
         for path, layer in modules.items()
@@ -293,7 +289,7 @@ def _report_others(modules: dict[str, nn.Module]) -> None:
 
 
 def ends(paths: Collection[str]) -> list[str]:
-    """The last names of paths, each once."""
+    """Return the last names of paths, each once."""
     return sorted({path.rpartition(".")[2] for path in paths})
 
 
@@ -304,14 +300,17 @@ def targeted_paths(
     layers: Collection[int] | None = None,
     lists: Sequence[str] = (r"[^.]*",),
 ) -> list[str]:
-    """Paths of the layers that ``wanted`` names, less those that ``excluded`` names.
+    """Return the paths of the layers that ``wanted`` names, without those that ``excluded`` names.
 
     Args:
-        layers: numbers of decoder layers, outside which nothing is named; None for no such limit.
+        model: the model.
+        wanted, excluded: ends of paths, an expression for whole paths, or None for all linear
+            layers but the head (``wanted``) and for none (``excluded``).
+        layers: numbers of the decoder layers that are searched; None for the whole model.
         lists: expressions for the names of the lists that ``layers`` counts in.
 
     Raises:
-        ValueError: there are none, a name matches nothing, or something that it matches is not a
+        ValueError: there are none, a name matches nothing, or it matches something that is no
             linear layer.
     """
     head = model.get_output_embeddings()
@@ -319,61 +318,55 @@ def targeted_paths(
     linear = {
         path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head
     }
-    there = f"linear layers here: {', '.join(ends(linear)) or 'none'}"
+    known = f"linear layers here: {', '.join(ends(linear)) or 'none'}"
     if wanted is None or wanted == "all-linear":
-        found = sorted(path for path in linear if not is_within(path, towers))
+        paths = sorted(path for path in linear if not is_within(path, towers))
         if towers:
             logger.info(
                 "lora_target_modules: what reads no text is not adapted: %s", ", ".join(towers)
             )
-        _report_others(
-            {
-                path: layer
-                for path, layer in model.named_modules()
-                if path not in linear and layer is not head
-            }
-        )
+        modules = model.named_modules()
+        _report_others({path: m for path, m in modules if path not in linear and m is not head})
     elif isinstance(wanted, str):
-        found = matches(model, wanted)
+        paths = matches(model, wanted)
     else:
-        found = []
+        paths = []
         for name in wanted:
             named = matches(model, [name])
             if not named:
-                raise ValueError(f"lora_target_modules: {name!r} matches no layer; {there}")
-            found += named
-    found = sorted(set(found) - set(matches(model, excluded or [])))
+                raise ValueError(f"lora_target_modules: {name!r} matches no layer; {known}")
+            paths += named
+    paths = sorted(set(paths) - set(matches(model, excluded or [])))
     if layers is not None and wanted != []:
-        found = _within(layers, found, lists)
-    if not found and wanted != []:
+        paths = _in_layers(layers, paths, lists)
+    if not paths and wanted != []:
         raise ValueError(
             f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained; "
-            f"{there}"
+            f"{known}"
         )
-    for path in found:
+    for path in paths:
         layer = model.get_submodule(path)
         if linear_shape(layer) is None and not is_embedding(layer):
             raise ValueError(
                 f"lora_target_modules: {path!r} is {type(layer).__name__}; only linear layers and "
                 "embeddings can be adapted"
             )
-    return found
+    return paths
 
 
-def _within(layers: Collection[int], paths: list[str], lists: Sequence[str]) -> list[str]:
-    """Those of the paths in these decoder layers.
+def _in_layers(layers: Collection[int], paths: list[str], lists: Sequence[str]) -> list[str]:
+    """Return the paths that are in these decoder layers.
 
     Raises:
         ValueError: one of the layers has none of the paths.
     """
     numbers = {path: layer_number(path, lists) for path in paths}
-    there = {number for number in numbers.values() if number is not None}
-    if absent := sorted(set(layers) - there):
-        known = (
-            f"{min(there)} to {max(there)}"
-            if there
-            else "none, for no target is in a numbered layer"
-        )
+    present = {number for number in numbers.values() if number is not None}
+    absent = sorted(set(layers) - present)
+    if absent:
+        known = "none, for no target is in a numbered layer"
+        if present:
+            known = f"{min(present)} to {max(present)}"
         raise ValueError(
             f"lora_layers: no target is in layer {absent[0]}; layers with targets: {known}"
         )
@@ -381,8 +374,10 @@ def _within(layers: Collection[int], paths: list[str], lists: Sequence[str]) -> 
 
 
 def matches(model: nn.Module, wanted: list[str] | str) -> list[str]:
-    """Paths that a regular expression matches, or that are or end in one of the names."""
+    """Return the paths of modules that a regular expression matches, or that end in one of the
+    names.
+    """
     paths = [path for path, _ in model.named_modules()]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
-    return [path for path in paths if any(ends_in(path, name) for name in wanted)]
+    return [path for path in paths if ends_in_any(path, wanted)]

@@ -1,12 +1,12 @@
-"""Trained tokens: some rows of an embedding are trained, and of the head where both are one weight;
-all others are frozen.
+"""Trained tokens: some rows of an embedding are trained, and of the head if both are one weight;
+all other rows are frozen.
 
     y = R[slot(x)] where x is one of the tokens, W[x] elsewhere        of the embedding
     y = h Wᵀ + b,  y[:, i] = h Rᵀ + b[i]                               of the head, for the tokens i
 
-R holds whole rows, not differences, so that a base whose rows of added tokens were drawn anew gives
-the same model. W is never copied: the loss takes W, i and R apart
-(``kernels/linear_cross_entropy.py``). PEFT's ``trainable_token_indices``.
+R has whole rows, not differences, so that a base whose rows of added tokens were drawn anew gives
+the same model. W is never copied: the loss takes W, i and R separately
+(``kernels/linear_cross_entropy.py``). PEFT calls this ``trainable_token_indices``.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.adapter import Rows
+from chronicals.models.head import register_layer_with_rows
 
-Tokens = Sequence[int] | Mapping[str, Sequence[int]]
-"""Token ids, of the input embedding; or by the ends of the paths of embedding and head."""
+TokenIds = Sequence[int] | Mapping[str, Sequence[int]]
+"""Token ids of the input embedding, or lists of them by the ends of the paths of embedding and
+head.
+"""
 
 FILE_NAME = "token_adapter.trainable_tokens_delta"
-"""What a file calls the rows, after the path of the layer."""
+"""Name of the rows in a file, after the path of the layer."""
 
 FIELD = "lora_trainable_tokens"
 
 
 class TrainedTokens(nn.Module):
-    """A frozen embedding or head with trained rows for some tokens, at least fp32; they start as
+    """A frozen embedding or head with trained rows for some tokens, in at least fp32. Rows start as
     those of the weight.
 
     Args:
         base_layer: an ``nn.Embedding`` or ``nn.Linear``.
         tokens: numbers of the rows.
-        owner: what has the rows already, where this layer has the same weight.
+        owner: the layer that has the rows, if this one shares its weight.
 
     Attributes:
-        lora_tokens: ``[n, D]``, in the order of ``tokens``; None where the owner has them.
-        padding: the row of the token whose row gets no gradient from an embedding, if it is one of
-            these.
-        enabled: whether the rows take the place of the weight's (``without_adapters``).
+        lora_tokens: ``[n, D]``, in the order of ``tokens``; None if the owner has them.
+        padding: index of the padding token in ``tokens``, whose row gets no gradient from an
+            embedding; None if it is not among them.
+        enabled: whether the rows replace those of the weight (``without_adapters``).
     """
 
     lora_tokens: Tensor | None
@@ -75,12 +78,12 @@ class TrainedTokens(nn.Module):
 
     @property
     def rows(self) -> Rows | None:
-        """What stands for rows of the weight; None where it is off."""
+        """The rows that replace those of the weight; None if they are off."""
         return Rows(self.token_ids, self.values) if self.enabled else None
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight with the rows in it, for a model that reads it instead of calling
+        """A copy of the weight with the trained rows, for a model that reads it instead of calling
         the layer.
         """
         weight = cast(Tensor, self.base_layer.weight)
@@ -94,48 +97,52 @@ class TrainedTokens(nn.Module):
         y: Tensor = self.base_layer(x)
         if not self.enabled:
             return y
-        return (
-            self._embedded(x, y)
-            if isinstance(self.base_layer, nn.Embedding)
-            else self._projected(x, y)
-        )
+        if isinstance(self.base_layer, nn.Embedding):
+            return self._embedded(x, y)
+        return self._projected(x, y)
 
     def _embedded(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return embeddings ``y`` of the ids ``x``, with the trained rows at their tokens."""
         place = torch.searchsorted(self.ascending, x).clamp_(max=len(self.ascending) - 1)
-        found = F.embedding(self.order[place], self.values, self.padding)
+        rows = F.embedding(self.order[place], self.values, self.padding).to(y.dtype)
         scale = getattr(self.base_layer, "embed_scale", None)
-        found = (
-            found.to(y.dtype) if scale is None else found.to(y.dtype) * torch.as_tensor(scale).to(y)
-        )
-        return torch.where((self.ascending[place] == x)[..., None], found, y)
+        if scale is not None:
+            rows = rows * torch.as_tensor(scale).to(y)
+        return torch.where((self.ascending[place] == x)[..., None], rows, y)
 
     def _projected(self, h: Tensor, y: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias[self.token_ids]
-        theirs = F.linear(h, self.values.to(h.dtype), None if bias is None else bias.to(h.dtype))
-        return y.index_copy(-1, self.token_ids, theirs.to(y.dtype))
+        """Return logits ``y`` of the hidden states ``h``, with those of the trained tokens."""
+        bias = None if self.bias is None else self.bias[self.token_ids].to(h.dtype)
+        logits = F.linear(h, self.values.to(h.dtype), bias)
+        return y.index_copy(-1, self.token_ids, logits.to(y.dtype))
+
+
+register_layer_with_rows(TrainedTokens)
 
 
 def trained_tokens(model: nn.Module) -> Iterator[tuple[str, TrainedTokens]]:
-    """Paths and modules of the layers with rows of their own, not of those that share them."""
-    found = (
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, TrainedTokens)
-    )
-    return ((path, module) for path, module in found if module.lora_tokens is not None)
+    """Yield path and module of the layers that have the trained rows, without those that share
+    them.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, TrainedTokens) and module.lora_tokens is not None:
+            yield path, module
 
 
 def plan_tokens(
-    model: Any, wanted: Tokens | None, taken: Collection[str], rows: int | None = None
+    model: Any, wanted: TokenIds | None, taken: Collection[str], rows: int | None = None
 ) -> dict[str, list[int]]:
-    """The tokens of embedding and head by path; a head that is the embedding has none of its own.
+    """Return the trained tokens of embedding and head by path. A head that shares the embedding's
+    weight has no entry.
 
     Args:
-        taken: paths of layers that are trained otherwise.
-        rows: that the embedding will have; by default those that it has.
+        model: the model.
+        wanted: token ids, or None.
+        taken: paths of layers that are trained in another way.
+        rows: number of rows that the embedding will have; by default those that it has.
 
     Raises:
-        ValueError: a token is not in the embedding, or stands twice; a name is of another layer, or
+        ValueError: a token is not in the embedding, or given twice; a name is of another layer; or
             the layer cannot have trained rows.
     """
     if wanted is None:
@@ -144,7 +151,7 @@ def plan_tokens(
     ends = {path: model.get_submodule(path) for path in paths}
     embedding = paths[0]
     named = wanted if isinstance(wanted, Mapping) else {embedding: wanted}
-    found: dict[str, list[int]] = {}
+    plan: dict[str, list[int]] = {}
     for name, tokens in named.items():
         path = next((path for path in ends if f".{path}".endswith(f".{name}")), None)
         if path is None:
@@ -152,21 +159,21 @@ def plan_tokens(
                 f"{FIELD}: {name!r} is neither the embedding nor the head, which are "
                 f"{', '.join(ends)}"
             )
-        found[path] = _checked(list(tokens), rows or len(ends[path].weight), path)
+        plan[path] = _checked(list(tokens), rows or len(ends[path].weight), path)
     if _is_tied(ends):
-        if embedding not in found or len({frozenset(tokens) for tokens in found.values()}) > 1:
+        if embedding not in plan or len({frozenset(tokens) for tokens in plan.values()}) > 1:
             raise ValueError(
                 f"{FIELD}: {' and '.join(ends)} are one weight here; give one list of tokens for "
                 "both"
             )
-        found = {embedding: found[embedding]}
-    for path in ends if _is_tied(ends) else found:
+        plan = {embedding: plan[embedding]}
+    for path in ends if _is_tied(ends) else plan:
         _check_layer(ends[path], path, path in taken)
-    return found
+    return plan
 
 
 def attach_tokens(model: Any, plan: Mapping[str, Sequence[int]]) -> None:
-    """Put trained rows where ``plan_tokens`` says, in place."""
+    """Attach trained rows to the layers of a plan of ``plan_tokens``, in place."""
     ends = {path: model.get_submodule(path) for path in _ends(model)}
     tied = _is_tied(ends)
     for path, tokens in plan.items():
@@ -179,56 +186,51 @@ def attach_tokens(model: Any, plan: Mapping[str, Sequence[int]]) -> None:
 @torch.no_grad()
 def merge_tokens(model: Any) -> None:
     """Write the rows into the weights, rounded once, and make the layers plain again."""
-    for path, layer in [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, TrainedTokens)
-    ]:
-        weight: Any = layer.base_layer.weight
-        weight.index_copy_(0, layer.token_ids, layer.values.to(weight))
-        _put(model, path, layer.base_layer)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, TrainedTokens):
+            weight: Any = layer.base_layer.weight
+            weight.index_copy_(0, layer.token_ids, layer.values.to(weight))
+            _put(model, path, layer.base_layer)
 
 
 def remove_tokens(model: Any) -> None:
     """Make the layers plain again; nothing is written into their weights."""
-    for path, layer in [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, TrainedTokens)
-    ]:
-        _put(model, path, layer.base_layer)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, TrainedTokens):
+            _put(model, path, layer.base_layer)
 
 
 def tokens_for_file(model: Any) -> list[int] | dict[str, list[int]]:
-    """PEFT's field: a list where it is of the embedding alone, which PEFT finds itself."""
+    """Return PEFT's field: one list if only the embedding has trained tokens, else lists by path."""
     plan = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
-    return next(iter(plan.values())) if list(plan) == _ends(model)[:1] else plan
+    embedding = _ends(model)[0]
+    return plan[embedding] if list(plan) == [embedding] else plan
 
 
 def _put(model: Any, path: str, layer: Any) -> Any:
+    """Put a layer at a path of the model, and return it."""
     parent, _, name = path.rpartition(".")
-    setattr(
-        model.get_submodule(parent),
-        name,
-        layer.train(model.training) if isinstance(layer, TrainedTokens) else layer,
-    )
+    if isinstance(layer, TrainedTokens):
+        layer.train(model.training)
+    setattr(model.get_submodule(parent), name, layer)
     return layer
 
 
 def _ends(model: Any) -> list[str]:
-    """Paths of the input embedding and of the head, where there is one."""
+    """Return the paths of the input embedding and of the head, if there is one."""
     both = model.get_input_embeddings(), model.get_output_embeddings()
     named = {id(module): path for path, module in model.named_modules()}
     return [named[id(end)] for end in both if end is not None]
 
 
 def _is_tied(ends: Mapping[str, Any]) -> bool:
-    """Whether embedding and head are one weight."""
+    """Return whether embedding and head are one weight."""
     weights = [getattr(layer, "base_layer", layer).weight for layer in ends.values()]
     return len(weights) == 2 and weights[0] is weights[1]
 
 
 def _checked(tokens: list[Any], rows: int, path: str) -> list[int]:
+    """Return the tokens; raises ValueError if one is no id of a row, or given twice."""
     if not tokens:
         raise ValueError(f"{FIELD}: no token is given for {path}; give token ids, or leave it out")
     for token in tokens:
@@ -240,22 +242,25 @@ def _checked(tokens: list[Any], rows: int, path: str) -> list[int]:
         if not 0 <= token < rows:
             raise ValueError(
                 f"{FIELD}: {path} has {rows} rows, and none is that of token {token}; add it to "
-                "the tokenizer, and call "
-                "model.resize_token_embeddings(len(tokenizer))"
+                "the tokenizer, and call model.resize_token_embeddings(len(tokenizer))"
             )
-    if twice := [token for token in tokens if tokens.count(token) > 1]:
+    twice = [token for token in tokens if tokens.count(token) > 1]
+    if twice:
         raise ValueError(f"{FIELD}: token {twice[0]} stands twice; leave one out")
     return tokens
 
 
 @torch.no_grad()
 def _check_layer(layer: Any, path: str, taken: bool) -> None:
-    """Raises ValueError where rows of the layer cannot be trained by themselves."""
+    """Raise ValueError if rows of the layer cannot be trained by themselves.
+
+    Args:
+        taken: whether the layer is trained in another way.
+    """
     if taken:
         raise ValueError(
             f"{FIELD}: {path} is trained by lora_target_modules or lora_modules_to_save, too, or "
-            "is one weight with what is; "
-            "leave it out there, or leave out the tokens"
+            "is one weight with what is; leave it out there, or leave out the tokens"
         )
     if isinstance(layer, nn.Linear) and layer.weight.is_floating_point():
         return
@@ -268,9 +273,8 @@ def _check_layer(layer: Any, path: str, taken: bool) -> None:
     if plain:
         ids = torch.tensor([0, len(layer.weight) - 1], device=layer.weight.device)
         scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(layer.weight)
-        if torch.allclose(
-            layer(ids).float(), (layer.weight[ids] * scale).float(), rtol=1e-2, atol=1e-6
-        ):
+        expected = (layer.weight[ids] * scale).float()
+        if torch.allclose(layer(ids).float(), expected, rtol=1e-2, atol=1e-6):
             return
     raise ValueError(
         f"{FIELD}: {path} is {type(layer).__name__}, which is more than a table of rows; leave "

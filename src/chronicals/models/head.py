@@ -107,11 +107,22 @@ def read_head(model: Any) -> Head:
     return Head(layer.weight, layer.bias, scale, softcap, adapter, rows)
 
 
+_LAYERS_WITH_ROWS: set[type] = set()
+"""Classes of layers that train some rows of a frozen table."""
+
+
+def register_layer_with_rows(kind: type) -> None:
+    """Register a class of layers, without its subclasses, for ``read_head``.
+
+    Args:
+        kind: a class whose layers have a frozen ``base_layer``, and ``rows``: a ``Rows`` that
+            replaces some of its rows, or None.
+    """
+    _LAYERS_WITH_ROWS.add(kind)
+
+
 def _with_trained_rows(layer: Any) -> tuple[Any, Rows | None]:
     """Return a head without its separately trained rows, and these rows or None."""
-    if (
-        f"{type(layer).__module__}.{type(layer).__qualname__}"
-        != "chronicals.lora.tokens.TrainedTokens"
-    ):
+    if type(layer) not in _LAYERS_WITH_ROWS:
         return layer, None
     return layer.base_layer, layer.rows

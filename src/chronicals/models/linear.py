@@ -1,4 +1,9 @@
-"""Reads a linear layer: the plain layer, and the adapter around it."""
+"""Reads a linear layer: the plain layer, and the adapter around it.
+
+Classes of adapted layers are not named here. Each registers a function that reads its adapter
+(``register_adapter_reader``). PEFT's classes are recognised by name, so that PEFT need not be
+installed.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +38,28 @@ class ReadLinear(NamedTuple):
     rank: int
 
 
-def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
-    dropout = layer.dropout if layer.training and layer.enabled else 0.0
-    magnitude = layer.lora_magnitude_vector
-    a, b = layer.matrices or (layer.lora_A, layer.lora_B)
-    return Adapter(a, b, layer.scale, dropout, magnitude), layer.matrices is not None
+AdapterReader = Callable[[Any], tuple[Adapter | None, bool]]
+"""A function that returns the adapter around a layer's ``base_layer`` or None, and True if it is
+on.
+"""
+
+_READERS: dict[type, AdapterReader] = {}
+"""Readers by class of the adapted layer."""
 
 
-def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
+def register_adapter_reader(kind: type, reader: AdapterReader) -> None:
+    """Register a class of layers for ``read_linear``.
+
+    Subclasses are not included, since they may compute more.
+
+    Args:
+        kind: a class whose layers add an adapter to their ``base_layer``.
+        reader: reads that adapter.
+    """
+    _READERS[kind] = reader
+
+
+def _read_peft_adapter(layer: Any) -> tuple[Adapter | None, bool]:
     """Return the active adapter of PEFT's LoRA layer, and True if it is on.
 
     The adapter is None if none is active, or if it is merged.
@@ -63,15 +82,8 @@ def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
     return adapter, not layer.disable_adapters
 
 
-ADAPTED: dict[str, Callable[[Any], tuple[Adapter | None, bool]]] = {
-    "chronicals.lora.layers.LoRALinear": _of_chronicals,
-    "peft.tuners.lora.layer.Linear": _of_peft,
-    "peft.tuners.lora.bnb.Linear4bit": _of_peft,
-}
-"""Functions that read an adapter layer, by the name of its class.
-
-They return the adapter, and True if it is on. The wrapped layer is ``base_layer``.
-"""
+PEFT_LAYERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
+"""Qualified names of PEFT's classes of layers that add an adapter to their ``base_layer``."""
 
 
 def read_linear(layer: Any) -> ReadLinear:
@@ -82,9 +94,12 @@ def read_linear(layer: Any) -> ReadLinear:
     """
     adapter = None
     on = False
-    read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
-    if read_adapter is not None:
-        layer, (adapter, on) = layer.base_layer, read_adapter(layer)
+    reader = _READERS.get(type(layer))
+    if reader is None and f"{type(layer).__module__}.{type(layer).__qualname__}" in PEFT_LAYERS:
+        reader = _read_peft_adapter
+    if reader is not None:
+        adapter, on = reader(layer)
+        layer = layer.base_layer
     try:
         layer = as_ours(layer)
     except ValueError as error:

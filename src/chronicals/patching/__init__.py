@@ -1,5 +1,5 @@
-"""Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the
-loss; whole layers.
+"""Replace parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss,
+whole layers.
 """
 
 from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units

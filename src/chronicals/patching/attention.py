@@ -1,14 +1,14 @@
 """The attention seam: padded and packed rows become documents, which attend without a mask.
 
-Within the seam (``chronicals.models.attention_seam``) transformers makes the masks of a model by
-one of ours, which is given the parts of a mask. Where these are causality, padding on the right,
-packed positions and a sliding window and nothing else, a lazy mask is made, and
+The seam (``chronicals.models.attention_seam``) lets transformers make the masks of a model by a
+function of this module, which is given the parts of a mask. If these are causality, padding on the
+right, packed positions and a sliding window and nothing else, it makes a lazy mask, and
 ``document_attention`` runs over the bounds of the documents. Anything else (a cache, padding on the
-left, another mask, dropout, ``torch.compile``) goes to the implementation that the configuration
+left, another mask, dropout, ``torch.compile``) runs by the implementation that the configuration
 names.
 
-Documents are those of transformers: in packed rows they begin where ``position_ids`` restart, if
-there is neither an ``attention_mask`` nor a cache (``use_cache=False``).
+Documents are the same as in transformers: in packed rows they begin where ``position_ids`` restart,
+if there is neither an ``attention_mask`` nor a cache (``use_cache=False``).
 
 Shapes: B rows, S positions, T real tokens, H query heads, K key/value heads, D head width.
 """
@@ -53,17 +53,16 @@ themselves.
 
 ABOUT_PACKS = (
     "packs: as without the patch, documents in one row are kept apart by position_ids that "
-    "restart, and only without an "
-    "attention_mask and without a cache (use_cache=False); with eager and sdpa transformers "
-    "ignores cu_seq_lens_q and seq_idx"
+    "restart, and only without an attention_mask and without a cache (use_cache=False); with eager "
+    "and sdpa transformers ignores cu_seq_lens_q and seq_idx"
 )
 ABOUT_PADDING = (
     "padding: outputs at padding on the right of rows are zero (outputs_at_padding=False)"
 )
 
 runs = [0]
-"""Number of calls of document attention, by which a proof on a twin sees whether its class uses
-the seam.
+"""Number of calls of document attention. A proof on a twin reads from it whether the class uses the
+seam.
 """
 
 
@@ -72,8 +71,8 @@ class Pattern:
     """The parts of a mask function.
 
     Attributes:
-        window: tokens that a query sees, itself included, or None.
-        packs: ``[B, S]``, the number of each token's document, or None.
+        window: number of tokens that a query sees, itself included, or None.
+        packs: number of each token's document, ``[B, S]``, or None.
     """
 
     window: int | None = None
@@ -81,7 +80,7 @@ class Pattern:
 
 
 def why_not(model: Any) -> str:
-    """Why the attention of this instance cannot be replaced; empty if it can."""
+    """Return why the attention of this instance cannot be replaced; empty if it can."""
     for config in text_configs(model):
         if config._attn_implementation not in IMPLEMENTATIONS:
             return f"{config._attn_implementation} is left as it is"
@@ -92,7 +91,7 @@ def why_not(model: Any) -> str:
 
 
 def is_offered(model: Any) -> bool:
-    """Whether the class takes its attention from transformers' interface."""
+    """Return whether the class takes its attention from transformers' interface."""
     return bool(attention_seam.places(model))
 
 
@@ -100,7 +99,7 @@ def install(model: Any, outputs_at_padding: bool = True) -> None:
     """Use document attention in the text model; vision and audio towers keep their attention.
 
     Args:
-        outputs_at_padding: False leaves them zero, and refuses labels there.
+        outputs_at_padding: if False, outputs at padding are zero and labels there are refused.
     """
     if outputs_at_padding:
         attention_seam.install(model, SEAM)
@@ -110,53 +109,57 @@ def install(model: Any, outputs_at_padding: bool = True) -> None:
 
 
 def is_installed(model: Any, outputs_at_padding: bool) -> bool:
-    """Whether it was installed so."""
+    """Return whether document attention was installed with this setting."""
     return attention_seam.is_in(model, SEAM if outputs_at_padding else WITHOUT_PADDING)
 
 
 def remove(model: Any) -> None:
-    """Let the model attend as it did before."""
+    """Undo ``install``."""
     for seam in (SEAM, WITHOUT_PADDING):
         attention_seam.remove(model, seam)
-    for key in [
-        key for key, hook in model._forward_pre_hooks.items() if hook is _refuse_labels_at_padding
-    ]:
-        del model._forward_pre_hooks[key]
-        model._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse_labels_at_padding:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _refuse_labels_at_padding(
     _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises ValueError if there are labels at padding, whose outputs are zero."""
+    """Raise ValueError if there are labels at padding, where outputs are zero; a forward pre-hook."""
     mask = kwargs.get("attention_mask")
     labels = kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
-    if (
-        not (isinstance(mask, Tensor) and isinstance(labels, Tensor))
-        or torch.compiler.is_compiling()
-    ):
+    if not isinstance(mask, Tensor) or not isinstance(labels, Tensor):
+        return
+    if torch.compiler.is_compiling():
         return
     if mask.shape == labels.shape and bool((labels.ne(IGNORED) & mask.eq(0)).any()):
         raise ValueError(
             "labels stand at padding, where attention_mask is 0, and the model was patched with "
-            "outputs_at_padding=False: set "
-            f"these labels to {IGNORED}, or call patch_model(model) without it"
+            f"outputs_at_padding=False: set these labels to {IGNORED}, or call patch_model(model) "
+            "without it"
         )
 
 
 def _mask(
     implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any
 ) -> Any:
-    """transformers' mask interface: a lazy mask where the rows are documents, else that of
-    ``implementation``.
+    """Make a mask, by transformers' interface: a lazy one if the rows are documents, else the mask
+    of ``implementation``.
     """
     usual = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     make = functools.partial(
         usual, batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options
     )
     documents = None
-    if not torch.compiler.is_compiling() and _is_square(q_length, kv_length, options):
+    offsets = options.get("q_offset", 0), options.get("kv_offset", 0)
+    queries_are_keys = (
+        type(q_length) is int
+        and q_length == kv_length
+        and all(type(offset) is int and offset == 0 for offset in offsets)
+    )
+    if queries_are_keys and not torch.compiler.is_compiling():
         pattern = _pattern(options.get("mask_function", causal_mask_function))
         if pattern is not None:
             documents = _documents(batch_size, q_length, options, pattern, make)
@@ -166,18 +169,8 @@ def _mask(
     return LazyMask(documents, batch_size, q_length, dtype)
 
 
-def _is_square(q_length: Any, kv_length: Any, options: dict[str, Any]) -> bool:
-    """Queries and keys are the same tokens."""
-    offsets = options.get("q_offset", 0), options.get("kv_offset", 0)
-    return (
-        type(q_length) is int
-        and q_length == kv_length
-        and all(type(o) is int and o == 0 for o in offsets)
-    )
-
-
 def _pattern(function: Any) -> Pattern | None:
-    """The parts of a mask function, or None if one of them is unknown.
+    """Return the parts of a mask function, or None if one of them is unknown.
 
     transformers composes closures; a closure is recognised by its qualified name and read through
     its variables.
@@ -185,21 +178,25 @@ def _pattern(function: Any) -> Pattern | None:
     if function is causal_mask_function:
         return Pattern()
     name = getattr(function, "__qualname__", "").replace(".<locals>", "")
-    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     if name == "sliding_window_overlay.inner_mask":
-        return Pattern(window=held["sliding_window"])
+        return Pattern(window=variables["sliding_window"])
     if name == "packed_sequence_mask_function.inner_mask":
-        return Pattern(packs=held["packed_sequence_mask"])
+        return Pattern(packs=variables["packed_sequence_mask"])
     if name == "remap_positions_for_packed_sequence.inner_mask":
-        return _pattern(held["mask_function"])
+        return _pattern(variables["mask_function"])
     if name != "and_masks.and_mask":
         return None
-    found = [(part, _pattern(part)) for part in held["mask_functions"]]
-    patterns = [pattern for _, pattern in found if pattern is not None]
-    if len(patterns) < len(found):
-        return None
-    windows = [p.window for p in patterns if p.window is not None]
-    packs = [p.packs for p in patterns if p.packs is not None]
+    windows = []
+    packs = []
+    for part in variables["mask_functions"]:
+        pattern = _pattern(part)
+        if pattern is None:
+            return None
+        if pattern.window is not None:
+            windows.append(pattern.window)
+        if pattern.packs is not None:
+            packs.append(pattern.packs)
     if len(windows) > 1 or len(packs) > 1:
         return None
     return Pattern(windows[0] if windows else None, packs[0] if packs else None)
@@ -212,6 +209,14 @@ def _documents(
     pattern: Pattern,
     make: Callable[..., Tensor | None],
 ) -> Documents | None:
+    """Return the rows as documents, or None if padding is elsewhere than on the right.
+
+    Args:
+        rows, length: B and S.
+        options: arguments of transformers' mask interface.
+        pattern: parts of the mask function.
+        make: makes the mask of transformers.
+    """
     padding = options.get("attention_mask")
     device = options.get("device", "cpu")
     makers: Any = (
@@ -237,9 +242,8 @@ def _documents(
     bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if not padded_rows:
         return Documents(bounds, longest, None, pattern.window, None, *makers)
-    order = padded_BS.flatten().argsort(
-        stable=True
-    )  # real tokens first; other than nonzero, the host need not wait for it
+    # real tokens first; unlike nonzero, argsort does not let the host wait for the device
+    order = padded_BS.flatten().argsort(stable=True)
     padding_places = _padding(padded_BS, order[tokens:], padded_rows, length - shortest, make)
     return Documents(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
 
@@ -247,8 +251,14 @@ def _documents(
 def _padding(
     padded_BS: Tensor, places: Tensor, count: int, longest: int, make: Callable[..., Tensor | None]
 ) -> Padding:
-    """Padding on the right of ``count`` rows, at ``places`` among B · S, at most ``longest`` of
-    it in each.
+    """Return the padding on the right of some rows.
+
+    Args:
+        padded_BS: whether a token is padding.
+        places: indices of the padding in B · S.
+        count: number of rows with padding.
+        longest: largest number of padding tokens in a row.
+        make: makes the mask of transformers.
     """
     length = padded_BS.shape[1]
     first = length - longest
@@ -257,19 +267,22 @@ def _padding(
     within = (has_B.cumsum(0) - 1)[places // length] * longest + places % length - first
 
     def mask() -> Tensor:
-        made = make(q_length=longest, q_offset=first, allow_is_causal_skip=False)
-        assert made is not None
-        return made.index_select(0, rows)
+        full_mask = make(q_length=longest, q_offset=first, allow_is_causal_skip=False)
+        assert full_mask is not None
+        return full_mask.index_select(0, rows)
 
     return Padding(places, within, rows, longest, functools.cache(mask))
 
 
 def _is_on_the_right(padding: Tensor) -> bool:
-    """Padding on the left is not for us: a row's first token is predicted there, from what the
-    implementation leaves.
+    """Return whether every row ``[S]`` of ``padding`` begins with a real token, 1, and has no real
+    token after padding, 0.
+
+    With padding on the left a row's first token is predicted from an output at padding, which only
+    the implementation itself computes.
     """
-    there = padding.bool()
-    return bool((there[:, 0] & (there[:, 1:] <= there[:, :-1]).all(1)).all())
+    real = padding.bool()
+    return bool((real[:, 0] & (real[:, 1:] <= real[:, :-1]).all(1)).all())
 
 
 def _attend(
@@ -283,12 +296,18 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out."""
+    """Attend, by transformers' interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out.
+
+    Args:
+        implementation: name of the implementation in the configuration.
+        own: that implementation, which computes anything but documents.
+        outputs_at_padding: whether to compute outputs at padding; else they are zero.
+    """
     if not isinstance(attention_mask, LazyMask):
         return own(module, query, key, value, attention_mask, **options)
     documents = attention_mask.documents
     q, k, v = (_as_autocast(x) for x in (query, key, value))
-    if not _can(implementation, module, q, k, v, options):
+    if not _is_supported(implementation, module, q, k, v, options):
         return own(module, query, key, value, documents.mask(), **options)
     runs[0] += 1
     rows, heads, length, width = *q.shape[:3], v.shape[-1]
@@ -309,28 +328,28 @@ def _attend(
     padding = documents.padding if outputs_at_padding else None
     if padding is not None:
         query, key, value = (x.index_select(0, padding.rows) for x in (query, key, value))
-        last = own(module, query[:, :, -padding.longest :], key, value, padding.mask(), **options)[
-            0
-        ]
-        out = out.index_copy(
-            0, padding.places, last.flatten(0, 1).index_select(0, padding.within).to(out.dtype)
-        )
+        last_queries = query[:, :, -padding.longest :]
+        last = own(module, last_queries, key, value, padding.mask(), **options)[0]
+        at_padding = last.flatten(0, 1).index_select(0, padding.within)
+        out = out.index_copy(0, padding.places, at_padding.to(out.dtype))
     return out.view(rows, length, heads, width), None
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """Cast to the dtype of autocast, if it is on: the rotation leaves queries and keys in fp32."""
+    """Return x in the dtype of autocast, if that is on; the rotation leaves queries and keys in
+    fp32.
+    """
     dtype = autocast_type(x)
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _real(x_BHSD: Tensor, places: Tensor | None) -> Tensor:
-    """The real tokens of all rows, ``[T, H, D]``."""
+    """Return the real tokens of all rows, ``[T, H, D]``."""
     flat = x_BHSD.transpose(1, 2).flatten(0, 1)
     return flat if places is None else flat.index_select(0, places)
 
 
-def _can(
+def _is_supported(
     implementation: str,
     module: nn.Module,
     query: Tensor,
@@ -338,17 +357,17 @@ def _can(
     value: Tensor,
     options: dict[str, Any],
 ) -> bool:
-    """Whether the documents' attention computes what ``implementation`` does with these
+    """Return whether ``document_attention`` computes the result of ``implementation`` for these
     arguments.
     """
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    wanted = ("softcap", "s_aux") if implementation == "sdpa" else ()  # which does without them
-    asked = ("output_attentions", "position_bias", "head_mask", *wanted)
+    ignored_by_sdpa = ("softcap", "s_aux") if implementation == "sdpa" else ()
+    unsupported = ("output_attentions", "position_bias", "head_mask", *ignored_by_sdpa)
     return (
         bool(causal)
         and not options.get("dropout")
-        and all(options.get(name) is None or options[name] is False for name in asked)
+        and all(options.get(name) is None or options[name] is False for name in unsupported)
         and key.shape[:-1] == value.shape[:-1]
         and value.shape[-1] <= key.shape[-1]
         and query.dtype == key.dtype == value.dtype
@@ -358,26 +377,24 @@ def _can(
 
 
 @dataclass(frozen=True)
-class WhereDocuments(Seam):
-    """Documents attend where rows are documents, and the implementation that the configuration
-    names where they are not.
+class DocumentSeam(Seam):
+    """The seam whose attention runs over documents if rows are documents, and else by the
+    implementation that the configuration names.
     """
 
     outputs_at_padding: bool
 
     def attend(self, name: str, own: Attention) -> Attention:
-        return (
-            functools.partial(_attend, name, own, self.outputs_at_padding)
-            if name in IMPLEMENTATIONS
-            else own
-        )
+        if name not in IMPLEMENTATIONS:
+            return own
+        return functools.partial(_attend, name, own, self.outputs_at_padding)
 
     def name(self, name: str) -> str:
         return PREFIX + name if name in IMPLEMENTATIONS else name
 
 
-SEAM = WhereDocuments("documents", True)
-WITHOUT_PADDING = WhereDocuments("documents_without_padding", False)
+SEAM = DocumentSeam("documents", True)
+WITHOUT_PADDING = DocumentSeam("documents_without_padding", False)
 
 for _name in IMPLEMENTATIONS:
     AttentionMaskInterface.register(PREFIX + _name, functools.partial(_mask, _name))

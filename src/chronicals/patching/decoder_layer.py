@@ -1,9 +1,9 @@
 """The fused decoder layer over documents: an attention half and an MLP half (``halves.py``), each
 fused if its form is known.
 
-Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma); heads may be
-normed, each by itself or all together. What a module is called in transformers' families tells its
-role; that a half computes what the class computes is proved on a twin. A half of another form
+Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma). Heads may be
+normed, each by itself or all together. The role of a module follows from its name in transformers'
+families; that a half computes what the class computes is proved on a twin. A half of another form
 (experts, a part with hooks) runs as its class does.
 """
 
@@ -25,43 +25,45 @@ from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.fused_weights import Unmerged, say_once
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.halves import (
-    OUT,
+    OUTPUT_PROJECTION,
     RECOMPUTES,
     AttentionHalf,
     AttentionReads,
     FusedHalf,
-    Gradient,
+    FusedProduct,
+    GradientRequest,
+    HalfNorms,
     KeptHalf,
     LatentHalf,
     LatentReads,
     MLPHalf,
-    Norms,
-    Product,
-    Tokens,
+    PackedTokens,
 )
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
-"""Whether transformers recomputes a layer by what calls its forward; newer ones do it in the
-class's forward itself.
+"""True if transformers recomputes a layer around its forward; newer versions do so within the
+class's forward.
 """
 
 NAME = "decoder layer"
 BY = "fused decoder layer"
 ATTENTION_BY = "fused attention half"
 MLP_BY = "fused MLP half"
-"""What runs in place of a layer's forward: both halves, or one of them."""
+"""Names of the replacements of a layer's forward: both halves, or one of them."""
 
 ATTENTION_HALF = "attention half"
 MLP_HALF = "MLP half"
-"""As the report and a plan call them."""
+"""Names of the halves in the report and in a plan."""
 
 ATTENTION = "self_attn"
 MLP = "mlp"
 QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
-"""Of latent attention: a latent of queries or queries themselves, and that of keys and values."""
+"""Children of latent attention: for a latent of queries or the queries themselves, and for the
+latent of keys and values.
+"""
 
 ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str | None]], ...] = (
     (
@@ -71,146 +73,169 @@ ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str |
     ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
     (("input_layernorm", None), ("post_attention_layernorm", None)),
 )
-"""Names of the norms before and after attention, and before and after the MLP; a layer has all
-of one arrangement and no other norm."""
+"""Names of the norms before and after attention, and before and after the MLP. A layer has all
+norms of one arrangement and no other.
+"""
 
 runs: Counter[str] = Counter()
-"""How often a layer ran with both halves fused (``BY``), or with one."""
+"""Number of runs of a layer with both halves fused (``BY``), or with one."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What is read from a decoder layer.
+    """The parts of a decoder layer.
 
     Attributes:
-        norms: those of the attention half and those of the MLP half.
-        attention, mlp: how the part of each half is read; None where its form is not known and its
-            class computes it.
+        norms: norms of the attention half and of the MLP half.
+        attention, mlp: how the part of each half is read; None if its form is not known, so that
+            its class computes it.
     """
 
-    norms: tuple[Norms, Norms]
+    norms: tuple[HalfNorms, HalfNorms]
     attention: AttentionReads | None
     mlp: GatedMLPReads | None
 
     @property
     def by(self) -> str:
-        """What runs in place of the layer's forward; empty where neither half is fused."""
-        return _by(self.attention, self.mlp)
+        """Name of what replaces the layer's forward; empty if neither half is fused."""
+        return _fused_halves(self.attention, self.mlp)
 
     def only(self, attention: bool, mlp: bool, interleaved: bool) -> Anatomy:
-        """With these halves, where they are known, and channels paired so for the rotation."""
-        of_attention = (
-            replace(self.attention, interleaved=interleaved)
-            if attention and self.attention is not None
-            else None
-        )
-        return Anatomy(self.norms, of_attention, self.mlp if mlp else None)
+        """Return the anatomy with these halves only.
+
+        Args:
+            attention, mlp: fuse the half, if its form is known.
+            interleaved: the rotation pairs neighbouring channels.
+        """
+        reads = None
+        if attention and self.attention is not None:
+            reads = replace(self.attention, interleaved=interleaved)
+        return Anatomy(self.norms, reads, self.mlp if mlp else None)
 
 
-def _by(attention: object | None, mlp: object | None) -> str:
+def _fused_halves(attention: object | None, mlp: object | None) -> str:
+    """Return the name of a layer with these halves fused; empty if both are None."""
     if attention is None:
         return "" if mlp is None else MLP_BY
     return ATTENTION_BY if mlp is None else BY
 
 
 def layer_signature(layer: nn.Module) -> tuple:
-    """What an instance must share with the one that was proved."""
+    """Return what an instance must have in common with the proved one."""
     parts = [getattr(layer, name, None) for name in (ATTENTION, MLP)]
     return signature(layer), *(None if part is None else signature(part) for part in parts)
 
 
 def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Anatomy | None:
-    """The anatomy of ``layer`` by the forms that were proved of its parts, or None where it is
-    built otherwise.
+    """Return the anatomy of ``layer``, or None if it is built in another way.
+
+    Args:
+        forms: role and proved form of modules by their signature.
     """
 
     def reads(module: nn.Module | None) -> Any:
-        _, form = forms.get(signature(module), (None, None)) if module is not None else (None, None)
-        return None if form is None else form.reads
+        if module is None or signature(module) not in forms:
+            return None
+        return forms[signature(module)][1].reads
 
     attention = getattr(layer, ATTENTION, None)
     mlp = getattr(layer, MLP, None)
-    known = {
-        name: found
-        for name, child in layer.named_children()
-        if isinstance(found := reads(child), RMSNormReads)
-    }
-    arranged = next(
-        (names for names in ARRANGEMENTS if {*names[0], *names[1]} - {None} == set(known)), None
+    norms: dict[str | None, tuple[str, RMSNormReads]] = {}
+    for name, child in layer.named_children():
+        norm = reads(child)
+        if isinstance(norm, RMSNormReads):
+            norms[name] = (name, norm)
+    arrangement = next(
+        (names for names in ARRANGEMENTS if {*names[0], *names[1]} - {None} == set(norms)), None
     )
-    if attention is None or mlp is None or arranged is None:
+    if attention is None or mlp is None or arrangement is None:
         return None
-    before_and_after = [
-        [None if name is None else (name, known[name]) for name in half] for half in arranged
-    ]
-    norms = Norms(*before_and_after[0]), Norms(*before_and_after[1])
+    of_attention, of_mlp = (
+        HalfNorms(norms.get(before), norms.get(after)) for before, after in arrangement
+    )
     _, rotary = forms.get(signature(attention), ("", None))
-    laid = rotary is not None and rotary.by.endswith(LAID)
-    of_mlp = reads(mlp)
+    half_tables = rotary is not None and rotary.by.endswith(LAID)
+    mlp_reads = reads(mlp)
     return Anatomy(
-        norms,
-        _read_attention(attention, reads, laid),
-        of_mlp if isinstance(of_mlp, GatedMLPReads) else None,
+        (of_attention, of_mlp),
+        _read_attention(attention, reads, half_tables),
+        mlp_reads if isinstance(mlp_reads, GatedMLPReads) else None,
     )
 
 
 def _read_attention(
-    attention: nn.Module, reads: Callable[[nn.Module | None], Any], laid: bool
+    attention: nn.Module, reads: Callable[[nn.Module | None], Any], half_tables: bool
 ) -> AttentionReads | None:
-    """By the names of its children; None where they are others."""
+    """Return how attention is read, by the names of its children; None if it has others."""
 
-    def norms(*names: str) -> list[RMSNormReads | None]:
-        found = [reads(getattr(attention, name, None)) for name in names]
-        return [x if isinstance(x, RMSNormReads) else None for x in found]
+    def norm_reads(name: str) -> RMSNormReads | None:
+        norm = reads(getattr(attention, name, None))
+        return norm if isinstance(norm, RMSNormReads) else None
 
-    def products_of(known: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
-        there = (
-            names
-            for names in known
-            if all(getattr(attention, name, None) is not None for name in (*names, *OUT))
-        )
-        return next(there, None)
-
-    if products := products_of(QUERY_KEY_VALUE):
-        q, k = norms("q_norm", "k_norm")
-        return AttentionReads(products, None if q is None or k is None else (q, k), laid=laid)
-    if (products := products_of(LATENT)) is None:
+    def first_present(alternatives: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
+        for names in alternatives:
+            children = [getattr(attention, name, None) for name in (*names, *OUTPUT_PROJECTION)]
+            if None not in children:
+                return names
         return None
-    q, k = norms("q_a_layernorm", "kv_a_layernorm")
-    by_latent = products == LATENT[0]
-    if k is None or (by_latent and q is None):
+
+    products = first_present(QUERY_KEY_VALUE)
+    if products is not None:
+        q_norm = norm_reads("q_norm")
+        k_norm = norm_reads("k_norm")
+        head_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        return AttentionReads(products, head_norms, half_tables=half_tables)
+    products = first_present(LATENT)
+    if products is None:
         return None
-    return LatentReads(products, None, laid=laid, of_queries=q if by_latent else None, of_keys=k)
+    has_query_latent = products == LATENT[0]
+    query_norm = norm_reads("q_a_layernorm") if has_query_latent else None
+    key_value_norm = norm_reads("kv_a_layernorm")
+    if key_value_norm is None or (has_query_latent and query_norm is None):
+        return None
+    return LatentReads(
+        products,
+        None,
+        half_tables=half_tables,
+        query_norm=query_norm,
+        key_value_norm=key_value_norm,
+    )
 
 
 def layer_form(anatomy: Anatomy) -> Form:
-    """What runs in place of the forward of a layer of this anatomy."""
+    """Return what replaces the forward of a layer of this anatomy."""
     return Form(anatomy.by, partial(_forward, anatomy))
 
 
 def fuse_weights(model: nn.Module) -> None:
-    """Bring the weights of fused layers to where one product finds them; else the first step does
-    it.
+    """Move the weights of fused layers to where one product reads them; otherwise the first step
+    does so.
 
-    A weight's data then has another address: who keeps addresses must be told.
+    The data of the weights have other addresses afterwards, which callers that keep addresses must
+    read anew.
     """
     for _ in products_of_halves(model):
-        pass  # a group moves its weights when it is made; why one cannot be made is said when its layer runs
+        pass  # making a group moves its weights; a half that cannot be fused is logged when it runs
 
 
-def products_of_halves(model: nn.Module) -> Iterator[list[Product] | Unmerged]:
-    """Of each half that should run fused its products, or why it does not; of a layer attention
-    comes first.
-    """
+def _fused_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Anatomy]]:
+    """Yield the decoder layers whose forward was replaced, and their anatomy."""
     for layer in model.modules():
         forward = getattr(vars(layer).get("forward"), "__func__", None)
-        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (
+        if isinstance(forward, partial) and getattr(forward, FORM, None) in (
             BY,
             ATTENTION_BY,
             MLP_BY,
         ):
-            continue
-        for half in _halves(forward.args[0], layer):
+            yield layer, forward.args[0]
+
+
+def products_of_halves(model: nn.Module) -> Iterator[list[FusedProduct] | Unmerged]:
+    """Yield for each half that should run fused its products, or the reason why it does not; of a
+    layer attention comes first.
+    """
+    for layer, anatomy in _fused_layers(model):
+        for half in _halves(anatomy, layer):
             if isinstance(half, FusedHalf):
                 yield Unmerged("it has dropout") if _has_dropout(layer) else half.products()
             elif half is not None:
@@ -218,18 +243,10 @@ def products_of_halves(model: nn.Module) -> Iterator[list[Product] | Unmerged]:
 
 
 def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """Of each product of several layers that fused halves make, the module and the layers by
-    name.
+    """Yield for each product of several linear layers in fused halves the module and the names of
+    its children.
     """
-    for layer in model.modules():
-        forward = getattr(vars(layer).get("forward"), "__func__", None)
-        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (
-            BY,
-            ATTENTION_BY,
-            MLP_BY,
-        ):
-            continue
-        anatomy: Anatomy = forward.args[0]
+    for layer, anatomy in _fused_layers(model):
         if anatomy.attention is not None and len(anatomy.attention.products) > 1:
             yield getattr(layer, ATTENTION), anatomy.attention.products
         if anatomy.mlp is not None and len(anatomy.mlp.first) > 1:
@@ -237,73 +254,87 @@ def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, 
 
 
 def recompute_norms_and_units(model: nn.Module) -> None:
-    """Fused halves compute their norms and gated units again in the backward pass instead of
-    keeping their outputs, in layers that are not recomputed as a whole."""
+    """Let fused halves compute their norms and gated units again in the backward pass instead of
+    saving them, in layers that are not recomputed as a whole.
+    """
     for layer in model.modules():
         if hasattr(layer, ATTENTION) and not getattr(layer, "gradient_checkpointing", False):
             setattr(layer, RECOMPUTES, True)
 
 
 def _forward(
-    anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any
+    anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **inputs: Any
 ) -> Tensor:
-    own = type(layer).forward
-    again = (
+    """Run the layer in place of its class's forward, recomputed in the backward pass if the class
+    would do that within its forward.
+    """
+    class_forward = type(layer).forward
+    checkpoints = (
         layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS
     )
-    if again and all(
-        given.get(name) is None for name in CACHES
-    ):  # else the class leaves the cache out
-        once = partial(
-            _run, anatomy, layer, own.__wrapped__, **given
-        )  # the class's own, without its checkpoint
-        return layer._gradient_checkpointing_func(once, hidden_states, *args)
-    return _run(anatomy, layer, own, hidden_states, *args, **given)
+    # with a cache the class's own forward runs, which leaves the cache out when it recomputes
+    if checkpoints and all(inputs.get(name) is None for name in CACHES):
+        without_checkpoint = class_forward.__wrapped__
+        run = partial(_run, anatomy, layer, without_checkpoint, **inputs)
+        return layer._gradient_checkpointing_func(run, hidden_states, *args)
+    return _run(anatomy, layer, class_forward, hidden_states, *args, **inputs)
 
 
 def _run(
-    anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *args: Any, **given: Any
+    anatomy: Anatomy,
+    layer: Any,
+    class_forward: Callable,
+    hidden_states: Tensor,
+    *args: Any,
+    **inputs: Any,
 ) -> Tensor:
-    bounds = given.get("cu_seq_lens_q")
-    longest = given.get("max_length_q")
-    if not args and bounds is not None and longest is not None:
-        try:
-            _check_input(layer, hidden_states, given)
-        except Unmerged as reason:
-            say_once(f"{type(layer).__name__} runs part by part: {reason}")
+    """Run the layer with the halves fused that can be, or by ``class_forward`` if none can."""
+    bounds = inputs.get("cu_seq_lens_q")
+    longest = inputs.get("max_length_q")
+    if args or bounds is None or longest is None:
+        return class_forward(layer, hidden_states, *args, **inputs)
+    try:
+        _check_input(layer, hidden_states, inputs)
+    except Unmerged as reason:
+        say_once(f"{type(layer).__name__} runs part by part: {reason}")
+        return class_forward(layer, hidden_states, **inputs)
+    halves: list[Any] = []
+    for half in _halves(anatomy, layer, hidden_states.dtype, inputs):
+        if isinstance(half, Unmerged):
+            say_once(f"a half of {type(layer).__name__} runs part by part: {half}")
+            halves.append(None)
         else:
-            attention, mlp = (
-                _or_said(layer, half)
-                for half in _halves(anatomy, layer, hidden_states.dtype, given)
-            )
-            if attention is not None or mlp is not None:
-                runs[_by(attention, mlp)] += 1
-                return _through(anatomy, layer, attention, mlp, hidden_states, given)
-    return own(layer, hidden_states, *args, **given)
+            halves.append(half)
+    attention, mlp = halves
+    if attention is None and mlp is None:
+        return class_forward(layer, hidden_states, **inputs)
+    runs[_fused_halves(attention, mlp)] += 1
+    return _run_halves(anatomy, layer, attention, mlp, hidden_states, inputs)
 
 
-def _through(
+def _run_halves(
     anatomy: Anatomy,
     layer: Any,
     attention: AttentionHalf | None,
     mlp: MLPHalf | None,
     hidden_states: Tensor,
-    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
 ) -> Tensor:
-    """The layer's output ``[1, T, D]``, through its halves; of None the class's own."""
+    """Return the layer's output ``[1, T, D]``; a half that is None runs as its class does."""
     x = hidden_states.squeeze(0)
     if attention is None:
         x, branch = KeptHalf(
-            layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **given)
+            layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **inputs)
         )(x)
     else:
-        # the layer below is built alike: its down product wants the gradient as this one's does
-        below = Gradient() if mlp is None else Gradient(mlp.last.padding)
-        x, branch = attention(x, _tokens(given), below)
+        # the layer below has the same form: its down product asks the same of its gradient
+        below = GradientRequest() if mlp is None else GradientRequest(mlp.last.padding)
+        x, branch = attention(x, _packed_tokens(inputs), below)
     if mlp is None:
         x, branch = KeptHalf(layer, anatomy.norms[1], getattr(layer, MLP))(x, branch)
     else:
-        x, branch = mlp(x, branch, Gradient() if attention is None else attention.gradient(len(x)))
+        request = GradientRequest() if attention is None else attention.gradient(len(x))
+        x, branch = mlp(x, branch, request)
     return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
 
 
@@ -311,16 +342,17 @@ def _halves(
     anatomy: Anatomy,
     layer: Any,
     dtype: torch.dtype | None = None,
-    given: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> tuple[AttentionHalf | Unmerged | None, MLPHalf | Unmerged | None]:
-    """The layer's halves as they are now, or why one that should be fused cannot be; None where
-    the class computes it.
+    """Return the layer's halves as they are now.
+
+    Each is the fused half, or the reason why it cannot be fused, or None if its form is not known.
     """
     attention: AttentionHalf | Unmerged | None = None
     mlp: MLPHalf | Unmerged | None = None
     if anatomy.attention is not None:
         try:
-            if given is not None and _tables(given) is None:
+            if inputs is not None and _tables(inputs) is None:
                 raise Unmerged("it was given no rotary tables")
             reads = anatomy.attention
             module = getattr(layer, ATTENTION)
@@ -338,22 +370,15 @@ def _halves(
     return attention, mlp
 
 
-def _or_said(layer: Any, half: Any) -> Any:
-    """The half where it can run fused; else None, and the reason is logged once."""
-    if isinstance(half, Unmerged):
-        say_once(f"a half of {type(layer).__name__} runs part by part: {half}")
-        return None
-    return half
-
-
-def _tokens(given: Mapping[str, Any]) -> Tokens:
-    bounds: list[Any] = [
-        given.get(name)
-        for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
-    ]
-    flash = given.get("flash", True)
-    keys = given.get("shared_keys")
-    split = given.get("split_documents")
+def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
+    """Read the positions of tokens from the layer's inputs, and how they attend: over all
+    documents of this rank, over keys of several ranks, or by heads of several ranks.
+    """
+    names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
+    bounds: list[Any] = [inputs.get(name) for name in names]
+    flash = inputs.get("flash", True)
+    shared_keys = inputs.get("shared_keys")
+    split = inputs.get("split_documents")
 
     def attend(
         q: Tensor,
@@ -365,25 +390,25 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
     ) -> Tensor:
         options["flash"] = flash
         of_heads = [] if sinks is None else [sinks]
-        if split is not None:  # what is left free behind heads would have to be sent, too
+        if split is not None:  # without padding behind heads, which would have to be sent, too
             return attend_split(partial(_attend, options), q, k, v, split, *of_heads)
-        if keys is not None:
-            k = gather_keys(k, keys)
-            v = gather_keys(v, keys)
+        if shared_keys is not None:
+            k = gather_keys(k, shared_keys)
+            v = gather_keys(v, shared_keys)
         return _attend({**options, "padding": padding}, q, k, v, *bounds, *of_heads)
 
-    tables = _tables(given)
+    tables = _tables(inputs)
     assert tables is not None
     cos, sin = (table.squeeze(0) for table in tables)
-    longest = given["max_length_q"] if keys is None else keys.max_seqlen
-    return Tokens(cos, sin, given.get("position_ids"), longest, attend)
+    longest = inputs["max_length_q"] if shared_keys is None else shared_keys.max_seqlen
+    return PackedTokens(cos, sin, inputs.get("position_ids"), longest, attend)
 
 
-def _tables(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines of the rotation, half as wide where they are complex numbers (DeepSeek
-    V2); None if there are none.
+def _tables(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines of the rotation, or None if there are none. Those of complex tables
+    are half as wide (DeepSeek V2).
     """
-    tables = given.get("position_embeddings")
+    tables = inputs.get("position_embeddings")
     if isinstance(tables, Tensor) and tables.is_complex():
         return tables.real, tables.imag
     return tables if isinstance(tables, tuple) else None
@@ -400,13 +425,14 @@ def _attend(
     max_k: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """Call ``document_attention`` with the positional arguments of ``attend_split``."""
     return document_attention(q, k, v, cu_q, max_q, cu_k, max_k, sinks=sinks, **options)
 
 
-def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
-    """Raises Unmerged where something is asked that the fused layer does not do."""
+def _check_input(layer: Any, x: Tensor, inputs: Mapping[str, Any]) -> None:
+    """Raise Unmerged if the inputs ask for something that the fused layer does not do."""
     for name in (*CACHES, "attention_mask"):
-        if given.get(name) is not None:
+        if inputs.get(name) is not None:
             raise Unmerged(f"it was given {name}")
     if len(x) != 1:
         raise Unmerged("its input is not one row")
@@ -417,9 +443,8 @@ def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
 
 
 def _has_dropout(layer: Any) -> bool:
-    """Beside that of adapters."""
-    drops = any(
-        isinstance(module, nn.Dropout) and module.p and ".lora_dropout." not in name
-        for name, module in layer.named_modules()
-    )
-    return drops or bool(getattr(layer.self_attn, "attention_dropout", 0.0))
+    """Return whether the layer has dropout other than that of adapters."""
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Dropout) and module.p and ".lora_dropout." not in name:
+            return True
+    return bool(getattr(layer.self_attn, "attention_dropout", 0.0))

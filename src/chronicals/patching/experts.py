@@ -1,12 +1,12 @@
-"""The experts of a layer as transformers 5 defines them, through the grouped products of
+"""Run the experts of a layer, as transformers 5 defines them, by the grouped products of
 ``kernels/fused_experts.py``.
 
-What is recognised: a module with transformers' description of its experts
-(``use_experts_implementation``), a gate and two 3-D parameters, whichever way these lie, with
-biases or without, whose unit is one of ``CANDIDATES``. It is proved like any other part, by values
-and the gradients of its input, of its router's shares and of its parameters. The router stays the
-class's own. Under autocast, with experts on several ranks, or weights of a type that no product
-takes, the class's own forward runs.
+Recognised is a module with transformers' description of its experts
+(``use_experts_implementation``), a gate, two 3-D parameters (transposed or not, with biases or
+without) and a unit that ``_candidates`` yields. The proof compares outputs and the gradients of the
+input, of the router's shares and of the parameters. The router stays the class's own. The class's
+own forward runs under autocast, with experts on several ranks, and for weights of a dtype that no
+product takes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 BY = "fused experts"
 
 GateOf = Callable[[Any], Gate]
-"""Reads the unit of a module, whose numbers may differ from those of the module that was proved."""
+"""Reads the unit of a module. Its numbers may differ from those of the module that was proved."""
 
 NUMBERS = (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit"))
-"""Names under which classes keep the numbers of a clamped unit."""
+"""Attributes in which classes store the numbers of a clamped unit."""
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 OTHERWISE = "has adapters beside products of its class, which look for its weights on the card"
 
-KINDS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _plain(activation: str, interleaved: bool, _module: Any) -> Gate:
@@ -58,10 +58,9 @@ def _scaled(alpha: str, limit: str, interleaved: bool, module: Any) -> Gate:
 
 
 def _candidates(module: nn.Module) -> Iterable[GateOf]:
-    for interleaved in (
-        not getattr(module, "is_concatenated", True),
-        getattr(module, "is_concatenated", True),
-    ):
+    """Yield the units that the module may have, the likelier order of gate and up first."""
+    is_concatenated = getattr(module, "is_concatenated", True)
+    for interleaved in (not is_concatenated, is_concatenated):
         for activation in GATE_ACTIVATIONS:
             yield partial(_plain, activation, interleaved)
         for alpha, limit in NUMBERS:
@@ -72,8 +71,8 @@ def _candidates(module: nn.Module) -> Iterable[GateOf]:
 
 
 def recognise_experts(module: nn.Module) -> Form | None:
-    """The form of ``module``, an instance of a twin, or None where it holds no experts that the
-    products compute.
+    """Return the form of a module of a twin, or None if it has no experts that the products
+    compute.
     """
     described = all(hasattr(module, flag) for flag in FLAGS) and hasattr(module, "is_concatenated")
     if (
@@ -82,32 +81,26 @@ def recognise_experts(module: nn.Module) -> Form | None:
         or getattr(module, "has_post_expert_norm", False)
     ):
         return None
-    names = {
-        *PRODUCTS,
-        *(f"{name}_bias" for name in PRODUCTS if getattr(module, "has_bias", False)),
-    }
-    own = {
-        name: parameter for name, parameter in module._parameters.items() if parameter is not None
-    }
+    names = set(PRODUCTS)
+    if getattr(module, "has_bias", False):
+        names.update(f"{name}_bias" for name in PRODUCTS)
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if (
-        own.keys() != names
-        or any(own[name].ndim != 3 for name in PRODUCTS)
-        or any(True for _ in module._buffers)
+        parameters.keys() != names
+        or any(parameters[name].ndim != 3 for name in PRODUCTS)
+        or module._buffers
     ):
         return None
     uncalled = Uncalled(module, module._modules)
-    count, *sizes = own["down_proj"].shape
+    count, *sizes = parameters["down_proj"].shape
     width = sizes[module.is_transposed is True]
+    class_forward = _routed(type(module).forward, count)
     with random_numbers(module):
         for gate_of in _candidates(module):
             x = torch.randn(9, width)
+            by_products = _routed(partial(_compute, gate_of), count)
             try:
-                if is_proved(
-                    module,
-                    _routed(partial(_compute, gate_of), count),
-                    [x, 0.1 * x, 30.0 * x],
-                    _routed(_class, count),
-                ):
+                if is_proved(module, by_products, [x, 0.1 * x, 30.0 * x], class_forward):
                     forward = partial(_forward, gate_of, uncalled)
                     setattr(forward, TAKES_FACTORS, True)
                     setattr(forward, TAKES_STACKS, True)
@@ -117,24 +110,20 @@ def recognise_experts(module: nn.Module) -> Form | None:
     return None
 
 
-def _class(module: Any, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
-    return type(module).forward(module, x, experts, shares)
-
-
 def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor], Tensor]:
-    """Through a router of fixed random numbers, so that the gradient of x holds that of the
-    shares; the last expert has no token where there are several."""
+    """Return ``compute(module, x, experts, shares)`` behind a router of fixed random numbers,
+    through which the gradient of x contains that of the shares. The last of several experts gets no
+    token.
+    """
     generator = torch.Generator().manual_seed(11)
 
     def forward(module: Any, x: Tensor) -> Tensor:
         generator.manual_seed(11)
-        chosen = (
-            torch.rand(len(x), max(1, count - 1), generator=generator)
-            .topk(min(2, max(1, count - 1)))
-            .indices
-        )
-        router = torch.randn(x.shape[1], chosen.shape[1], generator=generator)
-        return compute(module, x, chosen, torch.sigmoid(x @ router / x.shape[1] ** 0.5))
+        used = max(1, count - 1)
+        experts = torch.rand(len(x), used, generator=generator).topk(min(2, used)).indices
+        router = torch.randn(x.shape[1], experts.shape[1], generator=generator)
+        shares = torch.sigmoid(x @ router / x.shape[1] ** 0.5)
+        return compute(module, x, experts, shares)
 
     return forward
 
@@ -148,10 +137,19 @@ def _compute(
     factors: Mapping[str, Factors] | None = None,
     stacks: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    first, second = (_weights(module, name, (factors or {}).get(name), stacks) for name in PRODUCTS)
-    return fused_experts(
-        x.to(first.weight.dtype), experts, shares, first, second, gate_of(module)
-    ).to(x.dtype)
+    """Compute the experts by grouped products.
+
+    Args:
+        gate_of: reads the unit.
+        x: ``[T, D]``.
+        experts, shares: expert ids and router weights of each token, ``[T, k]``.
+        factors: adapters by the names of weights.
+        stacks: weights by name, in place of the module's own.
+    """
+    adapters = factors or {}
+    first, second = (_weights(module, name, adapters.get(name), stacks) for name in PRODUCTS)
+    rows = x.to(first.weight.dtype)
+    return fused_experts(rows, experts, shares, first, second, gate_of(module)).to(x.dtype)
 
 
 def _weights(
@@ -178,38 +176,50 @@ def _forward(
     stacks: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Tensor | None:
-    _tell_another_implementation(module)
-    if _runs_otherwise(module, hidden_states) or uncalled.changed(module):
-        waits_for = device_of_waiting(module) if stacks is None else None
-        if factors is not None:
-            if waits_for is not None:
-                raise ValueError(
-                    f"memory=['offload_frozen_weights']: {type(module).__name__} {OTHERWISE}; "
-                    "leave it out"
-                )
-            return None
-        if waits_for is not None:
-            stacks = {
-                name: p.to(waits_for) for name, p in module._parameters.items() if p is not None
-            }
-        if stacks is not None:
-            with _own_forward(module):
-                computed: Tensor = as_class(module, stacks, (hidden_states, *routed), named)
-            return computed
-        own: Tensor = type(module).forward(module, hidden_states, *routed, **named)
-        return own
-    experts, shares = (*routed, *named.values())
-    return _compute(gate_of, module, hidden_states, experts, shares, factors, stacks)
+    """Run the experts in place of their class's forward.
+
+    Args:
+        gate_of: reads the unit.
+        uncalled: functions and children that the products compute themselves.
+        routed, named: expert ids and shares.
+        factors: adapters by the names of weights.
+        stacks: weights by name, in place of the module's own.
+
+    Returns:
+        The output; None if the class has to run but there are adapters, which the caller adds to
+        the weights then.
+    """
+    _warn_of_another_implementation(module)
+    if not _needs_class(module, hidden_states) and not uncalled.changed(module):
+        experts, shares = (*routed, *named.values())
+        return _compute(gate_of, module, hidden_states, experts, shares, factors, stacks)
+    device = device_of_waiting(module) if stacks is None else None
+    if factors is not None:
+        if device is not None:
+            raise ValueError(
+                f"memory=['offload_frozen_weights']: {type(module).__name__} {OTHERWISE}; "
+                "leave it out"
+            )
+        return None
+    if device is not None:
+        stacks = {name: p.to(device) for name, p in module._parameters.items() if p is not None}
+    if stacks is None:
+        output: Tensor = type(module).forward(module, hidden_states, *routed, **named)
+        return output
+    with _class_forward(module):
+        return as_class(module, stacks, (hidden_states, *routed), named)
 
 
 @contextmanager
-def _own_forward(module: Any) -> Iterator[None]:
-    """Within: the class's forward, which is looked up by name."""
-    ours = vars(module).pop("forward")
+def _class_forward(module: Any) -> Iterator[None]:
+    """Let the module have its class's forward, which is looked up by name, for the length of a
+    block.
+    """
+    replacement = vars(module).pop("forward")
     try:
         yield
     finally:
-        module.forward = ours
+        module.forward = replacement
 
 
 IMPLEMENTATION = "_chronicals_experts_implementation"
@@ -219,7 +229,7 @@ patched.
 
 
 def keep_implementation(module: nn.Module) -> None:
-    """To be called where ``module`` is patched."""
+    """Remember the implementation of the experts at the time of patching."""
     vars(module)[IMPLEMENTATION] = _implementation(module)
 
 
@@ -227,20 +237,22 @@ def _implementation(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
-def _tell_another_implementation(module: Any) -> None:
-    """Where one was set since, but for the one that ``generate`` sets for itself."""
+def _warn_of_another_implementation(module: Any) -> None:
+    """Warn once if another implementation was set since patching, except by ``generate`` for
+    itself.
+    """
     now = _implementation(module)
-    then = vars(module).get(IMPLEMENTATION, now)  # a twin's is not kept
+    then = vars(module).get(IMPLEMENTATION, now)  # a twin has none
     if (
         now != then
         and (then, now) != ("grouped_mm", "batched_mm")
         and not torch.compiler.is_compiling()
     ):
-        _tell(type(module).__name__, now)
+        _warn_once(type(module).__name__, now)
 
 
 @functools.cache
-def _tell(name: str, implementation: str | None) -> None:
+def _warn_once(name: str, implementation: str | None) -> None:
     logger.warning(
         "experts_implementation=%r: set after patch_model and without effect on %s, which runs as "
         "%s; call unpatch_model first",
@@ -250,9 +262,10 @@ def _tell(name: str, implementation: str | None) -> None:
     )
 
 
-def _runs_otherwise(module: Any, x: Tensor) -> bool:
+def _needs_class(module: Any, x: Tensor) -> bool:
+    """Return whether the class's own forward has to run: no grouped product takes such weights."""
     weights = [getattr(module, name) for name in PRODUCTS]
     plain = all(
-        type(weight) in (Tensor, nn.Parameter) and weight.dtype in KINDS for weight in weights
+        type(weight) in (Tensor, nn.Parameter) and weight.dtype in DTYPES for weight in weights
     )
     return is_parallel(module) or not plain or torch.is_autocast_enabled(x.device.type)

@@ -1,10 +1,10 @@
-"""A form: the computation of one kind of module as kernels, recognised by structure and proved on a
+"""A form: the computation of one kind of module by kernels, recognised by structure and proved on a
 module of a twin.
 
-A candidate is compared with the module's own forward, values and gradients of the input and of
-every parameter, on random inputs of several scales. Numbers that a module keeps (an epsilon, a
-multiplier) are random during the proof, so a form that does not read them from the instance does
-not pass.
+The proof compares a candidate with the module's own forward: outputs, and gradients of the input
+and of every parameter, on random inputs of several scales. Numbers that a module stores (an
+epsilon, a multiplier) are random during the proof, so a form that does not read them from the
+instance does not pass.
 """
 
 from __future__ import annotations
@@ -24,32 +24,30 @@ from chronicals.lora.parameter_layer import innermost
 from chronicals.models.rebinding import OURS
 from chronicals.quantization import class_module
 
-TOLERANCE = 3e-5
-"""Relative to the largest value, in fp32."""
+VALUE_TOLERANCE = 3e-5
+"""Largest difference relative to the largest value, in fp32."""
 
 Forward = Callable[[Any, Tensor], Tensor]
 
-
-OF_A_RUN = ("training", "forward", "gradient_checkpointing")
-"""Attributes of a module that a run sets, which say nothing of its kind."""
+RUN_ATTRIBUTES = ("training", "forward", "gradient_checkpointing")
+"""Attributes of a module that a run sets; two modules of one kind may differ in them."""
 
 FORM = OURS
 """Attribute of functions that replace a module's forward: the name of their form."""
 
-
-LOOKS_ON = "transformers.utils.output_capturing"
+CAPTURING_HOOKS = "transformers.utils.output_capturing"
 """Module of transformers whose hooks record values and change nothing."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What runs in place of a module's forward.
+    """A function that replaces a module's forward.
 
     Attributes:
         by: its name in the report.
-        forward: takes the module and its input.
-        reads: how the module is read by a larger form that contains it, such as a fused decoder
-            layer; None if it cannot be.
+        forward: the function; takes the module and its input.
+        reads: how a larger form that contains the module reads it, such as a fused decoder layer;
+            None if none can.
     """
 
     by: str
@@ -61,14 +59,13 @@ class Form:
 
 
 def looks_like(module: nn.Module) -> bool:
-    """Whether a reader of the report would expect this module among those that a kernel runs: a
-    norm or an MLP.
+    """Return whether a reader of the report would expect a kernel to run this module: whether it
+    looks like a norm or an MLP.
     """
     vectors = [p for p in module._parameters.values() if p is not None]
     flat = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
-    norm = flat and not hasattr(
-        module, "in_features"
-    )  # codes of a linear layer in 4 bits are a vector, too
+    # the codes of a linear layer in 4 bits are a vector, too
+    norm = flat and not hasattr(module, "in_features")
     others = [child for child in module.children() if not isinstance(child, nn.Linear)]
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     mlp = (
@@ -80,7 +77,7 @@ def looks_like(module: nn.Module) -> bool:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether the module holds the weights of several experts in one parameter."""
+    """Return whether the module has the weights of several experts in one parameter."""
     stacked = any(
         p is not None and p.ndim == 3 and min(p.shape) > 1 for p in module._parameters.values()
     )
@@ -88,7 +85,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Whether the module's forward needs exactly one argument."""
+    """Return whether the module's forward requires exactly one argument."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [
         p
@@ -99,11 +96,14 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 
 def does_more(module: nn.Module) -> bool:
-    """Whether a call of the module does more than the forward of its class, or ours in its
-    place: it has hooks or another forward. Hooks of transformers that record hidden states do
-    not count; they stay once such states were asked for."""
-    own = vars(module).get("forward")
-    if own is not None and not hasattr(getattr(own, "__func__", None), FORM):
+    """Return whether a call of the module does more than the forward of its class, or of its form:
+    whether it has hooks or another forward.
+
+    Hooks of transformers that record hidden states do not count; they stay once such states were
+    requested.
+    """
+    replaced = vars(module).get("forward")
+    if replaced is not None and not hasattr(getattr(replaced, "__func__", None), FORM):
         return True
     kinds = (
         module._forward_hooks,
@@ -112,18 +112,20 @@ def does_more(module: nn.Module) -> bool:
         module._backward_pre_hooks,
     )
     return any(
-        getattr(hook, "__module__", None) != LOOKS_ON for hooks in kinds for hook in hooks.values()
+        getattr(hook, "__module__", None) != CAPTURING_HOOKS
+        for hooks in kinds
+        for hook in hooks.values()
     )
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether it is dropout with a probability above 0, which no form computes."""
+    """Return whether the module is dropout with a probability above 0, which no form computes."""
     return isinstance(module, nn.Dropout) and bool(module.p)
 
 
 def as_called(module: nn.Module, forward: Forward) -> Callable:
-    """``forward`` for callers who name the one argument; where more is given, the class's own
-    forward runs.
+    """Return ``forward`` for callers that may name its argument. A call with more arguments runs
+    the class's own forward.
     """
     name = list(inspect.signature(type(module).forward).parameters)[1]
 
@@ -138,10 +140,10 @@ def as_called(module: nn.Module, forward: Forward) -> Callable:
 
 
 def signature(module: nn.Module) -> tuple:
-    """What an instance must share with the one that was proved: class, parameters that are
-    there, children, numbers' names.
+    """Return what an instance must have in common with the proved one: class, parameters and their
+    dimensions, classes of children, names of numbers, settings.
     """
-    own = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
+    dimensions = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
     # linear children become adapters and quantised layers; the others, an activation among them,
     # stay what they are
     children = (
@@ -150,7 +152,7 @@ def signature(module: nn.Module) -> tuple:
     )
     return (
         type(module),
-        tuple(own.items()),
+        tuple(dimensions.items()),
         tuple(children),
         tuple(numbers(module)),
         settings(module),
@@ -158,8 +160,8 @@ def signature(module: nn.Module) -> tuple:
 
 
 def _stands_for(child: nn.Module | None) -> type:
-    """The class of a child; of experts in 4 bits, and of experts and routers with adapters, that
-    of what they compute.
+    """Return the class that a child computes: of experts in 4 bits, and of experts and routers with
+    adapters, the class of the plain module.
     """
     inner = None if child is None else innermost(child)
     if inner is not None and class_module(inner) is not inner:
@@ -168,13 +170,13 @@ def _stands_for(child: nn.Module | None) -> type:
 
 
 def numbers(module: nn.Module) -> list[str]:
-    """Names of the numbers that a module keeps."""
+    """Return the names of the numbers that a module stores."""
     return [name for name, value in vars(module).items() if type(value) is float and name[0] != "_"]
 
 
 def settings(module: nn.Module) -> tuple:
-    """Switches, words and functions that a module keeps; sizes are not among them, nor what is
-    set for a run.
+    """Return switches, strings and functions that a module stores; without sizes, and without
+    attributes that a run sets.
     """
     kinds = (bool, str, FunctionType, BuiltinFunctionType)
     return tuple(
@@ -183,37 +185,45 @@ def settings(module: nn.Module) -> tuple:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside its children and tensors, but for what is set for a run."""
+    """Return what a module stores beside its children and tensors, without attributes that a run
+    sets.
+    """
     return {
         name: value
         for name, value in vars(module).items()
-        if name[0] != "_" and name not in OF_A_RUN
+        if name[0] != "_" and name not in RUN_ATTRIBUTES
     }
 
 
 @contextmanager
 def random_numbers(module: nn.Module) -> Iterator[None]:
-    kept = {name: getattr(module, name) for name in numbers(module)}
-    for name in kept:
+    """Let the numbers that the module stores be random for the length of a block."""
+    original = {name: getattr(module, name) for name in numbers(module)}
+    for name in original:
         setattr(module, name, float(torch.empty(()).uniform_(0.01, 0.1)))
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in original.items():
             setattr(module, name, value)
 
 
 def is_proved(
     module: nn.Module, forward: Forward, inputs: list[Tensor], own: Forward | None = None
 ) -> bool:
-    """Whether ``forward`` gives what the module (by ``own``, or its class) gives, with its
-    gradients, for every input.
+    """Return whether ``forward`` gives the outputs and gradients of the module for every input.
+
+    Args:
+        own: the module's computation; by default the forward of its class.
     """
     own = type(module).forward if own is None else own
-    return all(_alike(_run(module, own, x), _run(module, forward, x)) for x in inputs)
+    return all(_agree(_run(module, own, x), _run(module, forward, x)) for x in inputs)
 
 
 def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None:
+    """Return the output and the gradients of x and of all parameters; None if the output is no
+    tensor that depends on them.
+    """
     leaves = [x.detach().clone().requires_grad_(), *module.parameters()]
     out = forward(module, leaves[0])
     if not isinstance(out, Tensor) or not out.requires_grad:
@@ -226,18 +236,16 @@ def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None
     ]
 
 
-def _alike(expected: list[Tensor] | None, got: list[Tensor] | None) -> bool:
+def _agree(expected: list[Tensor] | None, got: list[Tensor] | None) -> bool:
+    """Return whether two runs gave the same tensors, within the tolerance."""
     if expected is None or got is None:
         return False
-    return all(
-        a.shape == b.shape and a.dtype == b.dtype and _distance(a, b) <= TOLERANCE
-        for a, b in zip(expected, got)
-    )
-
-
-def _distance(expected: Tensor, got: Tensor) -> float:
-    return (
-        float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-12))
-        if expected.numel()
-        else 0.0
-    )
+    for a, b in zip(expected, got):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if not a.numel():
+            continue
+        distance = float((a - b).abs().max() / a.abs().max().clamp(min=1e-12))
+        if not distance <= VALUE_TOLERANCE:
+            return False
+    return True

@@ -1,5 +1,5 @@
-"""The products of experts in FP8, where their grouped products run in place of the class's
-forward and FP8 pays.
+"""Run the products of experts in FP8, if their grouped products replace the class's forward and FP8
+saves time.
 """
 
 from __future__ import annotations
@@ -16,53 +16,56 @@ from chronicals.quantization import FP8Experts, class_module, packed_shapes
 from chronicals.quantization.experts import TAKES_STACKS
 
 IN_FP8 = "_chronicals_experts_in_fp8"
-"""Attribute of a module of experts: what multiplies in place of its weights, by their names."""
+"""Attribute of a module of experts: the FP8 weights that multiply in place of its own, by name."""
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 
-NARROWEST = 512
-"""Harmonic mean of model width and inner width below which FP8 does not pay. Computed: of a
-token's k experts the products of 16 bit take 12 D F FLOP each at 650 TFLOP/s, in FP8 0.6 of it;
-quantising x and dy takes 6 D bytes, dh 2 F, at 3 TB/s. That is even near 250. Measured on an
-H100 is 1117 (2048 and 768), where a frozen layer takes 0.83 of its time in bf16."""
+MIN_MEAN_WIDTH = 512
+"""Smallest harmonic mean of model width D and inner width F with which FP8 saves time. Computed:
+for each of a token's k experts the products in 16 bit take 12 D F FLOP at 650 TFLOP/s, in FP8 0.6
+of that time; quantising x and dy takes 6 D bytes, dh 2 F, at 3 TB/s. They balance near 250.
+Measured on an H100: at 1117 (2048 and 768) a frozen layer takes 0.83 of its time in bf16.
+"""
 
-FEWEST = 2048
-"""Rows of an expert, in the mean, below which trained weights stay in 16 bit: quantising a
-weight takes 8 bytes of traffic in a forward and backward pass, its products save 4 FLOP a row.
-On an H100 a layer of trained experts takes 1.13 times its time in bf16 with 1024 rows, 1.01 and
-0.97 with 2048, 0.87 with 8192."""
+MIN_EXPERT_ROWS = 2048
+"""Smallest mean number of rows of an expert with which trained weights run in FP8. Quantising a
+weight takes 8 bytes of traffic in a forward and backward pass, its products save 4 FLOP a row. On
+an H100 a layer of trained experts takes 1.13 times its time in bf16 with 1024 rows, 1.01 and 0.97
+with 2048, 0.87 with 8192.
+"""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What runs in FP8 of the experts of a model.
+class ExpertsInFP8:
+    """The experts of a model that run in FP8.
 
     Attributes:
-        layers: how many have their experts' products in FP8.
-        left: why others stay in 16 bit, each class and reason once.
+        layers: number of layers whose experts' products run in FP8.
+        left: classes that stay in 16 bit, with the reason; each once.
     """
 
     layers: int
     left: tuple[str, ...]
 
 
-def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> Chosen:
-    """Let the products of experts that run as grouped products be in FP8: forward, and of the
-    gradients that of the input.
+def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> ExpertsInFP8:
+    """Let grouped products of experts run in FP8: forward, and the gradient of the input.
 
     Gradients of weights, biases and adapters stay in 16 bit. ``forget_policies`` and
     ``unfuse_weights`` undo it.
 
     Args:
-        pairs: of token and expert in a forward pass; trained weights of experts with few of them
-            stay in 16 bit.
+        model: a patched model.
+        pairs: number of pairs of token and expert in a forward pass; trained weights stay in 16 bit
+            if an expert has few.
     """
     layers = 0
     left = []
     for module in model.modules():
         if not packed_shapes(module) and not holds_experts(module):
             continue
-        if (reason := _why_not(module, pairs)) is not None:
+        reason = _why_not(module, pairs)
+        if reason is not None:
             left.append(f"{type(class_module(module)).__name__} ({reason})")
             continue
         weights = {name: module.get_parameter(name) for name in PRODUCTS}
@@ -71,10 +74,11 @@ def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> Chosen:
             name: FP8Experts(weight, transposed, weight.device) for name, weight in weights.items()
         }
         layers += 1
-    return Chosen(layers, tuple(dict.fromkeys(left)))
+    return ExpertsInFP8(layers, tuple(dict.fromkeys(left)))
 
 
 def _why_not(module: Any, pairs: int | None) -> str | None:
+    """Return why the experts of a module stay in 16 bit; None if they run in FP8."""
     if packed_shapes(module):
         return "they are in 4 bits"
     if not hasattr(getattr(vars(module).get("forward"), "__func__", None), TAKES_STACKS):
@@ -88,66 +92,73 @@ def _why_not(module: Any, pairs: int | None) -> str | None:
     count, width, inner = weight.shape
     if width % FP8_MULTIPLE or inner % FP8_MULTIPLE:
         return f"one of their widths {width} and {inner} is no multiple of {FP8_MULTIPLE}"
-    if 2 * width * inner < NARROWEST * (width + inner):
-        return f"their widths {width} and {inner} have a harmonic mean below {NARROWEST}"
+    if 2 * width * inner < MIN_MEAN_WIDTH * (width + inner):
+        return f"their widths {width} and {inner} have a harmonic mean below {MIN_MEAN_WIDTH}"
     trained = any(getattr(module, name).requires_grad for name in PRODUCTS)
-    if trained and pairs is not None and pairs < FEWEST * count:
+    if trained and pairs is not None and pairs < MIN_EXPERT_ROWS * count:
         return (
             f"{pairs // count} rows an expert; quantising trained weights at each use pays "
-            f"from {FEWEST}"
+            f"from {MIN_EXPERT_ROWS}"
         )
     return None
 
 
 def format_of(module: Any, name: str) -> FP8Experts | None:
-    """What multiplies in place of a weight of the module, if something does: made anew where the
-    parameter was replaced.
+    """Return the FP8 weight that multiplies in place of a weight of the module, or None. It is made
+    anew if the parameter was replaced.
     """
     formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
     if name in formats and formats[name].weight is not getattr(module, name):
-        formats[name] = type(formats[name])(
-            getattr(module, name), formats[name].transposed, formats[name].device
-        )
+        old = formats[name]
+        formats[name] = type(old)(getattr(module, name), old.transposed, old.device)
     return formats.get(name)
 
 
 def experts_in_fp8(model: nn.Module) -> list[str]:
-    """Paths of the modules whose experts' products run in FP8."""
+    """Return the paths of the modules whose experts' products run in FP8."""
     return [path for path, module in model.named_modules() if IN_FP8 in vars(module)]
 
 
 def offload_frozen_experts(model: nn.Module) -> int:
-    """Let the 16-bit weights of frozen experts whose products run in FP8 wait in host memory,
-    and keep only their rows in FP8; how many bytes. ``experts_in_16_bit`` brings them back."""
+    """Move the 16-bit weights of frozen experts whose products run in FP8 to host memory, and keep
+    only their rows in FP8. ``experts_in_16_bit`` undoes it.
+
+    Returns:
+        The number of bytes that were moved.
+    """
     moved = 0
     for module in model.modules():
         formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
-        for name, stands in list(formats.items()):
-            formats[name] = stands.to_host()
-            if formats[name] is not stands:
-                moved += stands.weight.nbytes
+        for name, experts in list(formats.items()):
+            formats[name] = experts.to_host()
+            if formats[name] is not experts:
+                moved += experts.weight.nbytes
     return moved
 
 
 def device_of_waiting(module: Any) -> torch.device | None:
-    """Where the products of a module run whose weights wait in host memory; None where none do."""
+    """Return the device of the products of a module whose weights are in host memory; None if they
+    are not.
+    """
     formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
-    waiting = (stands.waits_for for stands in formats.values())
-    return next((device for device in waiting if device is not None), None)
+    for experts in formats.values():
+        if experts.waits_for is not None:
+            return experts.waits_for
+    return None
 
 
 @torch.no_grad()
 def experts_in_16_bit(model: nn.Module) -> None:
-    """Let experts multiply by their own weights again; those in host memory come back to where
-    they were.
+    """Let experts multiply by their own weights again, and move weights from host memory back to
+    their device.
     """
     for module in model.modules():
         formats: dict[str, FP8Experts] = vars(module).pop(IN_FP8, {})
-        waiting = [
-            (stands.weight, stands.device)
-            for stands in formats.values()
-            if stands.waits_for is not None
+        in_host = [
+            (experts.weight, experts.device)
+            for experts in formats.values()
+            if experts.waits_for is not None
         ]
-        formats.clear()  # which frees what the weights need room for
-        for weight, device in waiting:
+        formats.clear()  # frees memory of the device for the weights
+        for weight, device in in_host:
             weight.data = weight.data.to(device, copy=True)

@@ -1,7 +1,6 @@
-"""Gated MLPs: two or three linear children, of which a gate is activated and multiplied.
+"""Recognise gated MLPs: two or three linear children, ``down(activation(gate(x)) · up(x))``.
 
-The linear children are called as modules, so whatever they have become (adapters, quantised
-weights, hooks) keeps working.
+The linear children are called as modules, so adapters, quantised weights and hooks keep working.
 """
 
 from __future__ import annotations
@@ -30,62 +29,70 @@ from chronicals.patching.forms import (
 )
 
 ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused_geglu": "gelu"}
-"""By the names of the gates, those of ``glu_of_both``."""
+"""Names of activations in ``glu_of_both``, by the names of gates."""
 
 
 class Uncalled:
-    """What a form of ``proved`` computes itself: functions that the module keeps, and the children
-    of these names.
+    """The parts of a module that a form computes itself instead of calling them: functions that the
+    module stores, and some children.
 
-    It is looked up by the names there were: torch 2.11 does not list a module's attributes while it
-        compiles.
+    Args:
+        proved: the module that the form was proved on.
+        names: names of the children.
     """
 
     def __init__(self, proved: nn.Module, names: Iterable[str]):
-        self.own = _kept(proved)
-        self.children = [
-            (name, type(child), _kept(child))
-            for name in names
-            for child in (getattr(proved, name),)
-        ]
+        self.settings = _named_settings(proved)
+        self.children = []
+        for name in names:
+            child = getattr(proved, name)
+            self.children.append((name, type(child), _named_settings(child)))
 
     def changed(self, module: nn.Module) -> bool:
-        """Whether they are something else in ``module``, one of them drops something, or
-        somebody put something into one.
+        """Return whether one of the parts differs in ``module``, has dropout, hooks or another
+        forward.
         """
-        children = ((getattr(module, name), kind, kept) for name, kind, kept in self.children)
-        return _differs(module, self.own) or any(
-            type(child) is not kind or _differs(child, kept) or does_more(child) or drops(child)
-            for child, kind, kept in children
-        )
+        if _differs(module, self.settings):
+            return True
+        for name, kind, kept in self.children:
+            child = getattr(module, name)
+            if type(child) is not kind or _differs(child, kept) or does_more(child) or drops(child):
+                return True
+        return False
 
 
-def _kept(module: nn.Module) -> list[tuple[str, type, Any]]:
-    """Names, types and values of its settings; of what else can be called, which every module
-    makes itself, no value.
+def _named_settings(module: nn.Module) -> list[tuple[str, type, Any]]:
+    """Return name, type and value of the settings of a module; the value is None for other
+    callables, which every module makes for itself.
     """
-    same = dict(settings(module))
-    made = {
-        name: value
-        for name, value in attributes(module).items()
-        if callable(value) and name not in same
-    }
-    return [(name, type(x), x) for name, x in same.items()] + [
-        (name, type(x), None) for name, x in made.items()
-    ]
+    compared = dict(settings(module))
+    named: list[tuple[str, type, Any]] = [(name, type(x), x) for name, x in compared.items()]
+    for name, value in attributes(module).items():
+        if callable(value) and name not in compared:
+            named.append((name, type(value), None))
+    return named
 
 
-def _differs(module: Any, kept: list[tuple[str, type, Any]]) -> bool:
-    there = ((getattr(module, name, None), kind, value) for name, kind, value in kept)
-    return any(
-        type(x) is not kind or (value is not None and x != value) for x, kind, value in there
-    )
+def _differs(module: Any, named: list[tuple[str, type, Any]]) -> bool:
+    """Return whether a module has other settings than these."""
+    # looked up by name: torch 2.11 does not list a module's attributes while it compiles
+    for name, kind, value in named:
+        current = getattr(module, name, None)
+        if type(current) is not kind or (value is not None and current != value):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
 class GatedMLPReads:
-    """Names of the children whose outputs side by side are gate and up, of the last child, the
-    activation, and what is not called for it."""
+    """The parts of a gated MLP.
+
+    Attributes:
+        first: names of the children whose outputs side by side are gate and up.
+        down: name of the last child.
+        activation: name of the activation in ``glu_of_both``.
+        uncalled: the parts that are computed instead of called.
+    """
 
     first: tuple[str, ...]
     down: str
@@ -98,11 +105,12 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fused_geglu (tanh)": partial(fused_geglu, approximate="tanh"),
     "fused_geglu": fused_geglu,
 }
+"""Gated units by name: of gate and up."""
 
 
 def recognise_gated_mlp(module: nn.Module) -> Form | None:
-    """The form of ``module``, an instance of a twin, or None where it is no gated MLP that a
-    kernel computes.
+    """Return the form of a module of a twin, or None if it is no gated MLP that a kernel
+    computes.
     """
     linear = {
         name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)
@@ -126,7 +134,7 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
             x = torch.randn(2, 5, width)
             try:
                 if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
-                    return Form(by, as_called(module, _unless_changed(forward, uncalled)), reads)
+                    return Form(by, as_called(module, _if_unchanged(forward, uncalled)), reads)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None
@@ -135,52 +143,47 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
 def _candidates(
     linear: dict[str, nn.Linear], uncalled: Uncalled
 ) -> Iterator[tuple[str, int, Forward, GatedMLPReads | None]]:
-    """Names of the gate, up and down children (or of the merged and down), where their widths
-    allow.
+    """Yield name, input width, forward and reads of the gated MLPs that the module may be.
+
+    Args:
+        linear: linear children by name, in two or three of which the widths fit: gate, up and down,
+            or the merged layer and down.
+        uncalled: the other parts of the module.
     """
     for names in itertools.permutations(linear):
         *first, down = (linear[name] for name in names)
+        width = first[0].in_features
         inner = sum(child.out_features for child in first) // 2
-        if down.in_features != inner or any(
-            child.in_features != first[0].in_features for child in first
-        ):
+        if down.in_features != inner or any(child.in_features != width for child in first):
             continue
         if len(first) == 2 and first[0].out_features != first[1].out_features:
             continue
         for by, activate in GATES.items():
+            reads = GatedMLPReads(names[:-1], names[-1], ACTIVATIONS[by], uncalled)
             if len(first) == 2:
-                reads = GatedMLPReads(names[:2], names[2], ACTIVATIONS[by], uncalled)
-                yield (
-                    by,
-                    first[0].in_features,
-                    _apart(names[0], names[1], names[2], activate),
-                    reads,
-                )
+                gate, up, last = names
+                yield by, width, _separate(gate, up, last, activate), reads
             else:
-                for gate_first in (True, False):
-                    merged = (
-                        GatedMLPReads(names[:1], names[1], ACTIVATIONS[by], uncalled)
-                        if gate_first
-                        else None
-                    )
-                    yield (
-                        f"{by}, merged",
-                        first[0].in_features,
-                        _merged(names[0], names[1], activate, gate_first),
-                        merged,
-                    )
+                both, last = names
+                by = f"{by}, merged"
+                yield by, width, _merged(both, last, activate, gate_first=True), reads
+                yield by, width, _merged(both, last, activate, gate_first=False), None
 
 
-def _unless_changed(forward: Forward, uncalled: Uncalled) -> Forward:
-    """``forward``, or the class's own where what it does not call is not what was proved."""
+def _if_unchanged(forward: Forward, uncalled: Uncalled) -> Forward:
+    """Return ``forward`` for modules whose uncalled parts are those that were proved; others run by
+    their class's own forward.
+    """
 
-    def unless_changed(module: nn.Module, x: Tensor) -> Tensor:
+    def if_unchanged(module: nn.Module, x: Tensor) -> Tensor:
         return type(module).forward(module, x) if uncalled.changed(module) else forward(module, x)
 
-    return unless_changed
+    return if_unchanged
 
 
-def _apart(gate: str, up: str, down: str, activate: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+def _separate(
+    gate: str, up: str, down: str, activate: Callable[[Tensor, Tensor], Tensor]
+) -> Forward:
     def forward(module: nn.Module, x: Tensor) -> Tensor:
         return getattr(module, down)(activate(getattr(module, gate)(x), getattr(module, up)(x)))
 

@@ -6,11 +6,11 @@ them to the residual.
     MLP:        x + branch → norm → gate and up → unit → down → norm → branch
 
 A half returns the residual and a branch that is still to be added to it: the next norm adds it in
-its own pass. What attends is handed to the attention half. ``KeptHalf`` is a half as the class
-computes it, beside one that is fused.
+its own pass. The attention half is given the function that attends. ``KeptHalf`` runs a half by the
+modules of its class, beside one that is fused.
 
-Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width; of latent
-attention R latent, N and P widths of a head's plain and rotary part, V of its value.
+Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width. Latent
+attention: R latent width, N and P widths of a head's plain and rotary part, V of its value.
 """
 
 from __future__ import annotations
@@ -41,24 +41,27 @@ RECOMPUTES = "_chronicals_recomputes"
 TILES = "_chronicals_tiles"
 """Attribute of a layer whose MLP takes its rows in tiles."""
 
-OUT = ("o_proj",)
-OF_QUERIES = ("q_b_proj",)
-OF_KEYS_AND_VALUES = ("kv_b_proj",)
-"""Names of the children that make these from their latents."""
+OUTPUT_PROJECTION = ("o_proj",)
+QUERY_UP_PROJECTION = ("q_b_proj",)
+KEY_VALUE_UP_PROJECTION = ("kv_b_proj",)
+"""Names of the children of latent attention that make queries, and keys and values, from latents.
+"""
 
-Product = tuple[nn.Module, tuple[str, ...], Group]
-"""The module whose children make one product, their names, and where their weights lie."""
+FusedProduct = tuple[nn.Module, tuple[str, ...], Group]
+"""A product of several linear layers: the module, the names of its children, and their weights."""
 
-Attend = Callable[..., Tensor]
+AttendFunction = Callable[..., Tensor]
 """``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, sinks=, padding=)`` to
 ``[T, H, W]``.
 """
 
 
 @dataclass(frozen=True)
-class Norms:
-    """The norms of a half, before and after its part: the child's name and how it is read, or
-    None where there is none.
+class HalfNorms:
+    """The norms of a half.
+
+    Attributes:
+        before, after: name of the child and how it is read, or None if there is no such norm.
     """
 
     before: tuple[str, RMSNormReads] | None = None
@@ -67,60 +70,62 @@ class Norms:
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """How an attention module is read.
+    """The parts of an attention module.
 
     Attributes:
         products: names of the children that make queries, keys and values.
-        heads: how the norms of queries and of keys are read, or None.
-        interleaved: how channels are paired for the rotation.
-        laid: tables have a channel of each pair and are laid end to end (gpt-oss).
+        head_norms: how the norms of queries and of keys are read, or None.
+        interleaved: whether the rotation pairs neighbouring channels.
+        half_tables: whether rotary tables have one channel for each pair, W / 2 in all (gpt-oss).
     """
 
     products: tuple[str, ...]
-    heads: tuple[RMSNormReads, RMSNormReads] | None
+    head_norms: tuple[RMSNormReads, RMSNormReads] | None
     interleaved: bool = False
-    laid: bool = False
+    half_tables: bool = False
 
 
 @dataclass(frozen=True)
 class LatentReads(AttentionReads):
-    """How an attention module is read whose keys and values, and queries where there is a norm for
-    them, come from latents.
+    """The parts of a module of multi-head latent attention.
 
     Attributes:
         products: names of the children that make queries or their latent, and the latent of keys
             and values beside the rotary key.
-        of_queries, of_keys: how the norms of the latents are read; None where queries have none.
+        query_norm: how the norm of the queries' latent is read; None if queries have no latent.
+        key_value_norm: how the norm of the latent of keys and values is read.
     """
 
-    of_queries: RMSNormReads | None = None
-    of_keys: RMSNormReads | None = None
+    query_norm: RMSNormReads | None = None
+    key_value_norm: RMSNormReads | None = None
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Where the tokens of a pack stand, and what attends.
+class PackedTokens:
+    """Positions of the tokens of a pack, and the function that attends.
 
     Attributes:
-        cos, sin: rotary tables ``[T, W]``, or half as wide.
-        positions: ``[1, T]``, where the model has them.
-        longest: bound on a document's length.
+        cos, sin: rotary tables ``[T, W]`` or ``[T, W / 2]``.
+        positions: ``[1, T]``, or None if the model was given none.
+        longest: upper bound of a document's length.
+        attend: computes attention.
     """
 
     cos: Tensor
     sin: Tensor
     positions: Tensor | None
     longest: int
-    attend: Attend
+    attend: AttendFunction
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """What the product that made a branch asks of whoever computes the branch's gradient.
+class GradientRequest:
+    """The wishes of the product that made a branch, for the kernel that computes the branch's
+    gradient.
 
     Attributes:
-        padding: columns left free behind each row.
-        amax: told the largest absolute value.
+        padding: columns to be left free behind each row.
+        amax: cell for the largest absolute value, or None.
     """
 
     padding: int = 0
@@ -128,20 +133,23 @@ class Gradient:
 
 
 class FusedHalf(ABC):
-    """A half of a decoder layer as it is now.
+    """A half of a decoder layer, read from the layer as it is now.
 
     Args:
+        layer: the decoder layer.
+        norms: its norms around this half.
+        first, last: its first and its last product.
         parts: modules of the half other than its norms and the linear layers of its products.
-        dtype: of its input; its weights' own by default.
+        dtype: dtype of its input; by default that of its weights.
 
     Raises:
-        Unmerged: something in it does more than was proved.
+        Unmerged: a module of the half does more than was proved.
     """
 
     def __init__(
         self,
         layer: nn.Module,
-        norms: Norms,
+        norms: HalfNorms,
         first: Group,
         last: Group,
         parts: Iterable[nn.Module],
@@ -155,106 +163,132 @@ class FusedHalf(ABC):
         for group in (first, last):
             if group.dtype != dtype:
                 raise Unmerged(f"its input is {dtype}, its weights {group.dtype}")
-        own = [getattr(layer, norm[0]) for norm in (norms.before, norms.after) if norm is not None]
-        for module in (*parts, *own):
+        outer_norms = [
+            getattr(layer, norm[0]) for norm in (norms.before, norms.after) if norm is not None
+        ]
+        for module in (*parts, *outer_norms):
             if does_more(module):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
-        if any(
-            p.dtype != dtype
-            for norm in (*own, *self.norms_of_heads())
-            for p in norm.parameters(recurse=False)
-        ):
-            raise Unmerged(f"its input is {dtype}, a norm's weight is not")
+        for norm in (*outer_norms, *self.inner_norms()):
+            if any(p.dtype != dtype for p in norm.parameters(recurse=False)):
+                raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
         self.recomputes = getattr(layer, RECOMPUTES, False)
 
-    def norms_of_heads(self) -> list[nn.Module]:
+    def inner_norms(self) -> list[nn.Module]:
+        """Return the norms within the half: of heads or of latents."""
         return []
 
     @abstractmethod
-    def products(self) -> list[Product]:
-        """Of each of its products the module, the layers by name, and where their weights lie."""
+    def products(self) -> list[FusedProduct]:
+        """Return the products of the half."""
 
-    def gradient(self, rows: int) -> Gradient:
-        """What its last product asks of whoever computes the gradient of the branch."""
-        return Gradient(self.last.padding, self.last.amaxes(rows)[1])
+    def gradient(self, rows: int) -> GradientRequest:
+        """Return the wishes of the last product for the gradient of the branch, ``[rows, D]``."""
+        return GradientRequest(self.last.padding, self.last.amaxes(rows)[1])
 
-    def _before(
-        self, x: Tensor, branch: Tensor | None, gradient: Gradient, amax: Amax | None
+    def _norm_before(
+        self, x: Tensor, branch: Tensor | None, gradient: GradientRequest, amax: Amax | None
     ) -> tuple[Tensor, Tensor, Remake | None]:
-        """What goes into the first product, the residual with ``branch`` added, and how to make
-        the former of the latter.
+        """Return the input of the first product, the residual with ``branch`` added, and how to
+        compute the input again from the residual (None if it is saved).
         """
         if self.norms.before is None:
             total = x if branch is None else x + branch
             return total, total, None
         name, reads = self.norms.before
-        weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
-        branch, residual = (x, None) if branch is None else (branch, x)
-        paddings = (self.first.padding, gradient.padding)
-        amaxes = (amax, gradient.amax)
+        weight, epsilon, offset = reads.arguments(getattr(self.layer, name), x)
+        residual = None if branch is None else x
+        padding = self.first.padding
         normed, total = fused_add_rmsnorm(
-            branch, residual, weight, epsilon, offset, *paddings, *amaxes
+            x if branch is None else branch,
+            residual,
+            weight,
+            epsilon,
+            offset,
+            padding,
+            gradient.padding,
+            amax,
+            gradient.amax,
         )
+        if not self.recomputes:
+            return normed, total, None
 
-        def again(total: Tensor) -> Tensor:
+        def norm_again(total: Tensor) -> Tensor:
             return fused_add_rmsnorm(
-                total, None, weight, epsilon, offset, paddings[0], amax=_unheard(amax)
+                total, None, weight, epsilon, offset, padding, amax=_unread_cell(amax)
             )[0]
 
-        return normed, total, Remake(again, total.detach()) if self.recomputes else None
+        return normed, total, Remake(norm_again, total.detach())
 
-    def _after(self, branch: Tensor) -> Tensor:
+    def _norm_after(self, branch: Tensor) -> Tensor:
+        """Return the branch after its norm, times the multiplier of the residual."""
         if self.norms.after is not None:
             name, reads = self.norms.after
-            branch = fused_rmsnorm(branch, *reads.of(getattr(self.layer, name), branch))
+            branch = fused_rmsnorm(branch, *reads.arguments(getattr(self.layer, name), branch))
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
 
-def _unheard(amax: Amax | None) -> Amax | None:
-    """For what is made again: a kernel that finds a maximum and one that does not may differ in
-    the last bit.
+def _unread_cell(amax: Amax | None) -> Amax | None:
+    """Return another cell for a recomputation.
+
+    A kernel that finds a maximum may differ in the last bit from one that does not, so a tensor is
+    computed again by the same kernel, and its maximum ignored.
     """
     return None if amax is None else Amax()
 
 
 class AttentionHalf(FusedHalf):
-    """Norm, queries, keys and values in one product, rotation, attention as handed in, output
-    product.
+    """Norm, queries, keys and values in one product, rotation, attention, output product.
+
+    Args:
+        layer: the decoder layer.
+        attention: its attention module.
+        norms: its norms around attention.
+        reads: how the attention module is read.
+        dtype: dtype of its input; by default that of its weights.
     """
 
     def __init__(
         self,
         layer: Any,
         attention: nn.Module,
-        norms: Norms,
+        norms: HalfNorms,
         reads: AttentionReads,
         dtype: torch.dtype | None = None,
     ):
         self.attention: Any = attention
         self.reads = reads
         qkv = Group(attention, reads.products)
-        out = Group(attention, OUT)
-        super().__init__(layer, norms, qkv, out, [attention, *self.norms_of_heads()], dtype)
+        output = Group(attention, OUTPUT_PROJECTION)
+        super().__init__(layer, norms, qkv, output, [attention, *self.inner_norms()], dtype)
 
-    def norms_of_heads(self) -> list[nn.Module]:
-        return [self.attention.q_norm, self.attention.k_norm] if self.reads.heads else []
+    def inner_norms(self) -> list[nn.Module]:
+        return [self.attention.q_norm, self.attention.k_norm] if self.reads.head_norms else []
 
-    def products(self) -> list[Product]:
-        return [(self.attention, self.reads.products, self.first), (self.attention, OUT, self.last)]
+    def products(self) -> list[FusedProduct]:
+        return [
+            (self.attention, self.reads.products, self.first),
+            (self.attention, OUTPUT_PROJECTION, self.last),
+        ]
 
-    def __call__(self, x: Tensor, tokens: Tokens, gradient: Gradient) -> tuple[Tensor, Tensor]:
-        """The residual and the branch to be added to it, both ``[T, D]``.
+    def __call__(
+        self, x: Tensor, tokens: PackedTokens, gradient: GradientRequest
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual and the branch to be added to it, both ``[T, D]``.
 
         Args:
             x: ``[T, D]``.
+            tokens: positions of the rows of x.
             gradient: what the layer below asks of the gradient of x.
         """
-        normed, x, remake = self._before(x, None, gradient, self.first.amaxes(len(x))[0])
-        padded = self.norms.before is not None  # else it is what the caller gave
-        cos, sin = (
-            torch.cat((x, x), -1) if self.reads.laid else x for x in (tokens.cos, tokens.sin)
-        )
+        normed, x, remake = self._norm_before(x, None, gradient, self.first.amaxes(len(x))[0])
+        padded = self.norms.before is not None  # else x is the caller's tensor, without padding
+        cos = tokens.cos
+        sin = tokens.sin
+        if self.reads.half_tables:
+            cos = torch.cat((cos, cos), -1)
+            sin = torch.cat((sin, sin), -1)
         q, k, v = self._rotated(self.first(normed, remake, padded), cos, sin)
         attention = self.attention
         attended = tokens.attend(
@@ -267,68 +301,93 @@ class AttentionHalf(FusedHalf):
             sinks=getattr(attention, "sinks", None),
             padding=self.last.padding,
         )
-        return x, self._after(self.last(attended.flatten(1), kept=True))
+        return x, self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
 
     def _window(self) -> int | None:
-        """Tokens that a query sees, itself included: the module's own number, or else its
-        configuration's, which may be for some layers alone."""
+        """Return how many tokens a query sees, itself included: by the module, or else by its
+        configuration, which may name a window for some layers only. None is all.
+        """
         attention = self.attention
         config = self.attention.config
         if hasattr(attention, "sliding_window"):
             window: int | None = attention.sliding_window
             return window
         types = getattr(config, "layer_types", None)
-        everywhere = not types or types[attention.layer_idx] == "sliding_attention"
-        return getattr(config, "sliding_window", None) if everywhere else None
+        if types and types[attention.layer_idx] != "sliding_attention":
+            return None
+        return getattr(config, "sliding_window", None)
 
-    def _scaled_by_position(self, q: Tensor, tokens: Tokens) -> Tensor:
-        """Queries ``[T, H, W]``, larger the later they stand where the configuration says so
-        (Ministral 3, after Llama 4).
+    def _scaled_by_position(self, q: Tensor, tokens: PackedTokens) -> Tensor:
+        """Return queries ``[T, H, W]`` times a factor that grows with their position, where the
+        configuration has one (Ministral 3, after Llama 4).
         """
         rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
         beta = rope.get("llama_4_scaling_beta")
-        if not beta or tokens.longest <= (early := rope["original_max_position_embeddings"]):
+        if not beta or tokens.longest <= rope["original_max_position_embeddings"]:
             return q
-        assert tokens.positions is not None  # the class itself takes them from here
-        factors = 1 + beta * torch.log1p(torch.floor(tokens.positions.squeeze(0) / early))
+        assert tokens.positions is not None  # the class computes the factor from them, too
+        trained_length = rope["original_max_position_embeddings"]
+        steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
+        factors = 1 + beta * torch.log1p(steps)
         return q * factors[:, None, None].to(q.dtype)
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[T, H or K, W]``, normed and rotated."""
+        """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
+
+        Args:
+            qkv: ``[T, (H + 2 K) W]``.
+            cos, sin: rotary tables ``[T, W]``.
+        """
         width = self.attention.head_dim
         interleaved = self.reads.interleaved
-        of_heads = self.reads.heads
+        head_norms = self.reads.head_norms
         config = self.attention.config
         padding = self.first.padding
         amax = self.first.amaxes(len(qkv))[1]
-        heads = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-        )  # two of a ModelShape, each time that a layer runs
-        if of_heads is None and getattr(self.attention, "use_rope", True):
+        # two fields of a ModelShape, without building one each time that a layer runs
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        if head_norms is None and getattr(self.attention, "use_rope", True):
             return fused_qkv_rope(qkv, cos, sin, heads, interleaved, padding, amax)
-        if of_heads is None:
+        if head_norms is None:
             return heads_of(qkv, *heads)
-        of_q, of_k = (reads.of(norm, qkv) for reads, norm in zip(of_heads, self.norms_of_heads()))
+        q_norm, k_norm = (
+            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms())
+        )
+        q_weight, epsilon, offset = q_norm
+        k_weight = k_norm[0]
         if (
-            of_q[0] is not None
-            and of_k[0] is not None
-            and len(of_q[0]) == width
-            and of_q[1:] == of_k[1:]
+            q_weight is not None
+            and k_weight is not None
+            and len(q_weight) == width
+            and k_norm[1:] == (epsilon, offset)
         ):
-            norms = of_q[0], of_k[0]
             return fused_qkv_norm_rope(
-                qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, padding, amax
+                qkv,
+                q_weight,
+                k_weight,
+                cos,
+                sin,
+                heads,
+                epsilon,
+                offset,
+                interleaved,
+                padding,
+                amax,
             )
         q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
-        q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
-        return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))
+        q = fused_rmsnorm(q, *q_norm).unflatten(1, (-1, width))
+        k = fused_rmsnorm(k, *k_norm).unflatten(1, (-1, width))
+        q, k = fused_qk_rope(q, k, cos, sin, interleaved=interleaved)
+        return q, k, v.unflatten(1, (-1, width))
 
 
 class LatentHalf(AttentionHalf):
-    """The same with multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19): one
-    product makes both latents and the rotary key that all heads share; a second one each makes
-    queries, and keys and values, from the normed latents."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19), between the norms and
+    products of ``AttentionHalf``.
+
+    One product makes both latents and the rotary key that all heads share. A second product makes
+    queries from their normed latent, and a third makes keys and values.
+    """
 
     reads: LatentReads
 
@@ -336,138 +395,164 @@ class LatentHalf(AttentionHalf):
         self,
         layer: Any,
         attention: nn.Module,
-        norms: Norms,
+        norms: HalfNorms,
         reads: LatentReads,
         dtype: torch.dtype | None = None,
     ):
-        self.q_b = None if reads.of_queries is None else Group(attention, OF_QUERIES)
-        self.kv_b = Group(attention, OF_KEYS_AND_VALUES)
+        self.query_up = None if reads.query_norm is None else Group(attention, QUERY_UP_PROJECTION)
+        self.key_value_up = Group(attention, KEY_VALUE_UP_PROJECTION)
         super().__init__(layer, attention, norms, reads, dtype)
-        if any(
-            group.dtype != self.first.dtype for group in (self.q_b, self.kv_b) if group is not None
-        ):
-            raise Unmerged("the weights of its products differ in dtype")
+        for group in (self.query_up, self.key_value_up):
+            if group is not None and group.dtype != self.first.dtype:
+                raise Unmerged("the weights of its products differ in dtype")
 
-    def norms_of_heads(self) -> list[nn.Module]:
-        of_queries = [] if self.q_b is None else [self.attention.q_a_layernorm]
-        return [*of_queries, self.attention.kv_a_layernorm]
+    def inner_norms(self) -> list[nn.Module]:
+        query_norms = [] if self.query_up is None else [self.attention.q_a_layernorm]
+        return [*query_norms, self.attention.kv_a_layernorm]
 
-    def products(self) -> list[Product]:
-        made = [(OF_QUERIES, self.q_b), (OF_KEYS_AND_VALUES, self.kv_b)]
-        return [
-            *super().products(),
-            *((self.attention, names, group) for names, group in made if group is not None),
-        ]
+    def products(self) -> list[FusedProduct]:
+        products = super().products()
+        if self.query_up is not None:
+            products.append((self.attention, QUERY_UP_PROJECTION, self.query_up))
+        products.append((self.attention, KEY_VALUE_UP_PROJECTION, self.key_value_up))
+        return products
 
-    def _rotated(self, made: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys ``[T, H, N + P]``, rotated in their last P channels, and values ``[T,
-        H, V]``.
+    def _rotated(self, latents: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys ``[T, H, N + P]``, rotated in their last P channels, and values
+        ``[T, H, V]``.
+
+        Args:
+            latents: queries or their latent, the latent of keys and values ``[T, R]`` and the
+                rotary key ``[T, P]``, side by side.
+            cos, sin: rotary tables ``[T, P]``.
         """
-        config = self.attention.config
+        attention = self.attention
+        config = attention.config
         heads = config.num_attention_heads
         plain = config.qk_nope_head_dim
         rotary = config.qk_rope_head_dim
         rank = config.kv_lora_rank
         value = config.v_head_dim
-        queries, latent, key = made.split((made.shape[1] - rank - rotary, rank, rotary), 1)
-        if self.q_b is not None and self.reads.of_queries is not None:
-            queries = self.q_b(
-                fused_rmsnorm(
-                    queries, *self.reads.of_queries.of(self.attention.q_a_layernorm, queries)
-                )
-            )
-        assert self.reads.of_keys is not None
-        both = self.kv_b(
-            fused_rmsnorm(latent, *self.reads.of_keys.of(self.attention.kv_a_layernorm, latent))
-        )
+        queries, latent, key = latents.split((latents.shape[1] - rank - rotary, rank, rotary), 1)
+        query_norm = self.reads.query_norm
+        if self.query_up is not None and query_norm is not None:
+            arguments = query_norm.arguments(attention.q_a_layernorm, queries)
+            queries = self.query_up(fused_rmsnorm(queries, *arguments))
+        key_value_norm = self.reads.key_value_norm
+        assert key_value_norm is not None
+        arguments = key_value_norm.arguments(attention.kv_a_layernorm, latent)
+        keys_and_values = self.key_value_up(fused_rmsnorm(latent, *arguments))
         q, q_rotary = queries.unflatten(1, (heads, plain + rotary)).split((plain, rotary), 2)
-        k, v = both.unflatten(1, (heads, plain + value)).split((plain, value), 2)
-        if (
-            self.reads.interleaved
-        ):  # in whatever order a class leaves the channels: queries and keys have the same
-            cos, sin = (x[:, : rotary // 2].repeat_interleave(2, 1) for x in (cos, sin))
+        k, v = keys_and_values.unflatten(1, (heads, plain + value)).split((plain, value), 2)
+        if self.reads.interleaved:
+            # The class may leave the channels of queries and keys in another order; their products
+            # are the same, since both have that order.
+            cos = cos[:, : rotary // 2].repeat_interleave(2, 1)
+            sin = sin[:, : rotary // 2].repeat_interleave(2, 1)
         q_rotary, k_rotary = fused_qk_rope(
             q_rotary, key.unsqueeze(1), cos, sin, interleaved=self.reads.interleaved
         )
-        return torch.cat((q, q_rotary), 2), torch.cat((k, k_rotary.expand(-1, heads, -1)), 2), v
+        q = torch.cat((q, q_rotary), 2)
+        k = torch.cat((k, k_rotary.expand(-1, heads, -1)), 2)
+        return q, k, v
 
 
 class MLPHalf(FusedHalf):
-    """Norm with the residual addition before it, gate and up in one product, gated unit, down."""
+    """Residual addition and norm, gate and up in one product, gated unit, down product.
+
+    Args:
+        layer: the decoder layer.
+        mlp: its MLP.
+        norms: its norms around the MLP.
+        reads: how the MLP is read.
+        dtype: dtype of its input; by default that of its weights.
+    """
 
     def __init__(
         self,
         layer: Any,
         mlp: nn.Module,
-        norms: Norms,
+        norms: HalfNorms,
         reads: GatedMLPReads,
         dtype: torch.dtype | None = None,
     ):
         self.mlp = mlp
         self.reads = reads
-        both = Group(mlp, reads.first)
+        gate_and_up = Group(mlp, reads.first)
         down = Group(mlp, (reads.down,))
-        linears = [
-            *both.linears,
-            *down.linears,
-        ]  # looked at by their groups, which know what waits in host memory
-        super().__init__(
-            layer, norms, both, down, [mlp, *(m for m in mlp.children() if m not in linears)], dtype
-        )
+        # the groups have checked the linear layers, and know which weights wait in host memory
+        linears = [*gate_and_up.linears, *down.linears]
+        parts = [mlp, *(module for module in mlp.children() if module not in linears)]
+        super().__init__(layer, norms, gate_and_up, down, parts, dtype)
         if reads.uncalled.changed(mlp):
             raise Unmerged(f"{type(mlp).__name__} has another activation")
         self.tiles = getattr(layer, TILES, False)
 
-    def products(self) -> list[Product]:
+    def products(self) -> list[FusedProduct]:
         return [(self.mlp, self.reads.first, self.first), (self.mlp, (self.reads.down,), self.last)]
 
-    def __call__(self, x: Tensor, branch: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor]:
-        """The residual with ``branch`` added, and the branch to be added to that; all ``[T, D]``.
+    def __call__(
+        self, x: Tensor, branch: Tensor, gradient: GradientRequest
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual with ``branch`` added, and the branch to be added to that; all ``[T,
+        D]``.
 
         Args:
-            gradient: what the maker of ``branch`` asks of its gradient.
+            x: the residual.
+            branch: the branch of the half before.
+            gradient: what the product that made ``branch`` asks of its gradient.
         """
         amax = None if self.tiles else self.first.amaxes(len(x))[0]
-        normed, x, remake = self._before(x, branch, gradient, amax)
-        unread = runs_again() and self.norms.after is None
-        return x, self._after(self._between(normed, remake, unread))
+        normed, x, remake = self._norm_before(x, branch, gradient, amax)
+        # a recomputation for the backward pass does not read the last output, unless a norm does
+        skip_output = runs_again() and self.norms.after is None
+        return x, self._norm_after(self._products(normed, remake, skip_output))
 
-    def _between(self, x: Tensor, remake: Remake | None, unread: bool) -> Tensor:
+    def _products(self, x: Tensor, remake: Remake | None, skip_output: bool) -> Tensor:
+        """Return the output of the MLP, ``[T, D]``; in tiles of rows if the layer asks for it."""
         if not self.tiles:
-            return self.last(*self._unit(x, remake), unread=unread)
-        draws = self.layer.training and draws_numbers(self.mlp)
-        return tiled(
-            lambda x: self.last(*self._unit(x), unread=unread or runs_again()), x, draws, tells=True
-        )
+            return self.last(*self._gated_unit(x, remake), skip_output=skip_output)
 
-    def _unit(self, x: Tensor, remake: Remake | None = None) -> tuple[Tensor, Remake | None]:
-        """The gated unit, and how to make it again."""
-        both = self.first(x, remake, stays=True)
+        def tile_output(x: Tensor) -> Tensor:
+            return self.last(*self._gated_unit(x), skip_output=skip_output or runs_again())
+
+        draws = self.layer.training and draws_numbers(self.mlp)
+        return tiled(tile_output, x, draws, tells=True)
+
+    def _gated_unit(self, x: Tensor, remake: Remake | None = None) -> tuple[Tensor, Remake | None]:
+        """Return the gated unit of x, and how to compute it again (None if it is saved)."""
+        both = self.first(x, remake, output_is_saved=True)
         activation = self.reads.activation
         padding = self.last.padding
         amax = self.last.amaxes(len(both))[0]
         gradient_amax = self.first.amaxes(len(both))[1]
-        again = Remake(
-            lambda both: glu_of_both(both, activation, padding, amax=_unheard(amax)), both.detach()
-        )
         unit = glu_of_both(both, activation, padding, self.first.padding, amax, gradient_amax)
-        return unit, again if self.recomputes else None
+
+        def unit_again(both: Tensor) -> Tensor:
+            return glu_of_both(both, activation, padding, amax=_unread_cell(amax))
+
+        remake = Remake(unit_again, both.detach())
+        return unit, remake if self.recomputes else None
 
 
 class KeptHalf:
-    """A half as the class computes it: its norms and the part between them are called as modules.
+    """A half that runs as its class does: its norms and the part between them are called as
+    modules.
 
     Args:
-        part: takes ``[1, T, D]`` and returns a tensor of that shape, alone or first in a tuple.
+        layer: the decoder layer.
+        norms: its norms around this half.
+        part: takes ``[1, T, D]`` and returns a tensor of that shape, or a tuple that begins with
+            one.
     """
 
-    def __init__(self, layer: Any, norms: Norms, part: Callable[[Tensor], Any]):
+    def __init__(self, layer: Any, norms: HalfNorms, part: Callable[[Tensor], Any]):
         self.layer = layer
         self.norms = norms
         self.part = part
 
     def __call__(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual with ``branch`` added, and the branch to be added to that; all ``[T,
+        """Return the residual with ``branch`` added, and the branch to be added to that; all ``[T,
         D]``.
         """
         x = x if branch is None else x + branch

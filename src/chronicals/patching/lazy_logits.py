@@ -1,14 +1,13 @@
-"""Logits that are not there until somebody looks: what a head returns while a loss is being
-computed.
+"""Logits that are computed when somebody reads them: the result of a head while a loss is computed.
 
-A model's own forward goes on with them as with a tensor: a scale, a softcap and a change of type
-are remembered, the loss takes the hidden states behind them, and any other use computes them as the
-head itself would have. They stand in autograd's graph as the head's outputs would, so that whoever
-takes them, in Python or not, sends gradients through them.
+A model's own forward handles them like a tensor. A scale, a softcap and a cast are recorded as
+steps, the loss reads the hidden states behind them, and any other use computes them as the head
+itself would have. They have the place of the head's outputs in autograd's graph, so that whoever
+uses them, in Python or not, sends gradients through them.
 
-Before an optimizer of torch changes the head, its weight is copied, once for all logits that
-somebody still holds; they are made from the copy when somebody looks. Where the logits are smaller
-than the weight, they are computed instead.
+Before an optimizer of torch changes the head, its weight is copied, once for all logits that are
+still referenced; they are computed from the copy when somebody reads them. If the logits are
+smaller than the weight, they are computed instead.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from chronicals.patching.lazy_mask import FUNCTIONS
+from chronicals.patching.lazy_mask import METADATA_FUNCTIONS
 
 logger = logging.getLogger(__name__)
 
-ATTRIBUTES = (
+_ATTRIBUTES = (
     "shape",
     "dtype",
     "device",
@@ -48,7 +47,7 @@ ATTRIBUTES = (
     "_version",
     "_base",
 )
-METHODS = (
+_METHODS = (
     "size",
     "dim",
     "numel",
@@ -63,10 +62,10 @@ METHODS = (
     "_is_view",
     "is_inference",
 )
-LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}.union(
-    (getattr(Tensor, name) for name in METHODS), FUNCTIONS
+_WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}.union(
+    (getattr(Tensor, name) for name in _METHODS), METADATA_FUNCTIONS
 )
-"""What may be asked of logits, and of their place in the graph, without computing them."""
+"""Functions that read the metadata of logits, or their place in the graph, and no values."""
 
 CASTS: dict[Any, torch.dtype] = {
     Tensor.float: torch.float32,
@@ -81,37 +80,35 @@ IN_PLACE: dict[Any, Any] = {
     Tensor.div_: Tensor.div,
     Tensor.__itruediv__: Tensor.div,
 }
-"""What these do to the logits themselves."""
+"""Functions that change their argument, and the same without."""
 
 TANH = (Tensor.tanh, torch.tanh)
 
-
-SAMPLED = 64
-"""Elements of the weight by which a change is seen that no version tells: of a fused optimizer,
-or of ``.data``.
+SAMPLE_SIZE = 64
+"""Elements of a weight that are compared to find a change that raises no version counter: by a
+fused optimizer, or through ``.data``.
 """
 
 
 @dataclass(eq=False)
 class Promise:
-    """How logits are made, and the logits once they are.
+    """The recipe of logits, and their values once they are computed.
 
     Attributes:
-        hidden, weight, bias: ``[..., D]``, ``[V, D]`` and ``[V]`` or None, as they were when the
-            head was called.
-        product: the type that autocast gave the product, or None where it was off.
-        steps: what is done to the product: ``("scale", factor)``, ``("tanh",)``, ``("type",
-            dtype)``.
+        hidden, weight, bias: ``[..., D]``, ``[V, D]`` and ``[V]`` or None, when the head was
+            called.
+        product: dtype that autocast gave the product, or None if it was off.
         records: whether autograd records.
-        graph: the logits, and the views of ``sources`` that they are made of, in a graph of their
-            own: the hidden states may be made of the weight, too.
-        whole: their values.
-        marks: by which a change of hidden, weight and bias is seen.
-        kept: after a step of an optimizer, copies of ``weight`` and ``bias``, as far as it changed
-            them; empty where ``whole`` was computed instead.
-        at_step: samples of hidden, weight and bias when ``whole`` was computed for a step, until
-            compared with ``marks``.
-        lost: why nothing could be kept.
+        steps: operations on the product: ``("scale", factor)``, ``("tanh",)``, ``("type", dtype)``.
+        graph: the logits, and the views of ``sources`` that they are computed from, in a separate
+            graph, since the hidden states may depend on the weight, too.
+        result: the computed logits, or None.
+        marks: marks of hidden, weight and bias, by which a later change is found.
+        copies: after a step of an optimizer, copies of those of ``weight`` and ``bias`` that it
+            changed; empty if ``result`` was computed instead; None before a step.
+        step_samples: samples of hidden, weight and bias from when ``result`` was computed for a
+            step, until they are compared with ``marks``.
+        lost: reason why nothing could be kept; empty if something could.
     """
 
     hidden: Tensor
@@ -121,118 +118,115 @@ class Promise:
     records: bool
     steps: tuple[tuple, ...] = ()
     graph: tuple[Tensor, tuple[Tensor, ...]] | None = None
-    whole: Tensor | None = None
+    result: Tensor | None = None
     marks: tuple[_Mark | None, ...] = ()
-    kept: dict[str, Tensor] | None = None
-    at_step: tuple = ()
+    copies: dict[str, Tensor] | None = None
+    step_samples: tuple = ()
     lost: str = ""
 
     def __post_init__(self) -> None:
-        self.marks = self.marks or tuple(
-            None if x is None else _Mark.of(x) for x in (self.hidden, self.weight, self.bias)
-        )
+        if not self.marks:
+            originals = (self.hidden, self.weight, self.bias)
+            self.marks = tuple(None if x is None else _Mark.of(x) for x in originals)
         if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
             _watch_optimizers()
-            _open.add(self)
+            _open_promises.add(self)
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """What the logits are made of, and differentiated in."""
-        return tuple(
-            x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad
-        )
+        """Tensors that the logits are computed from and differentiated in."""
+        originals = (self.hidden, self.weight, self.bias)
+        return tuple(x for x in originals if x is not None and x.requires_grad)
 
     def values(self) -> Tensor:
-        """The logits, which autograd does not know.
+        """Return the logits, detached from autograd's graph.
 
         Raises:
-            RuntimeError: what they are made of was changed since, or is sharded again.
+            RuntimeError: a source was changed since, or is sharded again.
         """
-        if self.whole is None or self.at_step:
+        if self.result is None or self.step_samples:
             self._check()
-            self.at_step = ()
-        if self.whole is None:
-            self.graph = x, _ = self._made(self.records and self.kept is None)
-            keeps = (
-                bool(self.steps) and self.steps[-1][0] == "tanh"
-            )  # whose gradient is made of what comes out
-            self.whole = x.detach().clone() if keeps else x.detach()
-        return self.whole
+            self.step_samples = ()
+        if self.result is None:
+            self.graph = x, _ = self._compute(self.records and self.copies is None)
+            # the gradient of tanh is computed from its output, which callers may write to
+            needs_copy = bool(self.steps) and self.steps[-1][0] == "tanh"
+            self.result = x.detach().clone() if needs_copy else x.detach()
+        return self.result
 
     @property
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias that the logits are made of now."""
-        kept = self.kept or {}
-        return self.hidden, kept.get("weight", self.weight), kept.get("bias", self.bias)
+    def _current(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias that the logits are computed from now."""
+        copies = self.copies or {}
+        return self.hidden, copies.get("weight", self.weight), copies.get("bias", self.bias)
 
-    def _made(self, records: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _compute(self, records: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the logits, and the views of sources that they can be differentiated in."""
         kind = self.hidden.device.type
         autocast = torch.autocast(kind, dtype=self.product, enabled=self.product is not None)
-        with (
-            torch.inference_mode(self.hidden.is_inference()),
-            torch.set_grad_enabled(records),
-            autocast,
-        ):
-            hidden, weight, bias = (None if x is None else x.view_as(x) for x in self._parts)
+        inference = torch.inference_mode(self.hidden.is_inference())
+        with inference, torch.set_grad_enabled(records), autocast:
+            views = [None if x is None else x.view_as(x) for x in self._current]
+            hidden, weight, bias = views
             assert hidden is not None and weight is not None
             x = F.linear(hidden, weight, bias)
             for kind, *value in self.steps:
                 x = STEPS[kind](x, *value)
-        return x, tuple(
-            part for part in (hidden, weight, bias) if part is not None and part.requires_grad
-        )
+        return x, tuple(view for view in views if view is not None and view.requires_grad)
 
     def gradients(self, upstream: Tensor) -> tuple[Tensor, ...]:
-        """Those of ``sources``."""
-        if (
-            self.graph is None or not self.graph[0].requires_grad
-        ):  # their values were asked for below autograd
-            if self.kept is not None:
+        """Return the gradients of ``sources``.
+
+        Raises:
+            RuntimeError: an optimizer has changed the head's weights, or a source was changed.
+        """
+        if self.graph is None or not self.graph[0].requires_grad:
+            # never computed, or only for a reader below autograd
+            if self.copies is not None:
                 raise RuntimeError(
                     "gradients through logits are asked for after an optimizer changed the head's "
                     "weights"
                 )
             self._check()
-            self.graph = self._made(self.records)
+            self.graph = self._compute(self.records)
         return torch.autograd.grad(
             *self.graph, upstream, retain_graph=True, create_graph=torch.is_grad_enabled()
         )
 
     def keep(self, changed: set[int], copy: Callable[[Tensor], Tensor]) -> bool:
-        """Keep what the values can be made from after a step; whether that takes memory. The host
-        waits for nothing.
+        """Before a step, keep what the values can be computed from afterwards; return whether that
+        takes memory. The host does not wait for the device.
 
         Args:
             changed: ids of the tensors that the step changes.
-            copy: of one of them.
+            copy: copies one of them.
         """
-        if self.whole is not None or self.kept is not None or self._why_not(compared=False):
+        if self.result is not None or self.copies is not None or self._why_not(compared=False):
             return False
         try:
-            if (
-                self.hidden.numel() <= self.hidden.shape[-1] ** 2
-            ):  # no more tokens than columns of the weight
-                self.whole = self._made(records=False)[0].detach()
-                self.kept = {}
-                self.at_step = self._samples()
+            # with no more tokens than the weight has columns, the logits are no larger than it
+            if self.hidden.numel() <= self.hidden.shape[-1] ** 2:
+                self.result = self._compute(records=False)[0].detach()
+                self.copies = {}
+                self.step_samples = self._samples()
             else:
                 parts = {"weight": self.weight, "bias": self.bias}
-                self.kept = {
+                self.copies = {
                     name: copy(x) for name, x in parts.items() if x is not None and id(x) in changed
                 }
         except torch.OutOfMemoryError:
             self.lost = (
                 "the logits are asked for after an optimizer's step, before which there was no "
-                "memory for a copy of the head's "
-                "weights; look at them before the step, or undo patch_model"
+                "memory for a copy of the head's weights; look at them before the step, or undo "
+                "patch_model"
             )
         return True
 
     def _samples(self) -> tuple[Tensor | None, ...]:
-        """Of those parts of which ``marks`` has one."""
+        """Return samples of the current tensors whose mark has one."""
         return tuple(
             None if x is None or mark is None or mark.sample is None else _sample(x)
-            for x, mark in zip(self._parts, self.marks)
+            for x, mark in zip(self._current, self.marks)
         )
 
     def _check(self) -> None:
@@ -241,57 +235,53 @@ class Promise:
             raise RuntimeError(reason)
 
     def _why_not(self, compared: bool = True) -> str:
-        """Why they can no longer be computed; empty where they can.
+        """Return why the logits can no longer be computed; empty if they can.
 
         Args:
             compared: also compare samples of the weights, for which the host waits.
         """
         if self.lost:
             return self.lost
-        if self._parts[1].untyped_storage().nbytes() == 0 and not self.at_step:
+        if self._current[1].untyped_storage().nbytes() == 0 and not self.step_samples:
             return (
                 "the logits are asked for after the head's weight was sharded again; look at them "
-                "before the backward pass, or "
-                "undo patch_model"
+                "before the backward pass, or undo patch_model"
             )
-        samples = (self.at_step or self._samples()) if compared else (None, None, None)
-        for x, original, mark, sample in zip(
-            self._parts, (self.hidden, self.weight, self.bias), self.marks, samples
-        ):
+        samples: tuple = (None, None, None)
+        if compared:
+            samples = self.step_samples or self._samples()
+        originals = (self.hidden, self.weight, self.bias)
+        for x, original, mark, sample in zip(self._current, originals, self.marks, samples):
             if x is None or mark is None:
                 continue
-            same = x is not original or bool(self.at_step) or mark.is_of(x)
-            if not same or (
-                sample is not None
-                and mark.sample is not None
-                and not torch.equal(sample, mark.sample)
-            ):
-                what = "hidden states" if x is self.hidden else "weights"
+            same = x is not original or bool(self.step_samples) or mark.fits(x)
+            if same and sample is not None and mark.sample is not None:
+                same = torch.equal(sample, mark.sample)
+            if not same:
+                changed = "hidden states" if x is self.hidden else "weights"
                 return (
-                    f"the logits are asked for after the {what} changed, by something else than "
-                    "an optimizer of torch; look at "
-                    "them before, or undo patch_model"
+                    f"the logits are asked for after the {changed} changed, by something else than "
+                    "an optimizer of torch; look at them before, or undo patch_model"
                 )
         return ""
 
 
-_open: weakref.WeakSet[Promise] = weakref.WeakSet()
-"""Promises of weights that are trained, as long as somebody holds their logits."""
+_open_promises: weakref.WeakSet[Promise] = weakref.WeakSet()
+"""Promises of trained weights whose logits are still referenced."""
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_keep_what_is_held)
+    register_optimizer_step_pre_hook(_keep_before_step)
 
 
-def _keep_what_is_held(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before an optimizer's step: keep what logits that somebody still holds are made of, where
-    it changes that.
-    """
-    if not _open:
+def _keep_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Copy the head weights that uncomputed logits still need; called before ``optimizer.step``."""
+    if not _open_promises:
         return
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    changed = {id(p) for p in getattr(optimizer, "weights", own)}  # ours may hold shares of weights
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # our optimizers may hold shares of weights
+    changed = {id(p) for p in getattr(optimizer, "weights", parameters)}
     copies: dict[int, Tensor] = {}
 
     def copy(x: Tensor) -> Tensor:
@@ -299,27 +289,30 @@ def _keep_what_is_held(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             copies[id(x)] = x.detach().clone()
         return copies[id(x)]
 
-    held = [promise for promise in list(_open) if changed & {id(promise.weight), id(promise.bias)}]
-    if any([promise.keep(changed, copy) for promise in held]):
-        _say_they_are_held()
+    concerned = [
+        promise
+        for promise in list(_open_promises)
+        if changed & {id(promise.weight), id(promise.bias)}
+    ]
+    if any([promise.keep(changed, copy) for promise in concerned]):
+        _warn_of_memory()
 
 
 @functools.cache
-def _say_they_are_held() -> None:
+def _warn_of_memory() -> None:
     logger.warning(
         "the output of a patched model is still held when its optimizer steps, so a copy of its "
-        "head's weights is kept, or its "
-        "logits where they are smaller: let go of it before (del outputs) where nobody reads them "
-        "afterwards"
+        "head's weights is kept, or its logits where they are smaller: let go of it before (del "
+        "outputs) where nobody reads them afterwards"
     )
 
 
 class _Mark(NamedTuple):
-    """By which a later change of a tensor is seen.
+    """The state of a tensor, by which a later change is found.
 
     Attributes:
-        version: of autograd's counter; None in inference mode, which has none.
-        address, dtype: of its memory.
+        version: autograd's version counter; None in inference mode, which has none.
+        address, dtype: address and dtype of its memory.
         sample: some elements of a parameter, whose memory can be written past the counter; else
             None.
     """
@@ -334,23 +327,25 @@ class _Mark(NamedTuple):
         sample = _sample(x) if isinstance(x, nn.Parameter) else None
         return cls(None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample)
 
-    def is_of(self, x: Tensor) -> bool:
-        """Whether it is the tensor that was marked, as far as the host knows."""
+    def fits(self, x: Tensor) -> bool:
+        """Return whether x is the marked tensor, unchanged as far as the host knows."""
         if self.version is not None and x._version != self.version:
             return False
         return (x.data_ptr(), x.dtype) == (self.address, self.dtype)
 
 
 def _sample(x: Tensor) -> Tensor:
-    """Some elements, copied."""
-    return x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)].clone()
+    """Return a copy of some elements."""
+    return x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLE_SIZE)].clone()
 
 
 class LazyLogits(Tensor):
-    """Logits ``[..., V]`` that are made as ``promise`` says, when they are needed.
+    """Logits ``[..., V]`` that are computed by ``promise`` when they are read.
 
     Attributes:
-        handed_on: they came out of a Function, through which gradients must go.
+        promise: how they are computed.
+        handed_on: True if they are the output of an autograd Function, through which gradients must
+            go.
     """
 
     promise: Promise
@@ -362,16 +357,15 @@ class LazyLogits(Tensor):
 
     @property
     def written(self) -> bool:
-        """Whether somebody may have written to them since they were made."""
+        """True if somebody may have written to the logits since they were computed."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.promise.whole is not None and (self.is_inference() or self._version > 0)
+            return self.promise.result is not None and (self.is_inference() or self._version > 0)
 
     def computed(self) -> Tensor:
-        """The logits as a tensor, a view of these."""
+        """Return the logits as a plain tensor, a view of these."""
         self.promise.values()
-        inference = (
-            self.promise.hidden.is_inference()
-        )  # a view made without autograd could not be written to under it
+        # a view made without autograd could not be written to under it
+        inference = self.promise.hidden.is_inference()
         with (
             torch._C.DisableTorchFunctionSubclass(),
             torch.inference_mode(inference),
@@ -379,12 +373,10 @@ class LazyLogits(Tensor):
         ):
             return torch.ops.aten.alias(self)
 
-    def then(self, *step: Any) -> LazyLogits:
-        return LazyLogits(replace(self.promise, steps=(*self.promise.steps, step)))
-
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
-        """(s, c) where the steps amount to ``c · tanh(s · x / c)`` or ``s · x``; None where they
-        do not, or where the logits were written to."""
+        """Return (s, c) if the steps amount to ``c · tanh(s · x / c)``, (s, None) if they amount to
+        ``s · x``, and None for other steps or logits that were written to.
+        """
         if self.written:
             return None
         before = 1.0
@@ -395,32 +387,31 @@ class LazyLogits(Tensor):
                 if capped:
                     return None
                 capped = True
+            elif kind == "scale" and capped:
+                after *= value[0]
             elif kind == "scale":
-                before, after = (before, after * value[0]) if capped else (before * value[0], after)
+                before *= value[0]
         return (before * after, after) if capped else (before, None)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a step if ``func`` is one; else call it with the computed logits."""
         kwargs = kwargs or {}
-        if func in LOOKED_AT or (
-            func is Tensor.view_as and args[0] is args[1]
-        ):  # the latter: a Function hands them on
+        # autograd calls x.view_as(x) where a Function returns its input
+        if func in _WITHOUT_VALUES or (func is Tensor.view_as and args[0] is args[1]):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         logits = args[0] if args and isinstance(args[0], LazyLogits) else None
-        step = None if logits is None else _step(IN_PLACE.get(func, func), args, kwargs)
-        if logits is not None and step == ():
-            return logits
-        if (
-            logits is not None
-            and step is not None
-            and logits.promise.whole is None
-            and not logits.handed_on
-        ):
-            if func not in IN_PLACE:
-                return logits.then(*step)
-            logits.promise.steps += (step,)
-            return logits
+        if logits is not None:
+            step = _step(IN_PLACE.get(func, func), args, kwargs)
+            if step == ():
+                return logits
+            if step is not None and logits.promise.result is None and not logits.handed_on:
+                steps = (*logits.promise.steps, step)
+                if func not in IN_PLACE:
+                    return LazyLogits(replace(logits.promise, steps=steps))
+                logits.promise.steps = steps
+                return logits
         args, kwargs = tree_map(
             lambda x: x.computed() if isinstance(x, LazyLogits) else x, (args, kwargs)
         )
@@ -428,15 +419,15 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Below autograd: on the values; on none where they are handed on as they are."""
+        """Below autograd: call ``func`` on the values, or on none if it returns its input."""
         if func is torch.ops.aten.view.default and list(args[1]) == list(args[0].shape):
-            made = _wrapper(args[0].promise)
-            made.handed_on = True
-            return made
-        given = tree_map(
+            logits = _wrapper(args[0].promise)
+            logits.handed_on = True
+            return logits
+        plain_args, plain_kwargs = tree_map(
             lambda x: x.promise.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {})
         )
-        out = func(*given[0], **given[1])
+        out = func(*plain_args, **plain_kwargs)
         return args[0] if func._schema.is_mutable and isinstance(args[0], LazyLogits) else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -447,7 +438,7 @@ class LazyLogits(Tensor):
 
 
 class _Promised(torch.autograd.Function):
-    """Logits that are not there, where the head's outputs would be in the graph."""
+    """Lazy logits at the place of the head's outputs in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, promise: Promise, *_sources: Tensor) -> LazyLogits:
@@ -460,19 +451,20 @@ class _Promised(torch.autograd.Function):
 
 
 def _wrapper(promise: Promise) -> LazyLogits:
+    """Return a tensor without memory, of the shape and dtype that the logits will have."""
     dtype = promise.product or promise.hidden.dtype
     for kind, *value in promise.steps:
         dtype = value[0] if kind == "type" else dtype
     shape = (*promise.hidden.shape[:-1], len(promise.weight))
-    made: Any = torch.Tensor._make_wrapper_subclass(
+    logits: Any = torch.Tensor._make_wrapper_subclass(
         LazyLogits, shape, dtype=dtype, device=promise.hidden.device
     )
-    made.promise = promise
-    return made
+    logits.promise = promise
+    return logits
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
-    """The type of products where ``x`` is, or None where autocast is off."""
+    """Return the dtype of products on the device of ``x``, or None if autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -482,10 +474,11 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "tanh": torch.tanh,
     "type": lambda x, dtype: x.to(dtype),
 }
+"""Operations on logits by the names of steps."""
 
 
 def _step(func: Any, args: tuple, kwargs: dict) -> tuple | None:
-    """The step that ``func`` amounts to, () for none at all, None where the logits must be
+    """Return the step that a call amounts to: () if it changes nothing, None if the logits must be
     computed.
     """
     number = args[1] if len(args) == 2 and type(args[1]) in (int, float) and not kwargs else None

@@ -1,7 +1,7 @@
-"""A mask that is not there until somebody looks: what a model hands to its layers where rows are
+"""A mask that is made when somebody reads it: a model passes it to its layers if rows are
 documents.
 
-Attention that takes documents reads them from it. Any other use makes the mask that transformers
+Attention over documents reads their bounds from it. Any other use makes the mask that transformers
 would have made.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-ATTRIBUTES = (
+_ATTRIBUTES = (
     "shape",
     "dtype",
     "device",
@@ -28,7 +28,7 @@ ATTRIBUTES = (
     "grad_fn",
     "is_leaf",
 )
-METHODS = (
+_METHODS = (
     "size",
     "dim",
     "numel",
@@ -38,15 +38,15 @@ METHODS = (
     "get_device",
     "__len__",
 )
-FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
-"""Functions of torch that are other objects than the methods; FSDP2 asks by them what it is to
-cast.
+METADATA_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
+"""Functions that read metadata and are other objects than the methods of these names; FSDP2 calls
+them to find what to cast.
 """
 
-LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}.union(
-    (getattr(Tensor, name) for name in METHODS), FUNCTIONS
+_WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}.union(
+    (getattr(Tensor, name) for name in _METHODS), METADATA_FUNCTIONS
 )
-"""What may be asked of a mask without making it."""
+"""Functions that read the metadata of a mask and no values."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Padding:
     L of them.
 
     Attributes:
-        places: of the padding among B · S, ``[P]``.
-        within: of the same among the last L positions of the rows that have padding, R · L,
-            ``[P]``.
-        rows: that have padding, ``[R]``.
+        places: indices of the padding in B · S, ``[P]``.
+        within: indices of the same tokens in R · L, the last L positions of the rows that have
+            padding, ``[P]``.
+        rows: indices of the rows that have padding, ``[R]``.
         longest: L.
         mask: makes the mask ``[R, 1, L, S]`` of the last L positions of these rows.
     """
@@ -76,13 +76,12 @@ class Documents:
 
     Attributes:
         bounds: int32 ``[N + 1]``, ending at T.
-        longest: bound on a document's length.
-        places: of the real tokens among B · S, or None where all are.
-        window: of the sliding window, or None.
-        padding: what is no real token, or None.
-        mask: makes what transformers would have made, which may be None where a plain causal mask
-            is meant.
-        tensor: makes the same as a tensor.
+        longest: upper bound of a document's length.
+        places: indices of the real tokens in B · S, or None if all tokens are real.
+        window: width of the sliding window, or None.
+        padding: the padding, or None if there is none.
+        mask: makes the mask of transformers, which may be None for a plain causal mask.
+        tensor: makes the same mask, always as a tensor.
     """
 
     bounds: Tensor
@@ -94,7 +93,7 @@ class Documents:
     tensor: Callable[[], Tensor]
 
     def cast(self, dtype: torch.dtype) -> Documents:
-        """Their masks in another dtype."""
+        """Return the documents with masks in another dtype."""
         padding = self.padding and replace(self.padding, mask=_cast(self.padding.mask, dtype))
         return replace(
             self, padding=padding, mask=_cast(self.mask, dtype), tensor=_cast(self.tensor, dtype)
@@ -102,18 +101,18 @@ class Documents:
 
 
 def _cast(make: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """What ``make`` makes, in ``dtype``, made once."""
+    """Return a cached function that makes the mask of ``make`` in ``dtype``."""
 
     @functools.cache
     def cast() -> Tensor | None:
-        made = make()
-        return None if made is None else made.to(dtype)
+        mask = make()
+        return None if mask is None else mask.to(dtype)
 
     return cast
 
 
 class LazyMask(Tensor):
-    """The mask ``[B, 1, S, S]`` of ``documents``, made when somebody looks at its values."""
+    """The mask ``[B, 1, S, S]`` of ``documents``, made when somebody reads its values."""
 
     documents: Documents
 
@@ -122,24 +121,24 @@ class LazyMask(Tensor):
         cls: type, documents: Documents, rows: int, length: int, dtype: torch.dtype
     ) -> LazyMask:
         shape = (rows, 1, length, length)
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        mask: Any = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=documents.bounds.device
         )
-        made.documents = documents
-        return made
+        mask.documents = documents
+        return mask
 
     def cast(self, dtype: torch.dtype) -> LazyMask:
-        """The same mask in another dtype, not made either."""
+        """Return the same mask in another dtype, also without values."""
         if self.dtype == dtype:
             return self
         return LazyMask(self.documents.cast(dtype), self.shape[0], self.shape[-1], dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LOOKED_AT:
+        if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
-        if func is Tensor.detach:  # a checkpoint that is re-entered hands its inputs on so
+        if func is Tensor.detach:  # a re-entrant checkpoint detaches its inputs
             return args[0]
         if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
             return args[0].cast(args[1])
@@ -150,5 +149,6 @@ class LazyMask(Tensor):
         return func(*_made(args), **_made(kwargs or {}))
 
 
-def _made(given: Any) -> Any:
-    return tree_map(lambda x: x.documents.tensor() if isinstance(x, LazyMask) else x, given)
+def _made(arguments: Any) -> Any:
+    """Return the arguments of a call with every lazy mask made."""
+    return tree_map(lambda x: x.documents.tensor() if isinstance(x, LazyMask) else x, arguments)

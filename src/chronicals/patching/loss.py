@@ -1,10 +1,10 @@
-"""The loss seam: a causal language model's own forward, with the head and the loss function meeting
-in one kernel.
+"""The loss seam: the head and the loss function of a causal language model run as one kernel within
+the model's own forward.
 
-While a model is called with labels, its head returns ``LazyLogits``; the loss function finds the
-hidden states behind them and takes linear cross-entropy, which never holds all logits. Everything
-else of the forward (router losses, what is returned) is the model's own. ``.logits`` of the result
-are computed when somebody looks at them.
+While a model is called with labels, its head returns ``LazyLogits``. The loss function reads the
+hidden states behind them and calls linear cross-entropy, which never holds all logits. Everything
+else of the forward (router losses, outputs) is the model's own. ``.logits`` of the result are
+computed when somebody reads them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from chronicals.patching.lazy_logits import LazyLogits, Promise, autocast_type
 logger = logging.getLogger(__name__)
 
 NAME = "loss"
-"""As the report and a plan call it."""
+"""Its name in the report and in a plan."""
 
 IGNORED = -100
 LABELS = ("labels", "shift_labels")
 
-TRL = "fused_lm_head"
-"""Argument by which trainers of TRL (from 1.16 on) ask the forward that they gave the model for
-losses of tokens.
+TRL_ARGUMENT = "fused_lm_head"
+"""Argument by which trainers of TRL (from 1.16 on) ask the forward that they installed for the loss
+of every token.
 """
 
 ABOUT_TRAINERS = (
@@ -45,35 +45,39 @@ ABOUT_TRAINERS = (
 
 
 class LossSeam:
-    """Of one model; ``active`` while it is called with labels."""
+    """The seam of one model.
+
+    Attributes:
+        active: True while the model is called with labels.
+        taken: how often the kernel computed the loss.
+    """
 
     def __init__(self) -> None:
         self.active = False
         self.taken = 0
 
     def before(self, model: nn.Module, _args: tuple, kwargs: dict) -> None:
-        """Pre-hook of the model.
+        """Activate the seam if there are labels; a forward pre-hook of the model.
 
         Raises:
-            RuntimeError: it is a copy that DataParallel made for another card, where the forwards
-                that replaced others still belong to the first card's modules.
+            RuntimeError: the model is a copy that DataParallel made for another card; its replaced
+                forwards still belong to the modules on the first card.
         """
         if getattr(model, "_is_replica", False):
             raise RuntimeError(
                 "a patched model cannot run under DataParallel, which transformers' Trainer takes "
-                "where a single process sees "
-                "several cards: start a process a card (torchrun), show it one "
-                "(CUDA_VISIBLE_DEVICES), or call unpatch_model"
+                "where a single process sees several cards: start a process a card (torchrun), "
+                "show it one (CUDA_VISIBLE_DEVICES), or call unpatch_model"
             )
-        if kwargs.get(TRL):
-            _say_trl_has_its_own()
+        if kwargs.get(TRL_ARGUMENT):
+            _warn_of_trl()
         self.active = (
             any(kwargs.get(name) is not None for name in LABELS)
             and not torch.compiler.is_compiling()
         )
 
     def after(self, *_: object) -> None:
-        """Hook of the model, called whatever happens."""
+        """Deactivate the seam; a forward hook of the model, called after errors, too."""
         self.active = False
 
     def __deepcopy__(self, memo: dict) -> LossSeam:
@@ -81,7 +85,7 @@ class LossSeam:
 
 
 @functools.cache
-def _say_trl_has_its_own() -> None:
+def _warn_of_trl() -> None:
     logger.warning(
         "TRL computes the loss by a fused head of its own: linear_cross_entropy is not used, the "
         "other kernels are"
@@ -89,7 +93,7 @@ def _say_trl_has_its_own() -> None:
 
 
 def head_of(model: Any) -> nn.Module | None:
-    """The plain linear layer that makes the logits, or None."""
+    """Return the plain linear layer that makes the logits, or None."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head if type(head) is nn.Linear else None
 
@@ -109,21 +113,20 @@ def install(model: Any) -> None:
 
 
 def remove(model: Any) -> None:
-    """Take the seam out again, wherever its head is by now; a copy of a model that has one has
-    one of its own, and a loss function that was set since stays."""
+    """Remove the seam, wherever its head is by now. A loss function that was set since stays.
+
+    A copied model has a seam of its own.
+    """
     if not isinstance(vars(model).get("_chronicals_loss_seam"), LossSeam):
         return
     for hooks, flags in (
         (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
         (model._forward_hooks, model._forward_hooks_always_called),
     ):
-        for key in [
-            key
-            for key, hook in hooks.items()
-            if isinstance(getattr(hook, "__self__", None), LossSeam)
-        ]:
-            del hooks[key]
-            flags.pop(key, None)
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), LossSeam):
+                del hooks[key]
+                flags.pop(key, None)
     loss = vars(model).get("_loss_function")
     if isinstance(loss, _Loss):
         del model._loss_function
@@ -137,23 +140,23 @@ def remove(model: Any) -> None:
 
 def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
     seam: LossSeam = head._chronicals_loss_seam  # type: ignore[assignment]
-    sharded = type(head) is not nn.Linear or type(head.weight) not in (
-        nn.Parameter,
-        Tensor,
-    )  # whole in this call alone
-    watched = (
-        head._backward_hooks or head._backward_pre_hooks
-    )  # which want the gradient of logits that are there
-    if sharded or watched or not seam.active:
+    # a sharded weight is whole during this call only
+    sharded = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, Tensor)
+    # backward hooks read the gradient of logits, which must be computed for that
+    hooked = head._backward_hooks or head._backward_pre_hooks
+    if sharded or hooked or not seam.active:
         return F.linear(hidden, head.weight, head.bias)
-    return LazyLogits(
-        Promise(hidden, head.weight, head.bias, autocast_type(hidden), torch.is_grad_enabled())
-    )
+    product = autocast_type(hidden)
+    return LazyLogits(Promise(hidden, head.weight, head.bias, product, torch.is_grad_enabled()))
 
 
 class _Loss:
-    """transformers' ForCausalLMLoss where the logits are lazy, the model's own loss function
-    otherwise.
+    """The model's loss function; transformers' ForCausalLMLoss of lazy logits runs as a kernel.
+
+    Args:
+        seam: the seam of the model.
+        own: the model's own loss function.
+        set_before: whether ``own`` was set on the instance.
     """
 
     def __init__(self, seam: LossSeam, own: Callable[..., Tensor], set_before: bool):
@@ -171,12 +174,10 @@ class _Loss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        shape = (
-            logits.scale_and_softcap()
-            if isinstance(logits, LazyLogits) and self.own is ForCausalLMLoss
-            else None
-        )
-        if shape is None or (vocab_size is not None and vocab_size != logits.shape[-1]):
+        scale_and_softcap = None
+        if isinstance(logits, LazyLogits) and self.own is ForCausalLMLoss:
+            scale_and_softcap = logits.scale_and_softcap()
+        if scale_and_softcap is None or (vocab_size is not None and vocab_size != logits.shape[-1]):
             return self.own(
                 logits=logits,
                 labels=labels,
@@ -191,7 +192,7 @@ class _Loss:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         promise = logits.promise
-        (scale, softcap) = shape
+        scale, softcap = scale_and_softcap
         targets = shift_labels.reshape(-1).to(promise.hidden.device)
         targets = targets.masked_fill(targets == ignore_index, IGNORED)
         self.seam.taken += 1
@@ -205,8 +206,6 @@ class _Loss:
         )
         if num_items_in_batch is None:
             return mean_of(total, targets)
-        return total / (
-            num_items_in_batch.to(total.device)
-            if torch.is_tensor(num_items_in_batch)
-            else num_items_in_batch
-        )
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch

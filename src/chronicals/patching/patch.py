@@ -1,5 +1,7 @@
-"""``patch_model``: parts of any Hugging Face decoder replaced by kernels, on the instance,
-proved, reported, undone.
+"""``patch_model``: replace parts of any Hugging Face decoder by kernels.
+
+The parts are replaced on the instance. Every replacement is proved before, reported, and can be
+undone.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ EXPERTS = "experts keep their own products"
 ON_RANKS = "its experts are on several ranks, or fewer than its configuration says"
 UNKNOWN_HALF = "of no known form: it runs as its class does"
 ROUTED_HALF = "its class calls the router and the experts, which run fused"
+"""Reasons in the report."""
 
 
 class Whole:
-    """In a patched model: its forwards are made by patching, so it would be written to a file
-    that cannot be read.
+    """A guard in a patched model against pickling it whole: its forwards are made by patching, so
+    the file could not be read.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -56,12 +59,12 @@ def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = T
             logits and hidden states at padding do not, and labels there are refused.
 
     Returns:
-        What was replaced, where, by what, and what was left alone and why. A second call changes
-        nothing.
+        A report of the parts that were replaced, where and by what, and of those left alone and
+        why. A second call changes nothing.
 
     Raises:
-        ValueError: ``model`` is not a model of transformers, or wrapped or compiled already, or was
-            patched with another value of ``outputs_at_padding``.
+        ValueError: ``model`` is not a model of transformers, is wrapped or compiled already, or
+            was patched with another value of ``outputs_at_padding``.
         VersionError: torch, transformers or PEFT is older than the lowest version that chronicals
             runs with.
     """
@@ -69,9 +72,11 @@ def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = T
 
 
 def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
-    """As ``patch_model``, but the model's attention and loss stay: for callers who have their own.
+    """Patch like ``patch_model``, but keep the model's attention and loss, for callers who have
+    their own.
 
     Args:
+        model: a causal language model of transformers, or PEFT's wrapping of one.
         whole_layers: decoder layers that are given the bounds of documents run as one.
     """
     return _patch(model, seams=False, whole_layers=whole_layers)
@@ -80,6 +85,12 @@ def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
 def _patch(
     model: Any, seams: bool, whole_layers: bool = False, outputs_at_padding: bool = True
 ) -> PatchReport:
+    """Patch the model.
+
+    Args:
+        seams: also replace attention and loss.
+        whole_layers, outputs_at_padding: see ``patch_parts`` and ``patch_model``.
+    """
     target = _inside(model)
     check_versions_for(model)
     plan = plan_for(target)
@@ -88,13 +99,8 @@ def _patch(
         report = target._chronicals_report = PatchReport(type(target).__name__)
         mixture = speaks_of_experts(target.config)
         for path, module in target.named_modules():
-            _replace(
-                path,
-                class_module(module),
-                plan,
-                report,
-                mixture,
-            )
+            part = class_module(module)
+            _replace(path, part, plan, report, mixture)
         if "model" in plan.reasons:
             report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     if whole_layers and not report.whole_layers:
@@ -105,8 +111,7 @@ def _patch(
     elif seams and attention.is_installed(target, not outputs_at_padding):
         raise ValueError(
             f"outputs_at_padding={outputs_at_padding}: the model was patched with "
-            f"{not outputs_at_padding} already; call "
-            "unpatch_model(model) first"
+            f"{not outputs_at_padding} already; call unpatch_model(model) first"
         )
     if report.replaced:
         target._chronicals_whole = Whole()
@@ -130,6 +135,11 @@ def unpatch_model(model: Any) -> None:
 
 
 def _inside(model: Any) -> Any:
+    """Return the model of transformers: ``model``, or what PEFT has wrapped.
+
+    Raises:
+        ValueError: it is none, or wrapped or compiled already.
+    """
     if hasattr(model, "_orig_mod"):
         raise ValueError(
             "model is compiled already: give patch_model the model itself, and compile it "
@@ -152,6 +162,12 @@ def _inside(model: Any) -> Any:
 def _replace(
     path: str, module: nn.Module, plan: PatchPlan, report: PatchReport, mixture: bool
 ) -> None:
+    """Replace the forward of a module if its form is known, and report that or the reason.
+
+    Args:
+        path: path of the module in the model.
+        mixture: whether the model has experts, whose absence from the plan is then reported.
+    """
     key = signature(module)
     part = type(module).__name__
     _, form = plan.forms.get(key, (None, None))
@@ -162,13 +178,8 @@ def _replace(
             report.left.append(Left(path, part, EXPERTS))
         return
     if "forward" in vars(module):
-        report.left.append(
-            Left(
-                path,
-                part,
-                "its forward was replaced by something else (hooks, offload, quantisation)",
-            )
-        )
+        reason = "its forward was replaced by something else (hooks, offload, quantisation)"
+        report.left.append(Left(path, part, reason))
     elif any(drops(child) for child in module.children()):
         report.left.append(Left(path, part, "has dropout"))
     elif form.by == experts.BY and is_parallel(module):
@@ -181,43 +192,35 @@ def _replace(
 
 
 def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
+    """Replace the forwards of decoder layers by fused ones, and report that or the reason."""
     report.whole_layers = True
     if not plan.layers:
-        report.left.append(
-            Left(
-                "",
-                decoder_layer.NAME,
-                plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", "")),
-            )
-        )
-    kept = {
+        reason = plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", ""))
+        report.left.append(Left("", decoder_layer.NAME, reason))
+        return
+    other_halves = {
         decoder_layer.ATTENTION_BY: decoder_layer.MLP_HALF,
         decoder_layer.MLP_BY: decoder_layer.ATTENTION_HALF,
     }
-    for path, layer in target.named_modules() if plan.layers else ():
-        form = plan.layers.get(layer_signature(layer)) if hasattr(layer, ATTENTION) else None
-        if form is not None and "forward" not in vars(layer):
-            layer.forward = MethodType(form.forward, layer)
-            report.replaced.append(Replaced(path, type(layer).__name__, form.by))
-            if form.by in kept:
-                own = (
-                    ROUTED_HALF
-                    if form.by == decoder_layer.ATTENTION_BY and _has_fused_experts(layer)
-                    else UNKNOWN_HALF
-                )
-                report.left.append(Left(path, kept[form.by], plan.reasons.get(kept[form.by], own)))
-        elif form is not None:
-            report.left.append(
-                Left(
-                    path,
-                    type(layer).__name__,
-                    "its forward was replaced by something else (hooks, offload)",
-                )
-            )
-        elif hasattr(layer, ATTENTION):
-            report.left.append(
-                Left(path, type(layer).__name__, "neither half of it is of a known form")
-            )
+    for path, layer in target.named_modules():
+        if not hasattr(layer, ATTENTION):
+            continue
+        part = type(layer).__name__
+        form = plan.layers.get(layer_signature(layer))
+        if form is None:
+            report.left.append(Left(path, part, "neither half of it is of a known form"))
+            continue
+        if "forward" in vars(layer):
+            reason = "its forward was replaced by something else (hooks, offload)"
+            report.left.append(Left(path, part, reason))
+            continue
+        layer.forward = MethodType(form.forward, layer)
+        report.replaced.append(Replaced(path, part, form.by))
+        other_half = other_halves.get(form.by)
+        if other_half is not None:
+            is_routed = form.by == decoder_layer.ATTENTION_BY and _has_fused_experts(layer)
+            reason = ROUTED_HALF if is_routed else UNKNOWN_HALF
+            report.left.append(Left(path, other_half, plan.reasons.get(other_half, reason)))
 
 
 def _has_fused_experts(layer: nn.Module) -> bool:
@@ -225,6 +228,7 @@ def _has_fused_experts(layer: nn.Module) -> bool:
 
 
 def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:
+    """Put the loss seam into the model, and report that or the reason."""
     head = loss.head_of(target)
     if not plan.loss or head is None:
         reason = plan.reasons.get(loss.NAME, "its head is not a plain linear layer")
@@ -242,11 +246,10 @@ def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:
 def _replace_attention(
     target: Any, plan: PatchPlan, report: PatchReport, outputs_at_padding: bool
 ) -> None:
-    reason = (
-        attention.why_not(target)
-        if plan.attention
-        else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
-    )
+    """Put the attention seam into the model, and report that or the reason."""
+    reason = plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
+    if plan.attention:
+        reason = attention.why_not(target)
     if reason:
         report.left.append(Left("", attention.NAME, reason))
     else:

@@ -1,5 +1,5 @@
-"""What can be replaced in models of a class and configuration: proved on its twin, once, part by
-part and then together.
+"""The plan of what can be replaced in models of a class and configuration: proved on its twin,
+once, part by part and then all parts together.
 """
 
 from __future__ import annotations
@@ -34,29 +34,35 @@ RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "rotary": recognise_rotary,
     "experts": recognise_experts,
 }
-NOTHING = "computes nothing that a kernel does"
+"""Recognisers by the role of a module; each returns the form of a module, or None."""
+
+NO_KERNEL = "computes nothing that a kernel does"
 NO_TWIN = "there is no twin"
-LENGTHS = (7, 1, 9, 4)
-"""Of the documents that whole layers are proved on."""
 DISAGREES = "the whole twin did not agree with it"
-TOLERANCE = 1e-4
-FLOOR = 1e-2
-"""Largest norm of a gradient's difference in fp64, relative to the larger of its own norm and
-FLOOR times the mean norm of all gradients: the gradient of a key bias is rounding only, and some
-classes round to fp32 inside."""
+"""Reasons in a plan."""
+
+PROOF_LENGTHS = (7, 1, 9, 4)
+"""Lengths of the documents that whole layers are proved on."""
+
+GRADIENT_TOLERANCE = 1e-4
+GRADIENT_FLOOR = 1e-2
+"""Largest norm of a gradient's difference in fp64, relative to the larger of its norm and
+GRADIENT_FLOOR times the mean norm of all gradients. The gradient of a key bias is rounding only,
+and some classes round to fp32 inside.
+"""
 
 
 @dataclass
 class PatchPlan:
-    """What was proved for a class and configuration.
+    """The parts that were proved for a class and configuration.
 
     Attributes:
         forms: role and form by the signature of a module.
         layers: form of a decoder layer with one or both halves fused, by the layer's signature.
-        seen: by signature of the twin's modules, why it is not replaced; empty if it is.
+        seen: reason why a module of the twin is not replaced, by its signature; empty if it is.
         loss, attention: whether these can be replaced.
-        reasons: by name of a part, why it cannot.
-        code: by class, the forward that it was proved with and the functions beside that.
+        reasons: reason why a part cannot be replaced, by the name of the part.
+        code: by class, the forward that it was proved with and the functions that it calls.
     """
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
@@ -69,82 +75,93 @@ class PatchPlan:
 
     @property
     def fuses_whole_layers(self) -> bool:
-        """Whether both halves of every layer run fused."""
+        """True if both halves of every layer run fused."""
         return bool(self.layers) and all(
             form.by == decoder_layer.BY for form in self.layers.values()
         )
 
-    def is_of_today(self) -> bool:
-        """Whether no forward, and no function beside one, was replaced since the proof."""
+    def is_current(self) -> bool:
+        """Return whether no forward, and no function that it calls, was replaced since the proof."""
         return all(_code_of(cls) == code for cls, code in self.code.items())
 
     def without(self, role: str) -> PatchPlan:
-        """The plan without the forms of a role, or without the loss."""
-        kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
-        seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
+        """Return the plan without the forms of a role, or without the loss."""
+        forms = {key: entry for key, entry in self.forms.items() if entry[0] != role}
+        left_out = {key: DISAGREES for key in self.forms if key not in forms}
         return PatchPlan(
-            kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons)
+            forms=forms,
+            seen=self.seen | left_out,
+            loss=self.loss and role != loss.NAME,
+            attention=self.attention,
+            reasons=dict(self.reasons),
         )
 
 
-Run = tuple[float, dict[str, Tensor]]
-"""Loss, and gradients by name."""
+LossAndGradients = tuple[float, dict[str, Tensor]]
+"""A loss, and gradients by the names of the parameters."""
 
 _PLANS: dict[tuple[type, str], PatchPlan] = {}
 
 
 def plan_for(model: Any) -> PatchPlan:
-    """The plan for the class and configuration of ``model``; its tensors are not touched.
-    Cached.
+    """Return the plan for the class and configuration of ``model``, whose tensors are not touched.
+
+    Plans are cached until a forward of the class is replaced.
     """
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        return _from_shells(model, f"its configuration cannot be made small ({error})")
+        return _plan_from_shells(model, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
-    if key not in _PLANS or not _PLANS[key].is_of_today():
+    plan = _PLANS.get(key)
+    if plan is None or not plan.is_current():
         with plain_surroundings():
-            plan = _PLANS[key] = _make(type(model), config)
-        plan.code = {
-            cls: _code_of(cls) for cls in (type(model), *(kind[0] for kind in plan.seen if kind))
-        }
-    plan = _PLANS[key]
-    return _from_shells(model, plan.reasons["model"]) if NO_TWIN in plan.seen.values() else plan
+            plan = _PLANS[key] = _plan_from_twin(type(model), config)
+        classes = (type(model), *(kind[0] for kind in plan.seen if kind))
+        plan.code = {cls: _code_of(cls) for cls in classes}
+    if NO_TWIN in plan.seen.values():
+        return _plan_from_shells(model, plan.reasons["model"])
+    return plan
 
 
 def _code_of(cls: type[nn.Module]) -> tuple:
     return cls.forward, *functions_beside(cls.forward)
 
 
-def _from_shells(model: nn.Module, reason: str) -> PatchPlan:
-    """Without a twin: every part proved by itself, on a shell of it. Loss and attention need a
-    whole model and stay.
+def _plan_from_shells(model: nn.Module, reason: str) -> PatchPlan:
+    """Return a plan without a twin: each module is proved by itself, on a shell of it. Loss and
+    attention need a whole model and are left alone.
+
+    Args:
+        reason: why there is no twin.
     """
     plan = PatchPlan(reasons={loss.NAME: reason, attention.NAME: reason})
     with plain_surroundings():
         for module in model.modules():
             key = signature(module)
-            if key not in plan.seen:
-                try:
-                    found = _find(plan, key, shell_of(module)) or _find(
-                        plan, key, module, only=("rotary",)
-                    )
-                    plan.seen[key] = "" if found else NOTHING
-                except NoShell as error:
-                    plan.seen[key] = (
-                        "" if _find(plan, key, module, only=("rotary",)) else f"{NOTHING}: {error}"
-                    )
+            if key in plan.seen:
+                continue
+            why_no_form = NO_KERNEL
+            has_form = False
+            try:
+                has_form = _add_form(plan, key, shell_of(module))
+            except NoShell as error:
+                why_no_form = f"{NO_KERNEL}: {error}"
+            # a rotation is a function of the module's file, which needs no shell
+            has_form = has_form or _add_form(plan, key, module, only=("rotary",))
+            plan.seen[key] = "" if has_form else why_no_form
     return plan
 
 
-def _make(cls: type, config: Any) -> PatchPlan:
+def _plan_from_twin(cls: type, config: Any) -> PatchPlan:
+    """Return the plan that is proved on a small random model of the class."""
     plan = PatchPlan()
     try:
         twin = build_twin(cls, config).train()
         for module in twin.modules():
             key = signature(module)
             if key not in plan.seen:
-                plan.seen[key] = "" if _find(plan, key, module) else NOTHING
+                plan.seen[key] = "" if _add_form(plan, key, module) else NO_KERNEL
         twin.double()
         expected = run(twin)
         repeatable = agree(expected, run(twin))
@@ -158,7 +175,7 @@ def _make(cls: type, config: Any) -> PatchPlan:
     plan.loss = loss.head_of(twin) is not None
     if not plan.loss:
         plan.reasons[loss.NAME] = "its head is not a plain linear layer"
-    plan = _checked(twin, plan, expected)
+    plan = _without_wrong_role(twin, plan, expected)
     reason = _why_not_documents(twin)
     if reason:
         plan.reasons[attention.NAME] = reason
@@ -172,20 +189,23 @@ def _make(cls: type, config: Any) -> PatchPlan:
 
 
 def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
-    """Fused layers with which the twin, given documents end to end, gives what it gives by
-    itself: with both halves fused, or else with one of them, in all layers that have it; none
-    where that does not hold."""
-    layers = getattr(twin.get_decoder(), "layers", ())
-    read = {
-        decoder_layer.layer_signature(layer): decoder_layer.read_layer(layer, plan.forms)
-        for layer in layers
-    }
-    anatomies = {key: anatomy for key, anatomy in read.items() if anatomy is not None}
+    """Return the largest set of fused layers, by signature, under which the twin's packed output
+    equals its unfused output.
+
+    All layers fuse both halves where they have known forms, or else attention only, or else the MLP
+    only. The result is empty if none of that holds. Halves that are left out are noted in
+    ``plan.reasons``.
+    """
+    anatomies: dict[tuple, decoder_layer.Anatomy] = {}
+    for layer in getattr(twin.get_decoder(), "layers", ()):
+        anatomy = decoder_layer.read_layer(layer, plan.forms)
+        if anatomy is not None:
+            anatomies[decoder_layer.layer_signature(layer)] = anatomy
     if not any(anatomy.by for anatomy in anatomies.values()):
         return {}
     try:
         expected = _run_packed(twin)
-    except Exception:  # a class that knows no bounds fails in its own way
+    except Exception:  # a class that takes no bounds of documents fails in its own way
         return {}
     tried = []
     for fuses_attention, fuses_mlp in ((True, True), (True, False), (False, True)):
@@ -202,67 +222,73 @@ def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
             if not forms or chosen in tried:
                 continue
             tried.append(chosen)
-            if _layers_hold(twin, forms, expected):
-                fused = {
-                    decoder_layer.ATTENTION_HALF: fuses_attention,
-                    decoder_layer.MLP_HALF: fuses_mlp,
-                }
-                plan.reasons |= {name: DISAGREES for name, there in fused.items() if not there}
+            if _layers_agree(twin, forms, expected):
+                if not fuses_attention:
+                    plan.reasons[decoder_layer.ATTENTION_HALF] = DISAGREES
+                if not fuses_mlp:
+                    plan.reasons[decoder_layer.MLP_HALF] = DISAGREES
                 return forms
     return {}
 
 
-def _layers_hold(twin: Any, forms: dict[tuple, Form], expected: Run) -> bool:
-    found = [
-        (layer, forms.get(decoder_layer.layer_signature(layer)))
-        for layer in twin.get_decoder().layers
-    ]
-    fused = [(layer, form) for layer, form in found if form is not None]
-    due = decoder_layer.runs + Counter(form.by for _, form in fused)
+def _layers_agree(twin: Any, forms: dict[tuple, Form], expected: LossAndGradients) -> bool:
+    """Return whether the twin with these fused layers gives ``expected``, and all of them ran."""
+    fused = []
+    for layer in twin.get_decoder().layers:
+        form = forms.get(decoder_layer.layer_signature(layer))
+        if form is not None:
+            fused.append((layer, form))
+    expected_runs = decoder_layer.runs + Counter(form.by for _, form in fused)
     for layer, form in fused:
         layer.forward = MethodType(form.forward, layer)
     try:
-        return agree(expected, _run_packed(twin)) and decoder_layer.runs == due
+        return agree(expected, _run_packed(twin)) and decoder_layer.runs == expected_runs
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return False  # it has parts under these names that are something else
+        return False  # parts with the expected names are something else
     finally:
         for layer, _ in fused:
             del layer.forward
 
 
-def _run_packed(twin: Any) -> Run:
-    """As ``run``, of packed documents: the hidden states are returned among the gradients, under
-    the name "", and their sum with random weights is differentiated; the loss is 0."""
+def _run_packed(twin: Any) -> LossAndGradients:
+    """Run the twin on packed documents, without its head.
+
+    Returns:
+        0.0, and the hidden states under the name "" beside the gradients of their sum with random
+        weights.
+    """
     generator = torch.Generator().manual_seed(8)
-    ids = torch.randint(
-        FIRST_TOKEN, len(twin.get_input_embeddings().weight), (sum(LENGTHS),), generator=generator
-    )
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(LENGTHS))
+    vocabulary = len(twin.get_input_embeddings().weight)
+    count = sum(PROOF_LENGTHS)
+    ids = torch.randint(FIRST_TOKEN, vocabulary, (count,), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in PROOF_LENGTHS])
+    bounds = torch.tensor([0, *PROOF_LENGTHS]).cumsum(0).to(torch.int32)
+    labels = torch.full_like(ids, IGNORED)
+    batch = Batch(ids, labels, positions, bounds, max(PROOF_LENGTHS))
     with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
         states = presented.hidden_states(batch)
     value = (states * torch.randn(states.shape, generator=generator)).sum()
-    named = [(name, p) for name, p in twin.named_parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
-    return 0.0, {
-        "": states.detach(),
-        **{name: g for (name, _), g in zip(named, gradients) if g is not None},
-    }
+    return 0.0, {"": states.detach(), **_gradients(twin, value)}
+
+
+def _gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a scalar in the trained parameters that it depends on."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, gradients) if g is not None}
 
 
 def _why_not_documents(twin: Any) -> str:
-    """Why the twin's attention cannot take rows as documents; empty if loss and gradients stay
-    the same for all kinds.
+    """Return why the twin's attention cannot take rows as documents; empty if loss and gradients
+    stay the same for all kinds of rows.
     """
     rows = kinds_of_rows(twin)
     try:
         expected = {kind: run(twin, **inputs) for kind, inputs in rows.items()}
     except Exception as error:  # any class of transformers may object to such rows in its own way
         return f"it does not take padded or packed rows ({type(error).__name__})"
-    expected = {
-        kind: found for kind, found in expected.items() if agree(found, found)
-    }  # some give no number at padding
+    # some classes give NaN at padding
+    expected = {kind: result for kind, result in expected.items() if agree(result, result)}
     if not attention.is_offered(twin):
         return "it does not attend through transformers' interface"
     attention.install(twin)
@@ -280,8 +306,8 @@ def _why_not_documents(twin: Any) -> str:
 
 
 def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
-    """Plain rows, rows padded on either side, rows padded with targets at the padding, and
-    packed rows.
+    """Return inputs by kind: plain rows, rows padded on either side, rows padded with targets at
+    the padding, and packed rows.
     """
     generator = torch.Generator().manual_seed(7)
     size = model.get_input_embeddings().weight.shape[0]
@@ -303,24 +329,31 @@ def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
     return rows
 
 
-def _find(plan: PatchPlan, key: tuple, module: nn.Module, only: Collection[str] = ()) -> bool:
+def _add_form(plan: PatchPlan, key: tuple, module: nn.Module, only: Collection[str] = ()) -> bool:
+    """Add the form of a module to the plan; return whether it has one.
+
+    Args:
+        only: roles to be tried; all by default.
+    """
     for role, recognise in RECOGNISERS.items():
-        form = recognise(module) if not only or role in only else None
+        if only and role not in only:
+            continue
+        form = recognise(module)
         if form is not None:
             plan.forms[key] = (role, form)
             return True
     return False
 
 
-def _checked(twin: Any, plan: PatchPlan, expected: Run) -> PatchPlan:
-    """The plan without the role with which the whole twin gives another loss or another
-    gradient.
+def _without_wrong_role(twin: Any, plan: PatchPlan, expected: LossAndGradients) -> PatchPlan:
+    """Return the plan, without the role that changes the loss or a gradient of the whole twin; if
+    leaving out one role does not help, an empty plan.
     """
-    if _holds(twin, plan, expected):
+    if _agrees(twin, plan, expected):
         return plan
     for role in (loss.NAME, *reversed(RECOGNISERS)):
         smaller = plan.without(role)
-        if _holds(twin, smaller, expected):
+        if _agrees(twin, smaller, expected):
             smaller.reasons.setdefault(role, DISAGREES)
             return smaller
     return PatchPlan(
@@ -329,9 +362,10 @@ def _checked(twin: Any, plan: PatchPlan, expected: Run) -> PatchPlan:
     )
 
 
-def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
-    """Whether the twin, patched by the plan, gives what it gives by itself; unpatched again
-    afterwards.
+def _agrees(twin: Any, plan: PatchPlan, expected: LossAndGradients) -> bool:
+    """Return whether the twin patched by the plan gives ``expected``; it is unpatched afterwards.
+
+    A loss that the twin does not take from the seam is removed from the plan.
     """
     changed = [module for module in twin.modules() if signature(module) in plan.forms]
     for module in changed:
@@ -344,7 +378,7 @@ def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
             plan.loss = False
             plan.reasons[loss.NAME] = "it computes its loss in its own way"
         return agree(expected, got)
-    except Exception as error:  # a class may handle its parts in a way that only calling it shows
+    except Exception as error:  # a class may use its parts in a way that only a call shows
         plan.reasons["whole"] = f"{type(error).__name__}: {error}"
         return False
     finally:
@@ -353,36 +387,38 @@ def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
             del module.forward
 
 
-def run(model: Any, **inputs: Tensor) -> Run:
-    """Loss and gradients; of two rows of random tokens, one of them with ignored labels, where
-    nothing else is given.
+def run(model: Any, **inputs: Tensor) -> LossAndGradients:
+    """Compute the loss and the gradients of all trained parameters.
+
+    Args:
+        inputs: of the model; by default two rows of random tokens, one of them with ignored labels.
     """
     if not inputs:
         generator = torch.Generator().manual_seed(5)
         embedding = model.get_input_embeddings().weight
-        ids = torch.randint(FIRST_TOKEN, len(embedding), (2, 9), generator=generator).to(
-            embedding.device
-        )
+        ids = torch.randint(FIRST_TOKEN, len(embedding), (2, 9), generator=generator)
+        ids = ids.to(embedding.device)
         labels = ids.clone()
         labels[0, :4] = -100
         inputs = {"input_ids": ids, "labels": labels}
     torch.default_generator.manual_seed(6)
     out = model(**inputs, use_cache=False)
-    gradients = torch.autograd.grad(
-        out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
-    )
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return out.loss.item(), {name: g for name, g in zip(names, gradients) if g is not None}
+    return out.loss.item(), _gradients(model, out.loss)
 
 
-def agree(expected: Run, got: Run) -> bool:
-    """Whether two runs gave the same loss and gradients."""
-    (one, a) = expected
-    (other, b) = got
-    if a.keys() != b.keys() or not math.isfinite(one) or not math.isclose(one, other, rel_tol=1e-5):
+def agree(expected: LossAndGradients, got: LossAndGradients) -> bool:
+    """Return whether two runs gave the same loss and gradients, within the tolerance."""
+    expected_loss, expected_gradients = expected
+    loss_value, gradients = got
+    if (
+        expected_gradients.keys() != gradients.keys()
+        or not math.isfinite(expected_loss)
+        or not math.isclose(expected_loss, loss_value, rel_tol=1e-5)
+    ):
         return False
-    mean = float(torch.stack([g.norm() for g in a.values()]).mean())
-    return all(
-        float((b[name] - g).norm()) <= TOLERANCE * max(float(g.norm()), FLOOR * mean)
-        for name, g in a.items()
-    )
+    mean = float(torch.stack([g.norm() for g in expected_gradients.values()]).mean())
+    for name, g in expected_gradients.items():
+        scale = max(float(g.norm()), GRADIENT_FLOOR * mean)
+        if not float((gradients[name] - g).norm()) <= GRADIENT_TOLERANCE * scale:
+            return False
+    return True

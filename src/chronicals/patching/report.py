@@ -1,5 +1,5 @@
-"""PatchReport: what was replaced, where, by what, what was left alone and why, and what a user
-should know about it.
+"""PatchReport: the parts that were replaced, where and by what, those left alone and why, and notes
+for the user.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ class Replaced:
     """A part that runs as a kernel now.
 
     Attributes:
-        path: of the module in the model.
+        path: path of the module in the model.
         part: its class.
-        by: what runs in its place.
+        by: name of its replacement.
     """
 
     path: str
@@ -25,7 +25,13 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Left:
-    """A part that stays as it was, and why."""
+    """A part that was left alone.
+
+    Attributes:
+        path: path of the module in the model; empty for a part of the whole model.
+        part: its class, or the name of the part.
+        reason: why it was left alone.
+    """
 
     path: str
     part: str
@@ -34,13 +40,13 @@ class Left:
 
 @dataclass
 class PatchReport:
-    """What ``patch_model`` did.
+    """The changes that ``patch_model`` made.
 
     Attributes:
         model: class of the model.
-        replaced, left: by module.
+        replaced, left: entry of each module.
         notes: sentences about when a replacement is used, or what it skips.
-        whole_layers: decoder layers were looked at as wholes, too.
+        whole_layers: whether decoder layers were tried as wholes, too.
     """
 
     model: str
@@ -50,21 +56,22 @@ class PatchReport:
     whole_layers: bool = False
 
     def mentions(self, part: str) -> bool:
-        """Whether ``part`` was looked at, be it replaced or left."""
+        """Return whether ``part`` is in the report, replaced or left alone."""
         return part in {entry.part for entry in self.replaced} | {entry.part for entry in self.left}
 
     def counts(self) -> dict[str, int]:
-        """How many modules run as what."""
+        """Return the number of modules by the name of their replacement."""
         return dict(Counter(entry.by for entry in self.replaced))
 
     def __str__(self) -> str:
         rows = [("part", "modules", "now")]
-        for (part, by), count in Counter((entry.part, entry.by) for entry in self.replaced).items():
+        replaced = Counter((entry.part, entry.by) for entry in self.replaced)
+        for (part, by), count in replaced.items():
             rows.append((part, str(count), by))
-        for (part, reason), count in Counter(
-            (entry.part, entry.reason) for entry in self.left
-        ).items():
+        left = Counter((entry.part, entry.reason) for entry in self.left)
+        for (part, reason), count in left.items():
             rows.append((part, str(count), f"as it was: {reason}"))
-        widths = [max(len(row[n]) for row in rows) for n in range(2)]
-        lines = [f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}" for row in rows]
+        part_width = max(len(part) for part, _, _ in rows)
+        count_width = max(len(count) for _, count, _ in rows)
+        lines = [f"{part:{part_width}}  {count:>{count_width}}  {now}" for part, count, now in rows]
         return "\n".join([self.model, *lines, *self.notes])

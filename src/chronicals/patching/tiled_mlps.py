@@ -1,5 +1,5 @@
-"""Gated MLPs that take their rows in tiles: of a long pack, only a tile of what is wider than
-the model exists at a time.
+"""Gated MLPs that process their rows in tiles, so that activations wider than the model exist for
+one tile of a long pack at a time.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from chronicals.patching.plan import plan_for
 
 BY = "tiled_mlp"
 ROLE = "gated MLP"
-"""As a plan calls them."""
+"""Role of the modules in a plan."""
 
 
 def tile_mlps(model: Any) -> int:
-    """Let the gated MLPs of ``model`` take tiles, in fused layers, too; how many there are. A
-    second call changes nothing.
+    """Let the gated MLPs of ``model`` process their rows in tiles, in fused layers, too. A second
+    call changes nothing.
 
-    Comes after kernels were put in their place, which it keeps; ``unpatch_model`` undoes it.
+    Patch the model before; kernels stay. ``unpatch_model`` undoes it.
+
+    Returns:
+        The number of gated MLPs.
     """
-    found = _gated_mlps(model)
-    for module in found:
+    mlps = _gated_mlps(model)
+    for module in mlps:
         run = getattr(vars(module).get("forward"), "__func__", type(module).forward)
         if getattr(run, FORM, None) != BY:
             by_tiles = partial(_forward, run)
             setattr(by_tiles, FORM, BY)
             module.forward = MethodType(by_tiles, module)
     for layer in model.modules():
-        if getattr(layer, "mlp", None) in found:
+        if getattr(layer, "mlp", None) in mlps:
             setattr(layer, TILES, True)
-    return len(found)
+    return len(mlps)
 
 
 def untile_mlps(model: Any) -> None:
@@ -53,7 +56,7 @@ def untile_mlps(model: Any) -> None:
 
 
 def forget_policies(model: Any) -> None:
-    """What an earlier run's memory policies and FP8 left on the model."""
+    """Undo the memory policies and FP8 of an earlier run."""
     untile_mlps(model)
     use_16_bit(model)
     for module in model.modules():
@@ -61,22 +64,22 @@ def forget_policies(model: Any) -> None:
 
 
 def has_gated_mlps(model: Any) -> bool:
-    """Whether there is anything to tile."""
+    """Return whether the model has gated MLPs that can be tiled."""
     return bool(_gated_mlps(model))
 
 
 def _gated_mlps(model: Any) -> list[nn.Module]:
-    """Those that run as their class does, or as ours; not where hooks, offload or a quantiser
-    put another forward.
+    """Return the gated MLPs that run by their class's forward or one of ours, not by that of hooks,
+    offload or a quantiser.
     """
     forms = plan_for(model).forms
-    found = []
+    mlps = []
     for module in model.modules():
-        own = vars(module).get("forward")
-        ours = own is None or hasattr(getattr(own, "__func__", None), FORM)
-        if ours and forms.get(signature(module), ("",))[0] == ROLE:
-            found.append(module)
-    return found
+        replaced = vars(module).get("forward")
+        is_ours = replaced is None or hasattr(getattr(replaced, "__func__", None), FORM)
+        if is_ours and forms.get(signature(module), ("",))[0] == ROLE:
+            mlps.append(module)
+    return mlps
 
 
 def _forward(run: Forward, module: nn.Module, x: Tensor) -> Tensor:

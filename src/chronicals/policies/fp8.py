@@ -13,7 +13,7 @@ from chronicals.models import input_device
 from chronicals.moe.routers import experts_per_token
 from chronicals.patching import experts, run_experts_in_fp8, run_in_fp8
 from chronicals.patching.forms import signature
-from chronicals.patching.fp8_layers import LEAST
+from chronicals.patching.fp8_layers import MIN_FP8_WIDTH
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, Load, Policy, Stage, register
@@ -74,7 +74,7 @@ class ProductsInFP8(Policy):
         stacked = run_experts_in_fp8(model, facts.tokens * each)
         if not layers.chosen and not stacked.layers:
             reason = (
-                f"no product of this model has inputs and outputs of a harmonic mean of {LEAST}, "
+                f"no product of this model has inputs and outputs of a harmonic mean of {MIN_FP8_WIDTH}, "
                 "and FP8 does not pay for less"
             )
             if layers.left:
@@ -89,13 +89,13 @@ class ProductsInFP8(Policy):
             )
         if stacked.left:
             logger.warning("use_fp8: some experts stay in 16 bit: %s", ", ".join(stacked.left))
-        if layers.there:
+        if layers.total:
             logger.info(
                 "use_fp8: %d of %d products of fused layers, those whose inputs and outputs have "
                 "a harmonic mean of at least %s",
                 layers.chosen,
-                layers.there,
-                LEAST,
+                layers.total,
+                MIN_FP8_WIDTH,
             )
         if stacked.layers:
             logger.info(

@@ -12,7 +12,7 @@ import torch
 
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.lora.loading import load_adapter, stored_rows
-from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE
+from chronicals.lora.peft_format import CONFIG_FILE, SEQUENCE_CLASSIFICATION
 from chronicals.lora.several import add_adapter, add_weighted_adapter, set_adapter
 from chronicals.models import (
     ModelShape,
@@ -156,7 +156,9 @@ class SavedModel:
             ValueError: its configuration cannot be loaded; the message says what to do.
         """
         if self.adapted:
-            return bool(_read(Path(self.place) / CONFIG_FILE).get("task_type") == OF_A_SCORE)
+            return bool(
+                _read(Path(self.place) / CONFIG_FILE).get("task_type") == SEQUENCE_CLASSIFICATION
+            )
         return is_reward_model(self.config(trust_remote_code))
 
     def scored_model(
