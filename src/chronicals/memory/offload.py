@@ -26,10 +26,9 @@ SMALLEST = 1 << 20
 """Bytes of the smallest tensor that is offloaded."""
 
 LARGEST_RATIO = 4
-"""Largest ratio of a storage's size to that of the tensor saved first for moving the whole storage.
+"""Largest ratio of a storage to the tensor in it that is saved first, to move the whole storage.
 
-A storage up to this size is moved with all tensors in it. From a larger one, the saved tensor is
-copied out first.
+All tensors in the storage move with it. From a larger storage only that tensor is copied out.
 """
 
 AT_A_TIME = 3

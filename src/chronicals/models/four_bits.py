@@ -118,7 +118,7 @@ def quantise_experts(model: Any) -> int:
     """Quantise only the stacked experts of the decoder layers to NF4, in place, and freeze them.
 
     Returns:
-        The number of decoder layers with such experts.
+        The number of modules that were quantised.
 
     Raises:
         ValueError: there are no stacked experts, or they have adapters.

@@ -39,9 +39,7 @@ class ReadLinear(NamedTuple):
 
 
 AdapterReader = Callable[[Any], tuple[Adapter | None, bool]]
-"""A function that returns the adapter around a layer's ``base_layer`` or None, and True if it is
-on.
-"""
+"""A function of a layer that returns its adapter, or None, and True if the adapter is on."""
 
 _READERS: dict[type, AdapterReader] = {}
 """Readers by class of the adapted layer."""

@@ -125,7 +125,7 @@ def load_model(
 
     Args:
         name: a folder, a hub name or a GGUF file.
-        dtype: dtype of the weights, and of products with packed ones.
+        dtype: dtype of the dense weights and of dequantised ones.
         trust_remote_code: run code that comes with the model.
         quantization: ``nf4`` quantises the linear layers and stacked experts of the decoder layers
             to 4 bits as they are read. ``int8`` makes linear layers bitsandbytes' layers for

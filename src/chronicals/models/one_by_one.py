@@ -77,7 +77,7 @@ class PerDocument:
 
 
 def own_choice(model: Any) -> str:
-    """Describe an attention that does not have exactly one key a token; empty if there is none."""
+    """Describe an attention module that chooses or compresses its keys; empty if there is none."""
     for module in attention_modules(model):
         for name, does in CHOOSERS.items():
             part = getattr(module, name, None)
