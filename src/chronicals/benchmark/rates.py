@@ -112,7 +112,7 @@ def copied_bytes(job: Job) -> int:
 
 
 def _bytes_of_a_layer(job: Job) -> float:
-    """Bytes of a layer's elementwise operations, and to dequantise its weights."""
+    """Return the bytes of a layer's elementwise operations and of dequantising its weights."""
     return (elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / job.shape.layers
 
 

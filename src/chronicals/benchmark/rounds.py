@@ -357,7 +357,7 @@ class Session:
         return arm.name not in self.row.refused and arm.name not in self.row.failed
 
     def _expected(self, arm: Arm) -> float:
-        """Expected seconds of the arm's next round."""
+        """Return the expected seconds of the arm's next round."""
         if arm.name in self.waiting:
             return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
         return self.durations.get(arm.name, 0.0)
@@ -523,5 +523,5 @@ class Session:
         return self.options.left(self.began) < seconds
 
     def _arm_seconds(self) -> float:
-        """Seconds that a process may take now."""
+        """Return the time limit, in seconds, of a process that starts now."""
         return self.options.within_limit(self.options.arm_timeout, self.began)

@@ -88,7 +88,11 @@ class DPO(PairObjective, WithReference):
                 )
 
     def lowest_loss(self) -> float | None:
-        """The hinge is flat beyond its margin; the robust loss with a smoothing falls for ever."""
+        """Return the value of a pair's loss where it is flat; None for the robust loss with
+        smoothing.
+
+        The hinge is flat beyond its margin; that robust loss has no lower bound.
+        """
         share = self.settings.label_smoothing
         if self.settings.loss == "robust" and share:
             return None

@@ -67,14 +67,14 @@ class PackedWeight:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return the settings besides tensors, shape and dtype, as words without blanks."""
+        """Settings besides tensors, shape and dtype, as words without blanks."""
         raise NotImplementedError
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """Return ``codes`` and ``PARTS`` by name.
+        """``codes`` and ``PARTS`` by name; a missing part is None.
 
-        A missing part is None; only the last ones may be missing.
+        Only the last parts may be missing.
         """
         raise NotImplementedError
 
