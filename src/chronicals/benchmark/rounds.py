@@ -466,7 +466,7 @@ class Session:
             self.waiting.popitem()[1].end()
 
     def end_all_but(self, arms: Sequence[Arm]) -> None:
-        """End all processes but those of the arms."""
+        """End all processes except those of ``arms``."""
         names = {arm.name for arm in arms}
         for processes in (self.begun, self.waiting, self.begun_references):
             for name in processes.keys() - names:

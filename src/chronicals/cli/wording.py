@@ -1,8 +1,7 @@
-"""Fields of the configuration in the form that the user gives them in: as flags, or as lines of a
-recipe.
+"""Names of fields in messages, in the form in which the user gave them: flags or lines of a recipe.
 
 Messages name fields as Python has them: ``batch_size=2``. The command line shows them as
-``--batch-size 2`` or ``batch_size: 2``. This is the one place that translates.
+``--batch-size 2`` or ``batch_size: 2``. Only this module translates.
 """
 
 from __future__ import annotations

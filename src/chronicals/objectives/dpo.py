@@ -54,8 +54,8 @@ def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
 
 @register("dpo")
 class DPO(PairObjective, WithReference):
-    """An objective that raises the odds of the chosen answer over the rejected one, beside a reference
-    policy.
+    """An objective that raises the odds of the chosen answer over the rejected one, relative to a
+    reference policy.
     """
 
     name = "dpo"

@@ -85,7 +85,7 @@ class NormalRow(NamedTuple):
 
     @classmethod
     def of(cls, record: Record, kind: str, where: str) -> NormalRow:
-        """Normalise a row of ``kind``, one of ``DOCUMENT_KINDS``.
+        """Return a row of ``kind``, one of ``DOCUMENT_KINDS``, in its normal form.
 
         Raises:
             DataError: as ``normalise``.

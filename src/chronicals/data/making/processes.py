@@ -225,7 +225,7 @@ class TokenizingProcesses:
             self._doubt("the tokenizer that save_pretrained writes is another")
 
     def _doubt(self, reason: str) -> None:
-        """Say once why this process goes on by itself."""
+        """Log once why this process continues without the others."""
         with self._changing:
             if not (self._ended or self._doubted):
                 self._doubted = True

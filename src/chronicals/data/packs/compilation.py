@@ -17,7 +17,7 @@ from chronicals.data.reading.gate import DataReport
 
 
 def main() -> None:
-    """Assemble one step of two documents: this calls, and so compiles, what any run calls."""
+    """Assemble one step of two documents, which compiles every function that a run calls."""
     numbers = np.arange(2)
     # A store's arrays lie in a file and are read-only; numba compiles such arrays apart.
     content = bytes(16)

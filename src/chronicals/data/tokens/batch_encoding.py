@@ -371,7 +371,9 @@ class BatchEncoder:
         return None
 
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
-        """Yield what is rendered up to and with an answer, alone and followed by a stand-in."""
+        """Yield what is rendered up to and including an answer: first by itself, then with a next
+        message.
+        """
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if chat.is_early(number):
             conversation = chat.conversation
@@ -385,10 +387,10 @@ class Shared:
     """The common beginning of a text and the rendering of a whole conversation.
 
     Attributes:
-        letters: their number.
-        entire: the text has no others.
-        exact: the tokens of the two texts differ as the texts do: what follows in either does not
-            change the ids of the common letters.
+        letters: number of letters in common.
+        entire: True if the text has no other letters.
+        exact: True if the tokens of the two texts differ just as the texts do: what follows in
+            either does not change the ids of the common letters.
     """
 
     letters: int
@@ -402,9 +404,8 @@ class RenderedChat:
 
     Attributes:
         whole: the text.
-        before: by number of answer, what the template writes before it.
-        through: by number of answer, for those that are not the last message, what it writes of the
-            conversation up to and with them.
+        before: by index of answer, the text that the template writes before it.
+        through: by index of answer, the text up to and including it; not for the last message.
     """
 
     conversation: Conversation

@@ -158,16 +158,17 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Run:
-    """A rendering that is watched.
+    """A rendering that is observed.
 
     Attributes:
-        text: the whole of it.
-        places: for each message the letters written when the loop first took it; None if it was
-            seen otherwise.
-        states: of the namespaces at that time.
-        ended: letters written when the loop met the end; None if the end was seen otherwise.
-        looked_again: messages were looked at after that.
-        compared: letters of ``text`` that are known to be those of the whole.
+        text: the whole text.
+        places: for each message, the number of letters written when the loop first took it; None if
+            it was read in another way.
+        states: states of the namespaces at these moments.
+        ended: number of letters written when the loop reached the end; None if the end was read in
+            another way.
+        looked_again: True if messages were read after that.
+        compared: number of letters of ``text`` that are known to equal those of the whole.
     """
 
     def __init__(
