@@ -215,7 +215,8 @@ def _leading(queued: float, step: float, square: float) -> int:
 
 
 def aligned(rows: int) -> int:
-    """Return the nearest multiple of ``ROW_MULTIPLE`` rows, at which products are measured and then scaled.
+    """Return the nearest multiple of ``ROW_MULTIPLE`` rows, at which products are measured and then
+    scaled.
 
     A step of ragged documents has any number of tokens; packs have a multiple.
     """

@@ -514,7 +514,7 @@ class Session:
         return self.row.reference
 
     def begin_reference_of(self, arm: Arm, label: str) -> None:
-        """Start the process of a reference that the arm will need, and end one that was not used."""
+        """Start the process of a reference that the arm will need; end one that was not used."""
         while self.begun_references:
             self.begun_references.popitem()[1].end()
 

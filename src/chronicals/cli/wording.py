@@ -76,7 +76,7 @@ class Wording:
         )
 
     def _setting(self, section: str, text: str) -> str:
-        """Return ``dpo={'beta': 0.1}``, settings of an objective, as flags or as lines of a recipe."""
+        """Return settings of an objective, ``dpo={'beta': 0.1}``, as flags or recipe lines."""
         settings = _value_of(text)
         if section in self.switches or not isinstance(settings, dict):
             return f"{section}={text}"

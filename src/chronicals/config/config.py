@@ -281,8 +281,8 @@ EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")
 
 
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` overridden by ``others``, setting by setting in sections. If ``others`` have
-    one field of an exclusive pair, ``fields`` lose the other one.
+    """Return ``fields`` overridden by ``others``, setting by setting in sections. If ``others``
+    have one field of an exclusive pair, ``fields`` lose the other one.
     """
     result = dict(fields)
     if SECTIONS in result and SECTIONS in others:
@@ -894,8 +894,8 @@ class ChronicalsConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML mapping of fields. ``overrides`` win, also over the other field of an exclusive
-        pair, as ``max_steps`` over ``num_epochs``.
+        """Read a YAML mapping of fields. ``overrides`` win, also over the other field of an
+        exclusive pair, as ``max_steps`` over ``num_epochs``.
 
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.

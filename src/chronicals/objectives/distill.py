@@ -48,7 +48,7 @@ TEACHER = "teacher"
 
 STORED_IDS = "teacher_ids"
 STORED_LOG_P = "teacher_log_p"
-"""Columns of targets: k stored token ids of the teacher's prediction, and their log-probabilities."""
+"""Columns of targets: k token ids of the teacher's prediction, and their log-probabilities."""
 
 DEFAULT_BETA = 0.5
 """Default of ``beta``: the JSD from the mean of both sides."""
@@ -76,8 +76,8 @@ Log = Tensor
 
 @register("distill")
 class Distill(Objective):
-    """An objective that minimises the divergence from a frozen teacher, which sees the same Batch, and
-    a share of cross-entropy.
+    """An objective that minimises the divergence from a frozen teacher, which sees the same Batch,
+    and a share of cross-entropy.
     """
 
     of_tokens = True
@@ -147,7 +147,7 @@ class Distill(Objective):
         @field_validator("stored_tokens")
         @classmethod
         def _can_be_stored(cls, value: int | None, given: ValidationInfo) -> int | None:
-            """Refuse a divergence that is infinite if only some of the teacher's tokens are known."""
+            """Refuse a divergence that is infinite if only some teacher tokens are known."""
             divergence = given.data.get("divergence")
             without_skew = given.data.get("skew") == 0.0
             if value is not None and divergence == "skew_reverse_kl" and without_skew:
@@ -393,8 +393,8 @@ class Distill(Objective):
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """Return the loss and the metrics without auxiliary terms, and the ratio of targets that are
-        the student's likeliest token.
+        """Return the loss and the metrics without auxiliary terms, and the ratio of targets that
+        are the student's likeliest token.
         """
         head = model.head
         found = self._compared(
@@ -481,7 +481,7 @@ class Distill(Objective):
         )
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss by ``torch.nn.functional.kl_div``, from a mixture if the paper has one."""
+        """Return the loss by ``torch.nn.functional.kl_div``, with a mixture if the paper has it."""
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
         z = logits[:, :common].float()
         teacher_z = frozen[TEACHER][:, :common].float()

@@ -7,8 +7,8 @@ judged one by one.
 
 z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all
 ranks, never of a micro-batch. y' is the answer of the nearest row before with another prompt
-(``data/kinds/judged_answers.py``). A row that leaves no room for one has none: z is the mean over those
-of the others, 0 where no row of the step has one.
+(``data/kinds/judged_answers.py``). A row that leaves no room for one has none: z is the mean over
+those of the others, 0 where no row of the step has one.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def kto_losses(
 
 @register("kto")
 class KTO(WithReference):
-    """An objective that raises the probability of good answers and lowers that of bad ones, beside a
-    reference policy.
+    """An objective that raises the probability of good answers and lowers that of bad ones, beside
+    a reference policy.
     """
 
     row_kinds = (JUDGED,)

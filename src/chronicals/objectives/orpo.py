@@ -37,8 +37,8 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
-    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as
-    the next smaller number.
+    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts
+    as the next smaller number.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931471805599453  # − log 2: where both forms are as exact
@@ -47,7 +47,7 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
 
 @register("orpo")
 class ORPO(PairObjective):
-    """Supervised fine-tuning on the chosen answers that holds the odds of the rejected ones down."""
+    """Fine-tuning on the chosen answers that also keeps the odds of the rejected ones low."""
 
     name = "odds_ratio"
     papers = (Paper("ORPO", "Hong et al., 2024, eq. 6 and 7"),)

@@ -103,7 +103,7 @@ def shared(layer: Any) -> Linear4bit:
 
 
 def _places(layer: Any) -> tuple[int | None, ...]:
-    """Return the addresses of a layer's tensors, which change when one is moved, replaced or cast."""
+    """Return the addresses of a layer's tensors; a moved, replaced or cast one has another."""
     state = layer.weight.quant_state
     bias = layer.bias
     return (

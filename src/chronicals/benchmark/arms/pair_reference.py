@@ -9,9 +9,9 @@ A step is the mean over its micro-batches: one, or those of a peer's trainer. π
 before the first step. TRL has the prompt's tokens in the first term of ORPO, too.
 
 If arms train weights in bf16, forward passes here have weights rounded to bf16, and updates are
-added to fp32 weights: an update of 5e-8 does not change a bf16 number for many steps. Each loss, and
-for adapters the gradients' norm, is also computed in plain bf16, because DPO's loss is a difference
-of sums over hundreds of tokens, in which rounding shows.
+added to fp32 weights: an update of 5e-8 does not change a bf16 number for many steps. Each loss,
+and for adapters the gradients' norm, is also computed in plain bf16, because DPO's loss is a
+difference of sums over hundreds of tokens, in which rounding shows.
 """
 
 from __future__ import annotations

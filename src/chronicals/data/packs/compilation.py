@@ -1,7 +1,7 @@
 """Program that compiles all numba functions of a run's data, so that the run finds them compiled.
 
-Compiling takes some ten seconds, once. ``chronicals.precompilation`` runs ``main`` as a process of its
-own while the run imports its libraries.
+Compiling takes some ten seconds, once. ``chronicals.precompilation`` runs ``main`` as a process of
+its own while the run imports its libraries.
 """
 
 from __future__ import annotations

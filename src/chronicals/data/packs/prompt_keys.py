@@ -1,4 +1,4 @@
-"""Keys that the documents of a Batch attend to if answers share a prompt (``shared_prompts.py``)."""
+"""Keys that documents attend to if answers share a prompt (``shared_prompts.py``)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Renderings of the first messages of a long conversation, without rendering each of these parts.
 
-A template is a program that is run on a list of messages. On the first i of them it does the same as
-on all, until it first looks at message i or at the end of the list. Suppose that it looks there only
-by going on in its one loop over the messages. Then:
+A template is a program that is run on a list of messages. On the first i of them it does the same
+as on all, until it first looks at message i or at the end of the list. Suppose that it looks there
+only by going on in its one loop over the messages. Then:
 
 - The text that it has written by then is common to both renderings.
 - The text that it writes from there on, behind the loop, depends on nothing but its namespaces, if
@@ -12,7 +12,8 @@ by going on in its one loop over the messages. Then:
 All of this is observed while the template runs, on lists and namespaces that record their use.
 Nothing is proved for templates that look ahead, at the length or from the end, that loop within a
 macro or a buffer, or that keep what they see elsewhere. The latter may be the position of an
-iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a namespace.
+iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a
+namespace.
 """
 
 from __future__ import annotations
