@@ -1,13 +1,14 @@
-"""Knowledge distillation: the student learns the teacher's next-token distributions over the run's
-own documents.
+"""Knowledge distillation: the student learns the teacher's next-token distributions.
 
-    loss = Σ_t w_t [α · u · D(p_t, q_t) + (1 − α) · (−log q_t(y_t))] / Σ_t w_t     over the positions whose target is trained
+The documents are the run's own. Over the positions whose target is trained,
 
-p is the teacher's distribution, q the student's, both at temperature τ in D and at 1 in the
-cross-entropy; w_t is 1 where a Batch has no weights. D is a KL divergence (Hinton et al., 2015,
+    loss = Σ_t w_t [α · u · D(p_t, q_t) + (1 − α) · (−log q_t(y_t))] / Σ_t w_t
+
+p is the teacher's distribution and q the student's, both at temperature τ in D and at 1 in the
+cross-entropy; w_t is 1 if a Batch has no weights. D is a KL divergence (Hinton et al., 2015,
 section 2; Gu et al., 2024), the generalized JSD (Agarwal et al., 2024, equation 1) or a skewed KL
 divergence (Ko et al., 2024, section 3.1). u is 1, as in TRL and Liger, or τ²
-(``temperature_squared``), with which D's gradient is of one size at all temperatures (Hinton et
+(``temperature_squared``), which keeps the size of D's gradient equal at all temperatures (Hinton et
 al., 2015, section 2).
 """
 

@@ -1,12 +1,13 @@
-"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691), without a reference
-policy.
+"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691).
 
-    L_SFT + λ L_OR                                                                       equation 6
-    L_OR = − log σ(log odds(y_w|x) − log odds(y_l|x))                                     equation 7
-    odds(y|x) = P / (1 − P),  log P = log π(y|x) / |y|                                    equations 3 and 4
+It needs no reference policy.
 
-L_SFT is the mean cross-entropy of the chosen answers' tokens: over all tokens of a step, and not of
-a pair.
+    L_SFT + λ L_OR                                               equation 6
+    L_OR = − log σ(log odds(y_w|x) − log odds(y_l|x))             equation 7
+    odds(y|x) = P / (1 − P),  log P = log π(y|x) / |y|            equations 3 and 4
+
+L_SFT is the mean cross-entropy of the chosen answers' tokens, over all tokens of a step and not
+within each pair.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """4-bit weights as bitsandbytes stores them in files; bitsandbytes itself is not needed.
 
-A weight ``W [N, K]`` called ``name`` is stored as these tensors, those of the last two rows only
-where the scales are quantized themselves ("double quantization"):
+A weight ``W [N, K]`` called ``name`` is stored as these tensors:
 
-    name                                     uint8 [⌈N·K / 2⌉, 1]     two codes a byte, or the same bytes as another dtype
-    name.absmax                              fp32 or uint8 [blocks]   scales, or their codes
-    name.quant_map                           fp32 [16]                what the codes stand for
-    name.quant_state.bitsandbytes__nf4       uint8 [bytes]            JSON: quant_type, blocksize, dtype, shape …; or ``__fp4``
-    name.nested_absmax                       fp32 [blocks / 256]      scales of the scales
-    name.nested_quant_map                    fp32 [256]               what the codes of the scales stand for
+    name                                 uint8 [⌈N·K / 2⌉, 1]    two codes per byte
+    name.absmax                          fp32 or uint8 [blocks]  scales, or their codes
+    name.quant_map                       fp32 [16]               values of the codes
+    name.quant_state.bitsandbytes__nf4   uint8 [bytes]           JSON: quant_type, blocksize, …
+    name.nested_absmax                   fp32 [blocks / 256]     scales of the scales
+    name.nested_quant_map                fp32 [256]              values of the scales' codes
+
+The last two exist only if the scales are quantised too ("double quantization"). The codes may be
+stored as the same bytes in another dtype. For FP4 the JSON tensor's name ends with ``__fp4``.
 """
 
 from __future__ import annotations
