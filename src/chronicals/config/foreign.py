@@ -203,7 +203,7 @@ TURNED_OFF: dict[str, str] = {
     "completion_only_loss": "objective='pretraining', which trains every token",
     "truncation": INSTEAD["truncation"],
 }
-"""What to write instead of such a field with the value false, if our default differs.
+"""Replacements of such fields with the value false, if our default differs.
 
 Fields without an entry are left out.
 """

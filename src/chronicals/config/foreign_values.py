@@ -1,4 +1,4 @@
-"""What to write here for a field of another trainer whose meaning depends on its value.
+"""Answers for fields of other trainers whose meaning here depends on their value.
 
 An answer is written as in Python, ``use_lora=True and quantization='nf4'``, with ``VALUE`` for the
 user's value. An answer that begins with ``leave it out`` says why nothing is needed.
