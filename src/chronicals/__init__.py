@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, so that tab completion offers them before they are imported."""
+    """Return the public names, so that tab completion offers them before they are imported."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 

@@ -1,9 +1,9 @@
-"""Registers our own models in transformers' Auto classes, without importing transformers.
+"""Register our models in transformers' Auto classes, without importing transformers.
 
-``install`` is called when chronicals is imported. Our classes are registered as soon as the modules
-of transformers with the tables are imported and none of its modules is being imported: at once if
-that is so, otherwise by an import hook, a finder that comes before Python's own and registers after
-a module has run.
+``install`` is called when chronicals is imported. Our classes are registered as soon as
+transformers' modules with the tables are imported and none of its modules is being imported. If
+that is not so yet, an import hook (a finder in front of Python's own) registers them after a module
+has run.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _waiting = {"configuration", "models"}
 
 
 def install() -> None:
-    """Register now, or as soon as possible. Calling it again changes nothing."""
+    """Register our classes now, or as soon as possible. Calling it again changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _register()
 
 
 def _register() -> None:
-    """Register what can be registered by now. A failure is logged and does not stop the import of
-    transformers.
+    """Register what can be registered now.
+
+    A failure is logged and does not stop the import of transformers.
     """
     try:
         _register_what_is_there()
@@ -79,7 +80,7 @@ def _is_partial(name: str) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds watched modules as the other finders do, with a loader that registers afterwards."""
+    """Finder that wraps the loaders of watched modules, to register after they have run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

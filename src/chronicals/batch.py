@@ -17,8 +17,10 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Keys of documents of which some share a prompt. The keys and values of document n are those
-    of the tokens ``index[cu_seqlens[n]:cu_seqlens[n + 1]]``, the prompt's first.
+    """Keys of documents, some of which share a prompt.
+
+    The keys and values of document n are those of the tokens ``index[cu_seqlens[n]:cu_seqlens[n +
+    1]]``, the prompt's first.
 
     Attributes:
         index: int64 ``[K]``, tokens of the Batch; entries after the last bound belong to no
@@ -42,18 +44,19 @@ class SharedKeys:
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks that share each micro-batch. Each rank has some of its documents, and a part of those
-    that are too long for one rank.
+    """Ranks that share each micro-batch.
 
+    Each rank holds some of its documents, and a part of those that are too long for one rank.
     Neighbours exchange heads: each computes attention of some heads for all of them. Keys are
     gathered from the other ranks.
 
     Attributes:
-        rank, count: number of this rank among them; how many they are.
+        rank: index of this rank among them.
+        count: number of ranks.
         inner: number of neighbours that exchange heads; 1 without an exchange, ``count`` if no keys
             are gathered.
-        inner_group, outer_group: groups of ``torch.distributed``: those neighbours, and the ranks
-            with the same number among their neighbours.
+        inner_group: ``torch.distributed`` group of those neighbours.
+        outer_group: group of the ranks with the same index among their neighbours.
     """
 
     rank: int

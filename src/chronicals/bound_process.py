@@ -84,11 +84,10 @@ def guard(read_end: int, command: list[str]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """On Linux, have this process killed when ``parent``, which started it, ends. On other systems
-    the end of a pipe must do.
+    """Have this process killed when ``parent``, which started it, ends; only on Linux.
 
-    Linux means the thread of the parent that started this process; it must live as long as the
-    parent.
+    On other systems the end of a pipe must do this. Linux watches the thread of the parent that
+    started this process, so that thread must live as long as the parent.
     """
     if sys.platform != "linux":
         return

@@ -1,10 +1,10 @@
-"""Imports transformers without two packages that only other tasks use.
+"""Import transformers without two packages that only other tasks use.
 
 If scikit-learn and SciPy are installed, transformers' generation imports
-``sklearn.metrics.roc_curve`` (for assisted generation) and its losses
-``scipy.optimize.linear_sum_assignment`` (for object detection): more than a second of every start.
-Importing this module imports transformers with stand-ins, which import the real functions when they
-are called.
+``sklearn.metrics.roc_curve`` (for assisted generation) and its losses import
+``scipy.optimize.linear_sum_assignment`` (for object detection). This takes more than a second of
+every start. Importing this module imports transformers with stand-ins, which import the real
+functions when they are called.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 from chronicals.versions import check_versions
 
 DEFERRED_FUNCTIONS = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assignment"}
-"""Function that transformers imports, by its module."""
+"""The function that transformers imports from each module."""
 
 
 def _stand_in(module: str, function: str) -> ModuleType:
-    """Return a module with a deferred ``function``. Any other name, except those that Python itself
-    looks up, imports the real module.
+    """Return a stand-in module with a deferred ``function``.
+
+    Any other attribute, except those that Python itself looks up, imports the real module.
     """
 
     def real(name: str) -> Any:
@@ -44,8 +45,9 @@ def _stand_in(module: str, function: str) -> ModuleType:
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Put stand-ins in the place of the modules of ``DEFERRED_FUNCTIONS`` that are not imported
-    yet, for the duration of the context.
+    """Replace the modules of ``DEFERRED_FUNCTIONS`` by stand-ins in the context.
+
+    Modules that are already imported stay.
     """
     stand_ins = {
         module: _stand_in(module, function)

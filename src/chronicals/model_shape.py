@@ -1,5 +1,6 @@
-"""Sizes of a model, read from its configuration in one place. It imports no torch, for code that
-runs before torch is imported.
+"""Sizes of a model, read from its configuration in one place.
+
+It does not import torch, because it is used before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder; a size that the configuration does not have, or that differs between
-    layers, is 0.
+    """Sizes of a decoder.
+
+    A size that the configuration does not have, or that differs between layers, is 0.
 
     Attributes:
         layers: number of decoder layers.
-        width: of the hidden states.
-        heads, kv_heads: heads of queries; of keys and values.
+        width: width of the hidden states.
+        heads: number of query heads.
+        kv_heads: number of key-value heads.
         head_dim: width of a head.
         inner: width of the hidden activations of an MLP; by default four times ``width``.
         vocabulary: rows of the embedding.
@@ -38,8 +41,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Read the sizes of a transformers configuration, or of the content of a ``config.json``
-        whose fields have their usual names. A model of images and text has those of its text model.
+        """Read the sizes of a transformers configuration or of the content of a ``config.json``.
+
+        The fields must have their usual names. For a model of images and text these are the sizes
+        of its text model.
         """
         config = (
             config.get("text_config") or config

@@ -1,10 +1,9 @@
-"""Compilation in a process of its own, which fills a cache on disk while the main process imports
-libraries and loads a model.
+"""Compilation in a separate process while the main process imports libraries and loads a model.
 
-``python -m chronicals.precompilation MARK MODULE [ARGUMENT ...]`` calls the function ``main`` of one
-of our modules and then leaves an empty file, the mark, by which later runs know that it was done.
-Code that needs the cache can ask whether the process is still running. This module is imported
-first of all, so it imports neither torch nor numba.
+It fills a cache on disk. ``python -m chronicals.precompilation MARK MODULE [ARGUMENT ...]`` calls
+the function ``main`` of one of our modules, and then writes an empty file, the mark, which shows
+later runs that the work is done. Code that needs the cache can ask whether the process is still
+running. This module is imported first of all, so it imports neither torch nor numba.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ _processes: dict[str, tuple[BoundProcess, float]] = {}
 
 
 def start(module: str, arguments: Sequence[str], facts: Sequence[str]) -> None:
-    """Start the process of a module, unless an earlier run did its work. Only the first rank of a
-    machine starts it.
+    """Start the process of a module, unless an earlier run did its work.
+
+    Only the first rank of a machine starts it.
 
     Args:
-        arguments: of its ``main``.
+        arguments: arguments of its ``main``.
         facts: whatever else decides if the cache can be used: versions, paths.
     """
     if module in _processes or os.environ.get("LOCAL_RANK", "0") != "0":
@@ -58,7 +58,7 @@ def start(module: str, arguments: Sequence[str], facts: Sequence[str]) -> None:
 
 
 def running(module: str) -> bool:
-    """Return whether the process of a module is running, and it is worth waiting for it."""
+    """Return whether the process of a module is running and is worth waiting for."""
     if module not in _processes:
         return False
     process, began = _processes[module]

@@ -1,5 +1,4 @@
-"""Versions of other packages: the lowest that chronicals runs with, and the differences among those
-that it supports.
+"""Versions of other packages: the lowest supported ones, and the differences among supported ones.
 
 The lowest versions are those of pyproject.toml and constraints-lowest.txt, with which the tests
 pass. Each difference has a constant below, the version of transformers that made it; code that
@@ -18,25 +17,37 @@ LOWEST_VERSIONS = {"torch": "2.11", "transformers": "5.17"}
 """Required packages, and the lowest version of each."""
 
 LOWEST_OF_EXTRAS = {"peft": "0.19.1"}
-"""Optional packages, and the lowest version of each. transformers 5.17 itself works with PEFT from
-0.19.1 on; before 0.19, PEFT lost the sign of a negative weight when it adds adapters up."""
+"""Optional packages, and the lowest version of each.
+
+transformers 5.17 itself works with PEFT from 0.19.1 on. Before 0.19, PEFT lost the sign of a
+negative weight when it added adapters up.
+"""
 
 CACHE_RENAMED = "5.24"
-"""First version whose arguments and outputs name the keys and values of earlier tokens ``cache``;
-before, ``past_key_values``."""
+"""First version whose models call the keys and values of earlier tokens ``cache``.
+
+Before, arguments and outputs call them ``past_key_values``.
+"""
 
 QUANTIZER_SAYS_DTYPE = "5.21"
-"""First version in which a quantizer decides the dtype that a tensor of a checkpoint is cast to
-(``get_new_dtype``). Before, it is that of the parameter; tensors that are renamed keep the dtype of
-the file. A tensor belongs to the longest pattern that matches its name; before, to the first."""
+"""First version in which a quantizer decides the dtype of a tensor read from a checkpoint.
+
+Its method is ``get_new_dtype``. Before, the dtype is that of the parameter, and renamed tensors
+keep the dtype of the file. From this version on a tensor belongs to the longest pattern that
+matches its name; before, to the first.
+"""
 
 ROUTERS_RECORDED = "5.19"
-"""First version in which all classes record the logits of their routers; before, DeepSeek's, GLM's
-and a dozen others do not."""
+"""First version in which all classes record their router logits.
+
+Before, DeepSeek's, GLM's and a dozen others do not.
+"""
 
 EXPERTS_SAY_PARALLEL = "5.18"
-"""First version in which a module of experts has a flag for experts divided over ranks
-(``_is_expert_parallel``)."""
+"""First version in which expert modules have a flag for experts divided over ranks.
+
+The flag is ``_is_expert_parallel``.
+"""
 
 
 class VersionError(ImportError):
@@ -52,15 +63,15 @@ def installed(package: str) -> str | None:
 
 
 def is_older(version: str, lowest: str) -> bool:
-    """Return whether a version comes before ``lowest``. A development build or pre-release counts
-    as its release.
+    """Return whether a version comes before ``lowest``.
+
+    A development build or pre-release counts as its release.
     """
     return Version(Version(version).base_version) < Version(lowest)
 
 
 def why_too_old(extras: Iterable[str] = ()) -> str | None:
-    """Return the first package that is too old, its version, the one needed and the remedy; None if
-    none is.
+    """Return a message about the first package that is too old, with a remedy; None if none is.
 
     Args:
         extras: packages of ``LOWEST_OF_EXTRAS`` that are about to be used.

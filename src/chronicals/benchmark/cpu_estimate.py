@@ -1,5 +1,6 @@
-"""Estimate of a benchmark's time on a CPU, from the FLOPs of its steps and the rate of a product
-timed here.
+"""Estimate of a benchmark's time on a CPU.
+
+It follows from the FLOPs of a step and the measured rate of a matrix product.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Estimate:
 
 
 def estimate(work: Work, options: Options) -> Estimate:
-    """Return how long a benchmark takes on this CPU. Parts that are not counted (a teacher, a
-    reference policy) come on top.
+    """Return the estimated time of a benchmark on this CPU.
+
+    A teacher or a reference policy is not included and takes additional time.
     """
     step = _flops_of_a_step(work) / (SHARE_OF_PRODUCT * _product_rate())
     steps = work.warm_up + work.steps
@@ -75,7 +77,7 @@ def estimate(work: Work, options: Options) -> Estimate:
 
 
 def _flops_of_a_step(work: Work) -> float:
-    """FLOPs of a step whose packs are full."""
+    """Return the FLOPs of a step with full packs."""
     import transformers
 
     config = work.config()
@@ -91,7 +93,7 @@ def _flops_of_a_step(work: Work) -> float:
 
 
 def _product_rate() -> float:
-    """FLOPs a second of a matrix product in fp32 here, the best of three."""
+    """Return the FLOP/s of an fp32 matrix product on this CPU, the best of three."""
     import torch
 
     x = torch.randn(PRODUCT_ROWS, PRODUCT_WIDTH)

@@ -1,12 +1,13 @@
 """Documents on which a student learns a teacher's distributions, as a unit of work.
 
-The divergence is that of Jensen and Shannon with equal shares, at temperature 1, without
-cross-entropy, which every arm has:
+The divergence is that of Jensen and Shannon with equal shares, at temperature 1 and without
+cross-entropy, which every arm supports:
 
-    ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ p + ½ q        p the teacher's, q the student's, mean over the targets
+    ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ p + ½ q
 
-Teachers may be built-in shapes with random weights, too. Their products are not counted: such a row
-has neither MFU nor a reference step.
+p is the teacher's distribution and q the student's; the loss is the mean over the targets. Teachers
+may also be built-in shapes with random weights. Their products are not counted, so such a row has
+neither MFU nor a reference step.
 """
 
 from __future__ import annotations

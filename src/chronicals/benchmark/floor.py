@@ -151,7 +151,7 @@ class DecoderShape(ModelShape):
 
     @property
     def packed_body(self) -> int:
-        """N4, the weights of the layers that are in 4 bits: those of all experts, without routers."""
+        """N4, the layers' weights in 4 bits: those of all experts, without routers."""
         return self.layers * (self.attention_weights + max(1, self.experts) * self.mlp)
 
     @property

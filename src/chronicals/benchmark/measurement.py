@@ -180,7 +180,7 @@ class Clock:
 
 
 class Movement:
-    """Finds the trained tensors that changed, by the sums of their bit patterns before and after."""
+    """Finder of the trained tensors that changed, by sums of their bit patterns."""
 
     def __init__(self, model: torch.nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Comparison of an arm with the plain fp32 reference: an arm that trained otherwise has no speed."""
+"""Comparison of an arm with the plain fp32 reference; an arm that deviates has no speed."""
 
 from __future__ import annotations
 

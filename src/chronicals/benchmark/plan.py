@@ -94,7 +94,7 @@ def work_class_of(fields: dict[str, Any]) -> type[Work]:
 
 
 def _check_fields(mode: str, fields: dict[str, Any]) -> None:
-    """Raise ConfigurationError if the mode is unknown, or fields contradict it or are ours alone."""
+    """Raise ConfigurationError if the mode is unknown or fields contradict or are ours alone."""
     if mode not in MODES:
         raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
     if fields.get("use_lora", mode != "full") != (mode != "full"):

@@ -1,4 +1,4 @@
-"""Files that all arms of a work share: weights of built-in shapes, tokens, and adapters to start from."""
+"""Files that all arms of a work share: built-in weights, tokens and initial adapters."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class Arm:
 
     Attributes:
         kind: the arm's name in ``module``.
-        changes: fields of our configuration, which are part of the name.
-        module: run by ``python -m`` with the options of ``chronicals.benchmark.arm``.
-        import_path: a further folder on the process's import path.
-        environment: further variables; those of the caller have precedence.
+        changes: fields of our configuration; they are part of the arm's name.
+        module: module run by ``python -m`` with the options of ``chronicals.benchmark.arm``.
+        import_path: an additional folder on the process's import path.
+        environment: additional variables; those of the caller take precedence.
     """
 
     kind: str

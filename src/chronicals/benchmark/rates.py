@@ -112,7 +112,7 @@ def copied_bytes(job: Job) -> int:
 
 
 def _bytes_of_a_layer(job: Job) -> float:
-    """Bytes of a layer's elementwise operations, and to dequantise its weights."""
+    """Return the bytes of a layer's elementwise operations and of dequantising its weights."""
     return (elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / job.shape.layers
 
 
@@ -215,7 +215,8 @@ def _leading(queued: float, step: float, square: float) -> int:
 
 
 def aligned(rows: int) -> int:
-    """Return the nearest multiple of ``ROW_MULTIPLE`` rows, at which products are measured and then scaled.
+    """Return the nearest multiple of ``ROW_MULTIPLE`` rows, at which products are measured and then
+    scaled.
 
     A step of ragged documents has any number of tokens; packs have a multiple.
     """

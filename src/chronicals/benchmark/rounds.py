@@ -357,7 +357,7 @@ class Session:
         return arm.name not in self.row.refused and arm.name not in self.row.failed
 
     def _expected(self, arm: Arm) -> float:
-        """Expected seconds of the arm's next round."""
+        """Return the expected seconds of the arm's next round."""
         if arm.name in self.waiting:
             return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
         return self.durations.get(arm.name, 0.0)
@@ -466,7 +466,7 @@ class Session:
             self.waiting.popitem()[1].end()
 
     def end_all_but(self, arms: Sequence[Arm]) -> None:
-        """End all processes but those of the arms."""
+        """End all processes except those of ``arms``."""
         names = {arm.name for arm in arms}
         for processes in (self.begun, self.waiting, self.begun_references):
             for name in processes.keys() - names:
@@ -514,7 +514,7 @@ class Session:
         return self.row.reference
 
     def begin_reference_of(self, arm: Arm, label: str) -> None:
-        """Start the process of a reference that the arm will need, and end one that was not used."""
+        """Start the process of a reference that the arm will need; end one that was not used."""
         while self.begun_references:
             self.begun_references.popitem()[1].end()
 
@@ -523,5 +523,5 @@ class Session:
         return self.options.left(self.began) < seconds
 
     def _arm_seconds(self) -> float:
-        """Seconds that a process may take now."""
+        """Return the time limit, in seconds, of a process that starts now."""
         return self.options.within_limit(self.options.arm_timeout, self.began)

@@ -1,7 +1,7 @@
 """A unit of work: one folder from which every arm reads the same weights, documents, order, labels
 and adapters.
 
-    FOLDER/weights/NAME/         a built-in shape with random weights, shared by the rows of a folder
+    FOLDER/weights/NAME/         a built-in shape with random weights, shared by all rows
     FOLDER/ROW/work.json         this dataclass
     FOLDER/ROW/documents.jsonl   built-in documents or pairs; else the user's own file is read
     FOLDER/ROW/tokenizer/        the tokenizer of built-in pairs; else the model's is taken

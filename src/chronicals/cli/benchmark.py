@@ -86,7 +86,7 @@ def benchmark(
     commit: Annotated[str | None, typer.Option(help="Commit to record (default: git's)")] = None,
     **flags: Any,
 ) -> None:
-    """How fast a recipe trains here.
+    """Measure how fast a recipe trains here.
 
     Real tokens/s of whole steps, beside MFU, a reference step and the peers.
 

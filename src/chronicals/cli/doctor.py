@@ -16,7 +16,7 @@ def doctor(
         typer.Option("--self-test/--no-self-test", help="Run each kernel against its definition"),
     ] = True,
 ) -> None:
-    """What this machine has and what will run on it.
+    """Show what this machine has and what will run on it.
 
     It prints card, versions, the chosen attention and kernels, optional packages that are missing
     with the command that installs them, and a self-test of each kernel, which is left out where a

@@ -67,10 +67,10 @@ def new(
 
 
 def _sizes(given: list[str]) -> dict[str, Any]:
-    """Values by name, read as YAML.
+    """Return values by name from ``NAME=VALUE`` texts; values are read as YAML.
 
     Raises:
-        ConfigurationError: one is no NAME=VALUE, or the model has no such size.
+        ConfigurationError: a text is not NAME=VALUE, or the model has no such size.
     """
     import dataclasses
     import difflib

@@ -123,7 +123,11 @@ def predict_train(
 def _check(
     data: str | None, trace: Path | None, passes: int | None, of_data: dict[str, Any]
 ) -> None:
-    """Raises ConfigurationError where options contradict each other."""
+    """Check that the options do not contradict each other.
+
+    Raises:
+        ConfigurationError: they do.
+    """
     from chronicals.config import ConfigurationError
 
     if (data is None) == (trace is None):

@@ -30,7 +30,7 @@ ACTIONABLE = re.compile(
     r"CUDA initialization|driver|out of memory|newly initialized|HF_TOKEN|pip install",
     re.IGNORECASE,
 )
-"""Words of warnings that their reader can do something about; these stay visible."""
+"""Words of warnings that the reader can act on; these stay visible."""
 
 FROM_CPP = "(Triggered internally at"
 """End of a warning of torch's C++ code, for which Python names the caller's line."""
@@ -89,8 +89,9 @@ _current: Collected | None = None
 
 
 def keep_in(folder: Path) -> None:
-    """Let the warnings that this process collects, if it does, be written to a run's folder when
-    the command ends.
+    """Write the warnings that this process collects to the run's folder when the command ends.
+
+    It has no effect if this process collects none.
     """
     if _current is not None:
         _current.folder = folder
@@ -98,8 +99,9 @@ def keep_in(folder: Path) -> None:
 
 @contextmanager
 def collected() -> Iterator[Collected]:
-    """Collect warnings of ``LIBRARIES``, both Python's and those in logs, instead of showing them,
-    for the duration of the context.
+    """Collect warnings of ``LIBRARIES``, from Python and from logs, instead of showing them.
+
+    It lasts as long as the context.
     """
     global _current
     collecting = Collected()

@@ -1,6 +1,4 @@
-"""Every field of a recipe as a flag, made from the fields themselves, which have the names, types
-and help texts.
-"""
+"""An option for each field of a recipe, made from the field's own name, type and help text."""
 
 from __future__ import annotations
 
@@ -52,8 +50,9 @@ SHORT_FLAGS = {"--teacher": "--distill.teacher"}
 
 
 class Command(TyperCommand):
-    """A command whose messages name fields as its user does, and that answers a flag of another
-    trainer with ours.
+    """A command whose messages use the user's names of fields.
+
+    For a flag of another trainer it suggests ours.
     """
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -125,7 +124,7 @@ def _with_settings(args: list[str]) -> list[str]:
 
 
 def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
-    """Return the message on an option that there is not, with ours for that of another trainer."""
+    """Return the message about an unknown option; for one of another trainer it names ours."""
     text = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
     if not text and option in args:
         text = [*args, "-"][args.index(option) + 1]
@@ -140,8 +139,9 @@ def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
 
 
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``. The command
-    gets the fields that were set.
+    """Replace the ``**flags`` of ``command`` by an option for each field of ``Recipe``.
+
+    The command gets only the fields that were set.
     """
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     required, others = _field_options()
@@ -164,8 +164,9 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
-    """Return an option for each field of ``Recipe``: those of the group of the required ones,
-    these first, and the others.
+    """Return an option for each field of ``Recipe``, in two groups.
+
+    The first is the group of the required fields, required ones first; the second has the others.
     """
     hints = typing.get_type_hints(Recipe)
     headings = headings_of(Recipe)
@@ -205,11 +206,10 @@ def _put_under_a_heading(annotation: Any) -> None:
 
 
 def make_room_for(output: Path | None) -> None:
-    """Make the folder of a file that is written when the work is done, and check before the work
-    that the file can be written.
+    """Create the folder of an output file, and check before the work that it can be written.
 
     Raises:
-        ConfigurationError: it cannot be written there.
+        ConfigurationError: it cannot.
     """
     if output is None:
         return
@@ -222,8 +222,9 @@ def make_room_for(output: Path | None) -> None:
 
 
 def fields_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a recipe that were set as flags; a list may be repeated, with commas,
-    or both.
+    """Return the fields of a recipe that were set as flags.
+
+    A list may be given by repeated flags, with commas, or both.
     """
     hints = typing.get_type_hints(Recipe)
     fields = {}
@@ -253,8 +254,9 @@ def values_of(option: str, texts: Sequence[str]) -> list[str]:
 
 
 def _one_text(hint: Any, values: list[str]) -> Any:
-    """Return a single value as a text, if its field takes one and it is no name: a pattern, or
-    ``all-linear``.
+    """Return a single value as a text if its field takes a text that is not a name.
+
+    Such texts are patterns and ``all-linear``.
     """
     takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
     if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]):
@@ -279,15 +281,18 @@ def _help(field: dataclasses.Field, hint: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the words that a field takes, one or several of them; empty if it takes others."""
+    """Return the words that a field takes, one or several at a time; empty if it takes other
+    values.
+    """
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     return [choice for part in typing.get_args(hint) for choice in _choices(part)]
 
 
 def _parsed_as(name: str, number: Any) -> dict[str, Any]:
-    """Return arguments of an option that takes a number as a recipe does: ``.inf``, and ``auto``
-    if its field takes that.
+    """Return arguments of an option for a number that make it read numbers as a recipe does.
+
+    It then takes ``.inf``, and ``auto`` if its field takes that.
     """
     decided = name in DECIDED
     if number is not float and not (decided and number is int):
@@ -311,8 +316,9 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
 
 
 def _flag_type(annotation: Any) -> Any:
-    """Return the type of a field's flag. The configuration checks limits; flags of lists and of
-    ``name=value`` may be repeated.
+    """Return the type of a field's flag.
+
+    The configuration checks limits; flags of lists and of ``name=value`` may be repeated.
     """
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]

@@ -166,7 +166,7 @@ def _check_data(
     resume: bool | Path,
     console: Console,
 ) -> None:
-    """Report on the data and the length of the run. Reports of an earlier run are left as they are."""
+    """Report on the data and the length of the run; reports of an earlier run stay."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,8 +1,7 @@
-"""Fields of the configuration in the form that the user gives them in: as flags, or as lines of a
-recipe.
+"""Names of fields in messages, in the form in which the user gave them: flags or lines of a recipe.
 
 Messages name fields as Python has them: ``batch_size=2``. The command line shows them as
-``--batch-size 2`` or ``batch_size: 2``. This is the one place that translates.
+``--batch-size 2`` or ``batch_size: 2``. Only this module translates.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Wording:
         )
 
     def _setting(self, section: str, text: str) -> str:
-        """Return ``dpo={'beta': 0.1}``, settings of an objective, as flags or as lines of a recipe."""
+        """Return settings of an objective, ``dpo={'beta': 0.1}``, as flags or recipe lines."""
         settings = _value_of(text)
         if section in self.switches or not isinstance(settings, dict):
             return f"{section}={text}"

@@ -39,13 +39,13 @@ from chronicals.config.values import (
 )
 
 IMPLIED = ("quantization", "use_lora", "lora_dropout")
-"""Fields that others may set where they were left out."""
+"""Fields that other fields may set if they were left out."""
 
 SOURCE_ERROR = "data_source"
-"""Kind of an error whose lines say what is wrong in each entry of data."""
+"""Kind of an error whose lines describe the faults of each entry of data."""
 
 NAMED_ENTRIES = ("gate", "columns")
-"""Fields of named entries. A message has the name of the entry, too."""
+"""Fields that hold named entries; messages also name the entry."""
 
 
 def explain(
@@ -281,8 +281,8 @@ EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")
 
 
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` overridden by ``others``, setting by setting in sections. If ``others`` have
-    one field of an exclusive pair, ``fields`` lose the other one.
+    """Return ``fields`` overridden by ``others``, setting by setting in sections. If ``others``
+    have one field of an exclusive pair, ``fields`` lose the other one.
     """
     result = dict(fields)
     if SECTIONS in result and SECTIONS in others:
@@ -741,8 +741,10 @@ class ChronicalsConfig:
             )
 
     def _check_target_parameters(self) -> None:
-        """An adapter of a parameter has no input to drop, no rows with a length, and takes
-        nothing from the weight.
+        """Check options that adapters of parameters do not have: dropout, DoRA and ``lora_init``.
+
+        Raises:
+            ConfigurationError: one of them is set.
         """
         if not self.lora_target_parameters:
             if self.lora_target_modules == []:
@@ -767,8 +769,12 @@ class ChronicalsConfig:
                 )
 
     def _check_quantization(self) -> None:
-        """``load_in_4bit`` is ``quantization='nf4'``, and weights in 4 bits are trained by
-        adapters.
+        """Check quantization against LoRA and FP8; apply ``load_in_4bit``, an alias of ``nf4``.
+
+        Quantised weights are frozen, so ``use_lora`` is set if it was left out.
+
+        Raises:
+            ConfigurationError: the fields contradict each other.
         """
         if {"load_in_4bit", "quantization"} <= self.explicit and self.load_in_4bit != (
             self.quantization is not None
@@ -793,7 +799,11 @@ class ChronicalsConfig:
             raise ConfigurationError(f"{said} and use_fp8=True: a weight has one format; keep one")
 
     def _check_memory(self) -> None:
-        """The entries of ``memory`` go together, and with the aliases of two of them."""
+        """Check that the entries of ``memory`` fit together, and fit the aliases of two of them.
+
+        Raises:
+            ConfigurationError: they do not.
+        """
         if self.memory is None:
             return
         if "optimizer_in_backward" in self.memory:
@@ -817,8 +827,12 @@ class ChronicalsConfig:
                 )
 
     def _check_optimizer_in_backward(self) -> None:
-        """Each gradient is used as it is when it is made: nothing may be added to it, and
-        nothing asked of all of them.
+        """Check the fields that need all gradients, or the sum of several, before the update.
+
+        With ``optimizer_in_backward`` each gradient is used and freed when it is computed.
+
+        Raises:
+            ConfigurationError: one of these fields is set.
         """
         changes = {
             "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
@@ -880,8 +894,8 @@ class ChronicalsConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML mapping of fields. ``overrides`` win, also over the other field of an exclusive
-        pair, as ``max_steps`` over ``num_epochs``.
+        """Read a YAML mapping of fields. ``overrides`` win, also over the other field of an
+        exclusive pair, as ``max_steps`` over ``num_epochs``.
 
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.

@@ -88,14 +88,14 @@ RENAMED: dict[str, str] = {
     "pretraining_dataset data_files",
     "validation_data": "eval_dataset eval_data val_data validation_file test_datasets",
 }
-"""Ours, and what others call it, the value being the same."""
+"""Our names, and other trainers' names of fields with the same values."""
 
 BESIDE: dict[str, str] = {
     "lora_plus_ratio": "LoRA+ is on by default: A learns at learning_rate, B at lora_plus_ratio "
     "times that (A 2.0e-4, B 3.2e-3 "
     "by default); use_lora_plus=False for one rate",
 }
-"""What else to say where one of our fields is meant."""
+"""Further advice for messages that name one of our fields."""
 
 SETTINGS: dict[str, str] = {
     "dpo.beta": "beta pref_beta rl_beta dpo_beta",
@@ -119,7 +119,7 @@ SETTINGS: dict[str, str] = {
     "distill.temperature": "temperature kd_temperature",
     "distill.alpha": "kd_alpha",
 }
-"""Settings of an objective, in a section of its name, and what others call them."""
+"""Settings of an objective, in a section of its name, and their names in other trainers."""
 
 OBJECTIVE_NAMES: dict[str, str] = {
     "rm": "reward",
@@ -129,7 +129,7 @@ OBJECTIVE_NAMES: dict[str, str] = {
     "pt": "pretraining",
     "pretrain": "pretraining",
 }
-"""Objectives by the names that others have for them."""
+"""Our objectives by their names in other trainers."""
 
 INSTEAD: dict[str, str] = {
     "precompute_ref_log_probs": "dpo={'reference': 'stored'}, or the same in the section of "
@@ -194,7 +194,7 @@ INSTEAD: dict[str, str] = {
     "auto_resume_from_checkpoints": "resume=True where the run is started",
     "load_best_model_at_end": "keep='best', the default where something is held out",
 }
-"""What others say with a value of another kind, and how it is said here."""
+"""Other trainers' fields with another kind of value, and what to write here instead."""
 
 TURNED_OFF: dict[str, str] = {
     "bf16": "mixed_precision='fp32', or 'fp16'",
@@ -203,8 +203,9 @@ TURNED_OFF: dict[str, str] = {
     "completion_only_loss": "objective='pretraining', which trains every token",
     "truncation": INSTEAD["truncation"],
 }
-"""Of these, what to write in the place of false where the default here is otherwise; others are
-left out.
+"""Replacements of such fields with the value false, if our default differs.
+
+Fields without an entry are left out.
 """
 
 NOWHERE: dict[str, str] = {
@@ -240,14 +241,14 @@ NOWHERE: dict[str, str] = {
     "bias": "biases are frozen beside adapters",
     "task_type": "models here are causal language models",
 }
-"""What has no field here, and why it needs none or where it is."""
+"""Other trainers' fields without a field here: why none is needed, or where the setting is."""
 
 NOWHERE |= UNNEEDED
 
 OUR_NAMES = {theirs: ours for ours, names in RENAMED.items() for theirs in names.split()}
 
 SETTINGS_BY_NAME: dict[str, list[str]] = {}
-"""Settings of objectives here by the name that other trainers have for them."""
+"""Our settings of objectives by their names in other trainers."""
 for _ours, _names in SETTINGS.items():
     for _theirs in _names.split():
         SETTINGS_BY_NAME.setdefault(_theirs, []).append(_ours)
@@ -256,22 +257,21 @@ SOURCE_FIELDS = ("path", "subset", "split", "weight", "columns", "name")
 """Fields of an entry of data."""
 
 SHORT_NAME_LENGTH = 5
-"""Letters of a name that is short: a larger share of them may differ in a misspelling."""
+"""Length up to which a name is short: a larger share of its letters may be misspelled."""
 
 NOT_SHOWN = object()
-"""Stand-in for a value that is not known."""
+"""Placeholder for a value that is not known."""
 
 
 def suggestion(
     name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return what to do about a field that there is not, in a few words; None where nothing is like
-    it.
+    """Return short advice about an unknown field; None if no known field resembles it.
 
     Args:
-        value: that it was given, or ``NOT_SHOWN``.
-        fields: that there are.
-        given: the other fields, which say for which objective a setting is.
+        value: its value, or ``NOT_SHOWN``.
+        fields: the fields that exist.
+        given: the other fields, which show the objective that a setting belongs to.
     """
     name = name.replace("-", "_")
     known = (
@@ -303,8 +303,9 @@ def suggestion(
 
 
 def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
-    """Return the answer for a name whose value decides it; None where there is none, or it names
-    what ``fields`` lack.
+    """Return the advice for a name whose value decides it.
+
+    It is None if there is none, or if it names a field that is not in ``fields``.
     """
     answers = BY_VALUE.get(name, {})
     answer = answers.get("true" if value is NOT_SHOWN else as_key(value), answers.get(ANY))
@@ -321,7 +322,7 @@ def _by_value(name: str, value: Any, fields: Collection[str]) -> str | None:
 
 
 def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
-    """Return the answer for a field that has another name here; None where it has none."""
+    """Return the advice for a field that has another name here; None if it has none."""
     ours = OUR_NAMES.get(name) or (
         name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None
     )
@@ -348,8 +349,9 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
 
 
 def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
-    """Return the answer for a setting of an objective: that of the run where it has it, else of
-    the first that does.
+    """Return the advice for a setting of an objective.
+
+    It names the run's objective if that has the setting, else the first objective that has it.
     """
     objective = objective_of(given)
     several = [ours.partition(".") for ours in SETTINGS_BY_NAME[name]]
@@ -359,9 +361,7 @@ def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
 
 
 def objective_of(given: Mapping[str, Any]) -> str:
-    """Return the objective that fields name, as here or as other trainers do; empty where none
-    does.
-    """
+    """Return the objective that the fields name, by our or another trainer's name; "" if none."""
     for name in ("objective", *RENAMED["objective"].split()):
         if isinstance(given.get(name), str):
             named = given[name].lower()
@@ -371,7 +371,7 @@ def objective_of(given: Mapping[str, Any]) -> str:
 
 
 def no_such_objective(name: str, known: Collection[str]) -> str:
-    """Return what an error says of an objective that there is not."""
+    """Return the error text for an unknown objective."""
     called = OBJECTIVE_NAMES.get(name.lower(), name.lower())
     there = f"there are {', '.join(known)}"
     if called in ABSENT_OBJECTIVES:
@@ -383,9 +383,7 @@ def no_such_objective(name: str, known: Collection[str]) -> str:
 
 
 def own_value(name: str, value: Any) -> str | None:
-    """Return what to write in the place of another trainer's value of a field that is called the
-    same here.
-    """
+    """Return what to write instead of another trainer's value of a field that exists here."""
     answer = OWN_VALUES.get(name, {}).get(as_key(value))
     if answer is None or answer.startswith("leave it out"):
         return answer
@@ -400,8 +398,8 @@ def _near(name: str, fields: Collection[str]) -> str | None:
 
 
 def setting_called(name: str, known: Collection[str]) -> str | None:
-    """Return what to do about a setting that the section of an objective does not have; None if
-    nothing is like it.
+    """Return advice about an unknown setting in the section of an objective; None if none is
+    similar.
     """
     for ours in SETTINGS_BY_NAME.get(name, ()):
         if ours.partition(".")[2] in known:
@@ -414,7 +412,7 @@ def setting_called(name: str, known: Collection[str]) -> str | None:
 def no_such_field(
     name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
 ) -> str:
-    """Return what an error says of a field that does not exist; see ``suggestion``."""
+    """Return the error text for an unknown field; see ``suggestion``."""
     meant = suggestion(name, value, fields, given)
     return f"{name}: no such field" + (f"; {meant}" if meant else "")
 
@@ -422,7 +420,7 @@ def no_such_field(
 def no_such_field_of_data(
     name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
 ) -> str:
-    """Return what an error says of a field that an entry of data does not have."""
+    """Return the error text for an unknown field of an entry of data."""
     meant = foreign_data.answer(name, value) or _near(name, fields)
     return f"{name}: no such field of data" + (f"; {meant}" if meant else "")
 
@@ -431,8 +429,9 @@ T = TypeVar("T", bound=type)
 
 
 def suggests_fields(cls: T) -> T:
-    """Decorate a dataclass, so that an unknown field raises a ConfigurationError that names the one
-    that is meant.
+    """Decorate a dataclass so that an unknown field raises an error with a suggestion.
+
+    The error is a ConfigurationError that names the most similar field.
     """
     made = cls.__init__  # type: ignore[misc]
     fields = [field.name for field in dataclasses.fields(cls)]

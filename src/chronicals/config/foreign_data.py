@@ -29,13 +29,13 @@ COLUMNS: dict[str, str] = {
     "field_human": "prompt",
     "field_model": "completion",
 }
-"""Fields that name a column, and what the column is called here."""
+"""Fields that name a column, and the name of the column here."""
 
 PATHS = ("data_files", "file_name", "hf_hub_url", "file", "url", "dataset")
-"""Fields that say where rows are."""
+"""Fields that name files or folders with rows."""
 
 WEIGHTS = ("ratio", "fraction", "prob", "probability", "repeat", "proportion")
-"""Fields that say how much of it is used."""
+"""Fields that say how much of an entry is used."""
 
 FOUND = "the kind of rows is found by their columns"
 TURNS = "role and content, or from and value, are read of a message"
@@ -59,13 +59,11 @@ _NOT_NEEDED = {
     "the column name decides it": "subset_column",
 }
 NOT_NEEDED = {name: reason for reason, names in _NOT_NEEDED.items() for name in names.split()}
-"""Fields that have no place here, and why."""
+"""Fields that are not needed here, and why."""
 
 
 def answer(name: str, value: Any) -> str | None:
-    """Return what to do about a field of an entry of data that there is not; None where it is
-    unknown.
-    """
+    """Return what to do about an unknown field of an entry of data; None if there is no answer."""
     if name in COLUMNS:
         return (
             f"use columns={{{COLUMNS[name]!r}: {value!r}}}"
@@ -91,11 +89,13 @@ def roles(value: Any) -> Any:
 
 
 def converted(value: Any, fields: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return the data that another trainer's list of data sets names, and fields of the recipe that
-    stand in its entries.
+    """Convert another trainer's list of data sets.
 
     Args:
-        fields: of an entry of data here.
+        fields: fields of an entry of data here.
+
+    Returns:
+        The data as written here, and fields of the recipe that were in its entries.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -115,7 +115,7 @@ def converted(value: Any, fields: Collection[str]) -> tuple[Any, dict[str, Any]]
 
 
 def _entry(given: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    """Return an entry as it is written here."""
+    """Convert an entry of data to our field names."""
     entry: dict[str, Any] = {}
     columns: dict[str, str] = {}
     for name, value in given.items():

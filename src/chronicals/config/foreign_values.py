@@ -1,8 +1,7 @@
-"""Answers that depend on the value: a name of another trainer, what was set, and what to write
-here.
+"""Answers for fields of other trainers whose meaning here depends on their value.
 
-An answer is written as in Python, ``use_lora=True and quantization='nf4'``, with ``VALUE`` for what
-was set; one that begins with ``leave it out`` says why nothing is needed.
+An answer is written as in Python, ``use_lora=True and quantization='nf4'``, with ``VALUE`` for the
+user's value. An answer that begins with ``leave it out`` says why nothing is needed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 ANY = "*"
-"""Any value that has no answer of its own."""
+"""Key for all values without an answer of their own."""
 
 LINEAR = "leave it out: every linear layer but the head is adapted"
 ADAMW = "leave it out: AdamW is the optimizer"
@@ -226,15 +225,16 @@ BY_VALUE: dict[str, dict[str, str]] = {
     },
     "lora_model_dir": {ANY: "model=VALUE, an adapter, which is trained on and names its own model"},
 }
-"""By the name, the answers by the value as lower-case text."""
+"""Answers by the name of the field, then by its value as lower-case text."""
 
 TEMPLATES = (
     "tokenizer_default llama3_2_vision phi_4 jamba jinja qwen3_5 metharme pixtral llava gemma4 "
     "command_a default qwen mistral "
     "unsloth"
 )
-"""Names of chat templates in other trainers that ours has not; where a tokenizer has one it is
-its own.
+"""Names of other trainers' chat templates, which do not exist here.
+
+The template of the model's own tokenizer is used.
 """
 
 OUR_TEMPLATES = "a name of docs/templates.md (chatml, llama3, ...), or a file with Jinja text"
@@ -264,7 +264,7 @@ OWN_VALUES: dict[str, dict[str, str]] = {
     },
     "trackers": {"all": INSTALLED_TRACKERS},
 }
-"""Of fields that have the same name here, what others write and is not taken here."""
+"""Answers for other trainers' values of fields that have the same name here."""
 
 NOT_GENERATED = "answers are not generated during training"
 ABSENT_OBJECTIVES: dict[str, str] = {
@@ -290,7 +290,7 @@ ABSENT_OBJECTIVES: dict[str, str] = {
         ("prm", "process_reward_model", "bco", "exo", "nca", "sppo"), "its loss is not written yet"
     ),
 }
-"""Objectives of other trainers that are not here, and what is missing."""
+"""Objectives of other trainers that do not exist here, and what they would need."""
 
 ROLE_NAMES = {
     "gpt": "assistant",
@@ -299,11 +299,13 @@ ROLE_NAMES = {
     "chatgpt": "assistant",
     "human": "user",
 }
-"""Roles as other data call them."""
+"""Roles by their names in other data."""
 
 
 def as_key(value: Any) -> str:
-    """Return a value as the tables have it: lower-case text, of a list with one value that one."""
+    """Return a value as a key of the tables: lower-case text; for a list with one value, that
+    value.
+    """
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     return str(value).lower()

@@ -1,6 +1,4 @@
-"""Headings: which fields belong together, written between the fields themselves; help texts are
-divided by them.
-"""
+"""Headings that group fields of a configuration, written between them; help texts show them."""
 
 from __future__ import annotations
 
@@ -9,16 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Heading:
-    """A class attribute under which the fields after it stand, up to the next one of that class."""
+    """Class attribute that is the heading of the fields after it, up to the next heading."""
 
     title: str
 
 
 def headings_of(cls: type) -> dict[str, str]:
-    """Return the heading of each field of a dataclass by name, a class's own fields before those
-    that it inherits.
+    """Return the heading of each field of a dataclass by name.
 
-    A field that stands above all headings of its class has none, and is left out.
+    A class's own fields come before those it inherits. A field above all headings of its class has
+    none and is left out.
     """
     found: dict[str, str] = {}
     for owner in cls.__mro__:

@@ -1,4 +1,4 @@
-"""Names of the ways in which adapters start."""
+"""Names of the initialisations of adapters."""
 
 from __future__ import annotations
 

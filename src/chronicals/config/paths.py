@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def lasting(name: str | Path) -> str:
-    """The absolute path where ``name`` is something here, or a pattern of it; any other, such as
-    a hub name, as it is.
+    """Return the absolute path if ``name`` is a path or pattern that exists here.
+
+    Any other name, such as a hub name, is returned unchanged.
     """
     path = os.path.expanduser(name)
     here = bool(path) and (

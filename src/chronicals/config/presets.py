@@ -28,14 +28,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> ChronicalsConfig:
-    """The configuration called ``name`` (``fast``, ``memory-lean``, ``long-context``), with
-    ``overrides``.
+    """Return the configuration of the preset ``name``, with ``overrides``.
+
+    Args:
+        name: ``fast``, ``memory-lean`` or ``long-context``.
+
+    Raises:
+        ConfigurationError: there is no such preset, or a field is wrong.
     """
     return ChronicalsConfig(**{**preset_fields(name), **overrides})
 
 
 def preset_fields(name: str) -> dict[str, Any]:
-    """Raises ConfigurationError where there is no such preset."""
+    """Return the fields of a preset.
+
+    Raises:
+        ConfigurationError: there is no such preset.
+    """
     if name not in PRESETS:
         raise ConfigurationError(f"preset={name!r}: no such preset; there are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""Recipe: a configuration with the model and the data, as the command line and YAML files have it."""
+"""Recipe: a configuration with model and data, for the command line and YAML files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from chronicals.config.sections import lasting_sections
 from chronicals.config.values import not_foreign
 
 RESUME_FILE = "resume.yaml"
-"""File in the folder of a run with the recipe that ``--resume`` reads. A user's own recipe there may
-be called ``recipe.yaml``."""
+"""File in the folder of a run with the recipe that ``--resume`` reads. A user's own recipe there
+may be called ``recipe.yaml``."""
 
 PATH_FIELDS = {
     "model",
@@ -181,8 +181,8 @@ class Recipe(ChronicalsConfig):
 
     @property
     def sources(self) -> tuple[Any, Any]:
-        """``data`` and ``validation_data``, with ``columns`` for the sources that have none of their
-        own.
+        """``data`` and ``validation_data``, with ``columns`` for the sources that have none of
+        their own.
         """
         data = with_columns(self.data, self.columns)
         return data, with_columns(self.validation_data, self.columns)

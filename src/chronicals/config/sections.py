@@ -35,8 +35,8 @@ def lasting_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return ``fields`` with each mapping whose name is no field's moved into ``sections``, paths as
-    texts.
+    """Return ``fields`` with each mapping whose name is no field's moved into ``sections``, paths
+    as texts.
 
     Raises:
         ConfigurationError: the section of the run's objective is no mapping.

@@ -1,4 +1,4 @@
-"""The presets under the name of a module that older scripts import."""
+"""The presets, under a module name that older scripts import."""
 
 from chronicals.config.config import ChronicalsConfig
 from chronicals.config.presets import PRESETS, preset

@@ -1,6 +1,4 @@
-"""Names of other trainers that have no field here, by the reason why none is needed or there is
-none.
-"""
+"""Other trainers' fields that are not needed or do not exist here, by reason."""
 
 from __future__ import annotations
 
@@ -245,4 +243,4 @@ _BY_REASON: dict[str, str] = {
 }
 
 UNNEEDED = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
-"""By the name, why it is left out."""
+"""Reason to leave a field out, by its name."""

@@ -80,9 +80,7 @@ def undivided(value: str) -> str:
 
 
 def as_list(value: Any) -> Any:
-    """Return a text as the list that it is meant as; a list as it is, with its values as they
-    stand in it.
-    """
+    """Return a text as the list it represents; a list keeps its values."""
     return divided(value) if isinstance(value, str) else value
 
 

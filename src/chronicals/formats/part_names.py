@@ -2,8 +2,8 @@
 
 transformers has saved the same weights as ``language_model.model.layers``,
 ``model.language_model.layers``, ``model.text_model.layers`` and ``model.layers``, and towers with
-``vision_model`` inside or without it. Here each part has one form of its names: the language part
-has those of a model of text alone, the part that reads images those of its modules.
+or without ``vision_model`` inside. Here each part has one form of its names: the language part has
+those of a text-only model, the part that reads images those of its modules.
 """
 
 from __future__ import annotations

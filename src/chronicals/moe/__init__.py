@@ -1,6 +1,4 @@
-"""The native mixture-of-experts model, losses of routers, and prediction of experts, for it and
-for other mixtures.
-"""
+"""The native mixture-of-experts model, router losses, and expert prediction for any mixture."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: a configuration is read without the model."""
+    """Import ``name`` on first use, so that reading a configuration does not import the model."""
     if name not in _HOME:
         raise AttributeError(
             f"module 'chronicals.moe' has no attribute {name!r}; it offers {', '.join(__all__)}"

@@ -1,10 +1,10 @@
-"""The router anchor: routers are held to where they began, on the same tokens.
+"""The router anchor: a KL term that keeps routers close to where they were at the start of the run.
 
-Some tokens of the training data are replayed beside every forward pass, and the KL of the routers'
-distributions on them from those that they had as the run began is a term of the loss. Where the run
-began it is 0, for both are the same function of the same tokens; it has a gradient in the model of
-today, none in the reference. Neither has dropout or a router's jitter in it: a model whose forward
-pass draws random numbers in training is replayed in evaluation mode.
+Some tokens of the training data are run through the model again beside every forward pass. The loss
+gets the KL divergence between the router distributions at the start of the run (the reference) and
+those of the current model on these tokens. It is 0 at the start, because both come from the same
+weights and tokens. Only the current model gets a gradient. Dropout and router jitter are excluded:
+a model that draws random numbers in training runs these tokens in evaluation mode.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from chronicals.moe import router_losses as losses
 from chronicals.moe.router_losses import Tokens
 
 FILE = "router-anchor.safetensors"
-"""Of a run's folder: ids and bounds of the tokens, and the reference's logits of each layer."""
+"""File in the run's folder: the token ids, the document bounds and the reference logits by layer.
+"""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """An ``Addition``.
+    """An ``Addition`` to the loss: the router anchor.
 
     Attributes:
-        coefficient: of the KL in the loss.
-        batch: what is replayed, on the device.
-        reference: ``[T, E]`` fp32 of each layer, on the device.
-        draws: whether a forward pass of the model in training may draw random numbers.
-        scores: by what of the logits experts are weighed.
+        coefficient: weight of the KL in the loss.
+        batch: the tokens that are run again, on the device.
+        reference: router logits at the start of the run, fp32 ``[T, E]`` for each layer, on the
+            device.
+        draws: True if a forward pass of the model in training may draw random numbers.
+        scores: function that turns router logits into expert weights, a key of
+            ``router_losses.SCORES``.
     """
 
     coefficient: float
@@ -64,7 +67,10 @@ class Anchor:
 
     @classmethod
     def of(cls, coefficient: float, model: PresentedModel, batch: Batch) -> Self:
-        """With the model of now as the reference; to be called where it attends to documents."""
+        """Build an anchor with the current router logits of ``model`` as the reference.
+
+        Call it while the model attends within documents.
+        """
         with torch.no_grad(), in_evaluation(model.model):
             reference = [logits.float() for logits in model.router_logits(batch)]
         return cls(coefficient, batch, reference, draws_numbers(model.model))
@@ -81,10 +87,11 @@ class Anchor:
     def read(
         cls, coefficient: float, model: PresentedModel, folder: Path, device: torch.device
     ) -> Self:
-        """What a run of this model that goes on wrote when it began.
+        """Read the anchor that this run wrote to ``folder`` when it started, in order to resume the
+        run.
 
         Raises:
-            ValueError: it is not there, or not whole.
+            ValueError: the file is missing or damaged.
         """
         try:
             found = load_file(folder / FILE)
@@ -100,7 +107,12 @@ class Anchor:
 
 
 def replayed(input_ids: Tensor, cu_seqlens: Tensor) -> Batch:
-    """Documents by themselves, all of whose tokens count, as a Batch of one pack."""
+    """Return separate documents as a Batch of one pack in which every token counts.
+
+    Args:
+        input_ids: int64 ``[T]``, the documents one after another.
+        cu_seqlens: int32 ``[N + 1]``, the document bounds.
+    """
     bounds = cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(bounds, bounds[1:])]
     positions = torch.cat([torch.arange(length) for length in lengths]).to(input_ids.device)
@@ -109,11 +121,13 @@ def replayed(input_ids: Tensor, cu_seqlens: Tensor) -> Batch:
 
 
 def first_tokens(documents: Iterable[Tensor], most: int) -> Batch:
-    """The first ``most`` tokens of documents, int64 ``[n]`` each; the last one is cut where they
-    end.
+    """Return the first ``most`` tokens of ``documents`` as a Batch; the last document may be cut.
+
+    Args:
+        documents: int64 ``[n]`` each.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the documents hold no token.
     """
     parts = list[Tensor]()
     room = most

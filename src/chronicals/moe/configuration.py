@@ -1,4 +1,4 @@
-"""Sizes of the native mixture-of-experts model."""
+"""Configuration of the native mixture-of-experts model."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from transformers.modeling_rope_utils import RopeParameters
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-"""Kinds of layer: multi-head latent attention over all earlier tokens, and attention over a
-window.
-"""
+"""Kinds of layer: latent attention over all earlier tokens, and attention over a sliding window."""
 
 
 @strict
 class ChronicalsMoeConfig(PreTrainedConfig):
     """Configuration of ``ChronicalsMoeForCausalLM``.
 
-    Fields beside those of transformers' decoders:
+    Fields beyond those of transformers' decoders:
 
-    - ``layer_types``: the kind of each layer; by default latent attention and a sliding window take
-      turns.
-    - ``num_key_value_heads``, ``head_dim``, ``sliding_window``: of sliding layers. A token attends
-      to itself and the ``sliding_window - 1`` tokens before it.
-    - ``kv_lora_rank``: width of the latent that keys and values are made of, and
-      ``qk_rope_head_dim``: width of the one rotary key that all heads share; together they are what
-      a latent layer caches of a token. ``qk_nope_head_dim``, ``v_head_dim``: of each of its heads.
-      ``q_lora_rank``: width of the latent of queries; None for one plain projection.
-    - ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``: of routed experts;
-      ``norm_topk_prob``: whether the weights of a token's experts sum to one;
-      ``num_shared_experts``: how many more, of the same size, every token goes through.
-    - ``lookahead_layers``: D. Each layer predicts the experts of its own router and of the next D;
-      None for no heads.
+    - ``layer_types``: the kind of each layer. By default latent and sliding-window attention
+      alternate.
+    - ``num_key_value_heads``, ``head_dim``, ``sliding_window``: sizes of sliding layers. A token
+      attends to itself and to the ``sliding_window - 1`` tokens before it.
+    - ``kv_lora_rank``: width of the latent from which keys and values are computed.
+      ``qk_rope_head_dim``: width of the rotary key that all heads share. A latent layer caches
+      these two for each token.
+    - ``qk_nope_head_dim``, ``v_head_dim``: widths of each head of a latent layer. ``q_lora_rank``:
+      width of the latent of queries; None for one plain projection.
+    - ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``: sizes of the routed
+      experts. ``norm_topk_prob``: if true, the weights of a token's experts sum to one.
+      ``num_shared_experts``: number of further experts of the same size that process every token.
+    - ``lookahead_layers``: D. Each layer predicts the experts of its own router and of the next D
+      routers; None for no such heads.
     - ``lookahead_tokens``: K. The last hidden state and the next token predict the experts of all
       layers for K tokens; 0 for no such head.
-    - ``lookahead_rank``: of the heads; ``lookahead_trunk_gradient``: whether their losses also
-      train the model below them.
+    - ``lookahead_rank``: rank of the heads. ``lookahead_trunk_gradient``: if true, the losses of
+      the heads also train the model below them.
     - ``output_router_logits``, ``router_aux_loss_coef``: the load-balancing loss of ``forward``, as
-      in other mixtures.
+      in transformers' other mixtures.
     """
 
     model_type = "chronicals_moe"
@@ -84,12 +83,12 @@ class ChronicalsMoeConfig(PreTrainedConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """``layer_types``, which is always there after construction."""
+        """``layer_types`` as a list; construction always sets it."""
         return self.layer_types or []
 
     @property
     def sliding_sizes(self) -> tuple[int, int]:
-        """Heads of keys and values, and the width of a head, of a sliding layer."""
+        """Number of key-value heads and head width of a sliding layer."""
         assert self.num_key_value_heads is not None and self.head_dim is not None
         return self.num_key_value_heads, self.head_dim
 
@@ -103,10 +102,10 @@ class ChronicalsMoeConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Called with the other checks of transformers.
+        """Check that the sizes fit each other; transformers calls this with its own checks.
 
         Raises:
-            ValueError: sizes do not fit each other; the message names the field.
+            ValueError: they do not; the message names the field.
         """
         if unknown := sorted(set(self.kinds) - {FULL, SLIDING}):
             raise ValueError(f"layer_types={unknown}: there are {FULL!r} and {SLIDING!r}")
@@ -140,5 +139,5 @@ class ChronicalsMoeConfig(PreTrainedConfig):
 
     @property
     def has_lookahead(self) -> bool:
-        """Whether the model has heads that predict experts."""
+        """True if the model has heads that predict experts."""
         return self.lookahead_layers is not None or self.lookahead_tokens > 0

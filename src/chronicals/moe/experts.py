@@ -1,12 +1,12 @@
-"""Routed experts and shared ones.
+"""Routed and shared experts.
 
     p = softmax(W_r x)      S = the k largest of p      w_e = p_e / Σ_{e' ∈ S} p_e'
     y = Σ_{e ∈ S} w_e E_e(x) + E_shared(x)      E(x) = W_down (silu(W_gate x) ⊙ W_up x)
 
-No expert has a capacity: no token is dropped, and nothing stands in for an expert that was chosen.
-``n`` shared experts are one of n times the width, which is the same function.
+Experts have no capacity limit: no token is dropped. ``n`` shared experts are stored as one expert
+of n times the width, which is the same function.
 
-Shapes: T tokens, k experts of a token, E experts, D hidden, I width of an expert.
+Shapes: T tokens, k experts per token, E experts, D hidden size, I expert width.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from chronicals.moe.configuration import ChronicalsMoeConfig
 
 @use_experts_implementation
 class RoutedExperts(nn.Module):
-    """Stacked weights, computed by the implementation that ``config._experts_implementation``
-    names; ``forward`` is ``eager``, the definition."""
+    """Experts with stacked weights.
+
+    ``config._experts_implementation`` names the implementation; ``forward`` is ``eager``, the
+    reference.
+    """
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
@@ -40,7 +43,13 @@ class RoutedExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``[T, D]``, int64 ``[T, k]`` and ``[T, k]`` to ``[T, D]``."""
+        """Return the weighted sum of each token's experts, ``[T, D]``.
+
+        Args:
+            hidden_states: ``[T, D]``.
+            top_k_index: int64 ``[T, k]``, the experts of each token.
+            top_k_weights: ``[T, k]``.
+        """
         out_TD = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique():
             token, slot = torch.where(top_k_index == expert)
@@ -54,7 +63,7 @@ class RoutedExperts(nn.Module):
 
 
 class TopKRouter(nn.Module):
-    """Chooses a token's experts; logits and softmax in fp32."""
+    """Router that chooses the k experts of each token; logits and softmax are computed in fp32."""
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
@@ -63,8 +72,11 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[T, D]`` to logits ``[T, E]``, weights ``[T, k]`` in the dtype of the input, and
-        experts int64 ``[T, k]``.
+        """Return logits, weights and chosen experts for ``hidden_states`` ``[T, D]``.
+
+        Returns:
+            Logits ``[T, E]``, weights ``[T, k]`` in the dtype of the input, and expert ids, int64
+            ``[T, k]``.
         """
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -76,7 +88,7 @@ class TopKRouter(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The routed experts of each token, and the shared ones, which are always on."""
+    """Feed-forward block: the routed experts of each token plus the shared experts."""
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__()
@@ -86,7 +98,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = Qwen3MoeMLP(config, intermediate_size=width) if width else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[B, S, D]`` to ``[B, S, D]``."""
+        """Map ``[B, S, D]`` to ``[B, S, D]``."""
         flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(flat_TD)
         out = self.experts(flat_TD, experts, weights).view_as(hidden_states)

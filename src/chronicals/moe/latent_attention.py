@@ -1,5 +1,6 @@
-"""Multi-head latent attention with one rotary key for all heads (DeepSeek-V2, 2024, arXiv
-2405.04434, equations 9 to 19).
+"""Multi-head latent attention with one rotary key for all heads.
+
+DeepSeek-V2, 2024, arXiv 2405.04434, equations 9 to 19:
 
     c_t = norm(W_DKV h_t)                       the latent, R wide
     k^R_t = rope(W_KR h_t)                      the rotary key, shared by all heads
@@ -7,13 +8,13 @@
     q_t,i = [q^C_t,i ; rope(q^R_t,i)]
     o_t,i = Σ_j softmax_j((q^C_t,i · k^C_j,i + q^R_t,i · k^R_j) / sqrt(N + P)) v_j,i
 
-A cache holds (c_t, k^R_t) alone. With few queries the products with W_UK and W_UV are moved from
-the T cached tokens to the queries, which is the same number by associativity:
+The cache holds only (c_t, k^R_t). With few queries, the products with W_UK and W_UV are applied to
+the queries instead of the T cached tokens ("absorbed"). The result is the same by associativity:
 
     q^C_t,i · (W_UK,i c_j) = (W_UK,iᵀ q^C_t,i) · c_j        Σ_j p_j W_UV,i c_j = W_UV,i Σ_j p_j c_j
 
-Shapes: B batch, Q queries, T keys, H heads, R latent, N and P widths of a head's plain and rotary
-part, V of its value.
+Shapes: B batch, Q queries, T keys, H heads, R latent width, N and P widths of the plain and rotary
+part of a head, V width of its value.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class LatentAttention(nn.Module):
     """A latent attention layer.
 
     Attributes:
-        absorbs_up_to: most queries for which the absorbed products take fewer operations than
-            making keys and values.
+        absorbs_up_to: largest number of queries for which the absorbed products take fewer
+            operations than computing keys and values; None if they always do.
     """
 
     num_key_value_groups = 1
@@ -81,8 +82,10 @@ class LatentAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[B, Q, D]`` to ``[B, Q, D]``, and the weights ``[B, H, Q, T]`` where they are
-        computed whole.
+        """Return the output ``[B, Q, D]`` for ``hidden_states`` ``[B, Q, D]``, and the attention
+        weights.
+
+        The weights are ``[B, H, Q, T]``, or None if the attention function does not compute them.
         """
         shape = hidden_states.shape[:-1]
         q_BHQN, q_BHQP = self._queries(hidden_states).split([self.plain, self.rotary], dim=-1)
@@ -118,7 +121,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(out_BQHV.reshape(*shape, -1)), weights
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
-        """``[B, H, Q, N + P]``."""
+        """Return the queries, ``[B, H, Q, N + P]``."""
         if self.config.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
         else:
@@ -126,8 +129,11 @@ class LatentAttention(nn.Module):
         return queries.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _absorbs(self, queries: int, keys: int, mask: Any) -> bool:
-        """Whether the products are moved to the queries: where that takes fewer operations, and
-        the mask is a matrix, or lets the one query see all keys."""
+        """Return whether to use the absorbed products.
+
+        They are used if they take fewer operations and the mask is a matrix, or absent with one
+        query.
+        """
         if self.training and self.attention_dropout:
             return False
         if self.absorbs_up_to is not None and queries > self.absorbs_up_to:
@@ -141,7 +147,11 @@ class LatentAttention(nn.Module):
     def _attend_latents(
         self, q_BHQN: Tensor, q_BHQP: Tensor, c_B1TR: Tensor, k_B1TP: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """``[B, Q, H, V]`` and the weights ``[B, H, Q, T]``, in fp32 between the products."""
+        """Attend with the absorbed products; scores and softmax are in fp32.
+
+        Returns:
+            The output ``[B, Q, H, V]`` and the weights ``[B, H, Q, T]``.
+        """
         w_HXR = self._up_projection()
         w_HNR, w_HVR = w_HXR.split([self.plain, self.value], dim=1)
         q_BHQR = torch.einsum("bhqn,hnr->bhqr", q_BHQN, w_HNR)
@@ -168,9 +178,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bhqr,hvr->bqhv", out_BHQR, w_HVR), weights
 
     def _up_projection(self) -> Tensor:
-        """``[H, N + V, R]``: the weight of ``kv_b_proj`` as it acts, with the adapters that may
-        be on it.
-        """
+        """Return the effective weight of ``kv_b_proj`` with any adapters, as ``[H, N + V, R]``."""
         layer = self.kv_b_proj
         if type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks:
             weight = layer.weight
@@ -181,9 +189,12 @@ class LatentAttention(nn.Module):
 
 
 def _as_matrix(mask: Any, keys: int) -> Any:
-    """The mask of one query as ``[B, 1, 1, T]``, where it is FlashAttention's ``[B, n]``, which
-    says of the first n of T keys whether they are tokens: one query sees all that are. Other
-    masks are as they were."""
+    """Return FlashAttention's 2-d mask for one query as ``[B, 1, 1, T]``; return other masks
+    unchanged.
+
+    A 2-d mask ``[B, n]`` marks which of the first n of T keys are tokens. The query sees all of
+    these.
+    """
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
     return nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]

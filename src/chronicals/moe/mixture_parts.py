@@ -1,9 +1,9 @@
-"""The parts of a Hugging Face mixture: of each layer with routed experts its attention, its router
-and its experts.
+"""Find the attention, router and experts of each mixture layer of a Hugging Face model.
 
-Found by structure: experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``),
-in 4 bits too, the router a module beside it, or beside the adapters around it, with a weight ``[E,
-D]``, attention the module whose class is called so.
+They are found by structure, not by class. The experts are the module with stacked weights
+(``down_proj`` ``[E, ., .]``), possibly in 4 bits. The router is a module next to the experts (or
+next to the adapters around them) with a weight ``[E, D]``. The attention is the first module with
+"Attention" in its class name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chronicals.memory import decoder_layers
 from chronicals.models.routed_experts import count_of, is_experts, router_within, without_adapters
 
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-"""What classes call the correction of scores, in a router or beside it."""
+"""Attribute names of the score correction, in a router or next to it."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class MixtureLayer:
     """A layer with routed experts.
 
     Attributes:
-        number: among all layers of the decoder.
-        attention, experts, router: modules.
+        number: index among all decoder layers.
+        attention, experts, router: its modules.
         num_experts: E.
-        correction: ``[E]``, where one is added to scores before experts are chosen, and not to
-            their weights.
+        correction: ``[E]``, added to scores when experts are chosen but not to their weights; None
+            if the model has none.
     """
 
     number: int
@@ -41,20 +41,20 @@ class MixtureLayer:
 
     @property
     def gate(self) -> Tensor:
-        """``[E, D]``."""
+        """Router weight, ``[E, D]``."""
         return self.router.get_parameter("weight")
 
     @property
     def bias(self) -> Tensor | None:
-        """``[E]``, where the router adds one to its logits."""
+        """Router bias ``[E]`` that is added to the logits, or None."""
         return getattr(self.router, "bias", None)
 
 
 def mixture_layers(model: Any) -> list[MixtureLayer]:
-    """The layers with routed experts, in order.
+    """Return the layers of ``model`` with routed experts, in order.
 
     Raises:
-        ValueError: there is none, or a part of one is not found.
+        ValueError: the model has none, or a layer's router or attention is not found.
     """
     name = type(model).__name__
     width = model.get_input_embeddings().weight.shape[1]

@@ -1,9 +1,11 @@
-"""The native mixture-of-experts model: latent and sliding attention in turn, routed and shared
-experts, lookahead heads.
+"""The native mixture-of-experts model.
 
-It is a transformers model like its own: ``generate``, ``Trainer``, ``pipeline``, PEFT and
-``save_pretrained`` take it, and ``AutoModelForCausalLM`` loads it without remote code once
-chronicals is imported.
+Latent and sliding-window attention layers alternate. Every layer has routed and shared experts, and
+lookahead heads predict which experts will be chosen.
+
+It is an ordinary transformers model: it works with ``generate``, ``Trainer``, ``pipeline``, PEFT
+and ``save_pretrained``. After ``import chronicals``, ``AutoModelForCausalLM`` loads it without
+remote code.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from chronicals.moe.sliding_attention import SlidingAttention
 
 @dataclass
 class Lookahead(ModelOutput):
-    """Logits of the experts that will be chosen (``lookahead.py``).
+    """Predicted router logits (see ``lookahead/heads.py``).
 
     Attributes:
-        layers: of each layer ``[B, S, n, E]``: its own router and those of the next n - 1 layers.
-        tokens: ``[B, S, K, L, E]``: entry t is of the tokens t + 1 … t + K, from the hidden state
-            of t and token t + 1. The last entry of a document does not know its next token and is
-            of no use; ``predict_tokens`` takes a sampled one.
+        layers: for each layer ``[B, S, n, E]``: its own router and those of the next n - 1 layers.
+        tokens: ``[B, S, K, L, E]``: entry t predicts tokens t + 1 … t + K from the hidden state of
+            t and the embedding of token t + 1. The last entry of a document is meaningless, because
+            its next token is unknown; use ``predict_tokens`` with the sampled token instead.
     """
 
     layers: tuple[Tensor, ...] | None = None
@@ -123,8 +125,10 @@ class ChronicalsMoePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for the decorator @use_experts_implementation in this file; it is
-        in experts.py.
+        """Return True.
+
+        transformers would look for ``@use_experts_implementation`` in this file, but it is in
+        experts.py.
         """
         return True
 
@@ -149,7 +153,7 @@ class ChronicalsMoePreTrainedModel(PreTrainedModel):
 
 
 class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
-    """The decoder: embedding, layers, final norm."""
+    """The decoder: embedding, layers and final norm."""
 
     def __init__(self, config: ChronicalsMoeConfig):
         super().__init__(config)
@@ -185,13 +189,16 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         output_lookahead: bool = False,
         **kwargs: Any,
     ) -> ChronicalsMoeModelOutput:
-        """As of transformers' decoders.
+        """Run the decoder, like transformers' decoders.
 
         Args:
-            attention_mask: ``[B, T]``, or a dictionary of masks by the kind of layer.
-            position_ids: ``[B, S]``; of packed documents they begin anew with each. Where they are
-                left out, ``cu_seq_lens_q`` tells where documents begin.
-            output_lookahead: whether to predict experts, too.
+            attention_mask: ``[B, T]``, or a dictionary of masks by kind of layer.
+            position_ids: ``[B, S]``; for packed documents they restart at each document. If None,
+                they are computed from ``cu_seq_lens_q`` (the document bounds) or from the cache.
+            output_lookahead: if true, also predict experts.
+
+        Raises:
+            ValueError: both or neither of ``input_ids`` and ``inputs_embeds`` are given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them")
@@ -245,7 +252,9 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         )
 
     def _predict_layers(self, heads: LayerAhead, number: int, hidden_states: Tensor) -> Tensor:
-        """``[B, S, n, E]``, from the input of a layer."""
+        """Predict the router logits of layer ``number`` and later ones from its input, ``[B, S, n,
+        E]``.
+        """
         layers: list[Any] = list(self.layers)
         features = layers[number].input_layernorm(hidden_states)
         if not self.config.lookahead_trunk_gradient:
@@ -253,7 +262,11 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         return heads(number, features, [layer.mlp.gate.weight for layer in layers])
 
     def _predict_next_tokens(self, hidden_states: Tensor, inputs_embeds: Tensor) -> Tensor | None:
-        """``[B, S, K, L, E]``; of the last token nothing comes after."""
+        """Predict the router logits of the next K tokens, ``[B, S, K, L, E]``; None without such a
+        head.
+
+        The last token has no next token; zeros stand in for its embedding.
+        """
         if self.token_ahead is None:
             return None
         return self._predict(
@@ -267,11 +280,14 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         return head(hidden_states, embeddings)
 
     def predict_tokens(self, hidden_states: Tensor, next_ids: Tensor) -> Tensor:
-        """``[..., K, L, E]``: of the tokens from ``next_ids`` on.
+        """Predict the router logits of all layers for ``next_ids`` and the K - 1 tokens after it.
 
         Args:
-            hidden_states: ``[..., D]``, last of the tokens before.
-            next_ids: int64 ``[...]``, as they were sampled.
+            hidden_states: ``[..., D]``, last hidden states of the previous tokens.
+            next_ids: int64 ``[...]``, the sampled tokens.
+
+        Returns:
+            Logits ``[..., K, L, E]``.
 
         Raises:
             ValueError: the model has no such head.
@@ -285,7 +301,7 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
 
 
 class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The decoder with a language-model head."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -315,12 +331,12 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         output_lookahead: bool = False,
         **kwargs: Any,
     ) -> ChronicalsMoeCausalLMOutput:
-        """As of transformers' causal language models.
+        """Run the model, like transformers' causal language models.
 
         Args:
-            output_router_logits: whether to give them, and with ``labels`` add the load-balancing
-                loss.
-            output_lookahead: whether to predict experts, too.
+            output_router_logits: if true, return the router logits, and add the load-balancing loss
+                if ``labels`` are given.
+            output_lookahead: if true, also predict experts.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -362,13 +378,18 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
 class ChronicalsMoeForSequenceClassification(
     GenericForSequenceClassification, ChronicalsMoePreTrainedModel
 ):
-    """A linear head, ``score``, on the hidden state of the last token, in the place of the one
-    that predicts tokens: what a reward model is saved as."""
+    """The decoder with a linear head, ``score``, on the hidden state of the last token.
+
+    Reward models are saved in this class.
+    """
 
 
 def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
-    """``[1, S]``: counted on from ``start``, or anew from each of the bounds ``[N + 1]`` of
-    documents.
+    """Return position ids ``[1, S]``.
+
+    Args:
+        start: the first position, or document bounds ``[N + 1]``, at each of which positions
+            restart.
     """
     places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
     if not isinstance(start, Tensor) or start.ndim == 0:

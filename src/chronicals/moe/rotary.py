@@ -1,5 +1,6 @@
-"""Rotary tables whose frequencies stay in fp32: a model that is cast computes what it computes
-after saving and loading.
+"""Rotary embedding whose frequencies stay in fp32 when the model is cast.
+
+A cast model therefore computes the same values before saving and after loading.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from chronicals.moe.configuration import ChronicalsMoeConfig
 
 
 class ChronicalsMoeRotaryEmbedding(Qwen3MoeRotaryEmbedding):
-    """``(x, position_ids [B, S])`` to cosines and sines ``[B, S, width]`` in the dtype of ``x``.
+    """Map ``(x, position_ids [B, S])`` to cosines and sines ``[B, S, width]`` in the dtype of
+    ``x``.
 
     Args:
-        width: of what is rotated.
+        width: number of rotated channels of a head.
     """
 
     def __init__(self, config: ChronicalsMoeConfig, width: int):
@@ -27,7 +29,7 @@ class ChronicalsMoeRotaryEmbedding(Qwen3MoeRotaryEmbedding):
         super().__init__(config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As of every module, but for dtypes."""
+        """Move buffers between devices like any module, but ignore changes of dtype."""
 
         def moved(x: Tensor) -> Tensor:
             found = fn(x)

@@ -1,30 +1,38 @@
-"""Losses of routers, each a pure function of scores; every layer by itself, for an expert's number
-means nothing in another.
+"""Router losses as pure functions of router logits.
 
-With z_t the logits of a token's router and s_t what it makes of them to weigh its experts
-(``SCORES``),
+Every layer has its own loss, because the index of an expert means nothing in another layer.
 
-    P_t = s_t / Σ_e s_t,e = softmax(log s_t)     for a softmax P_t is s_t, for a sigmoid s′_t of DeepSeek-V3 (2412.19437, 20)
+z_t are the router logits of token t, and s_t is what the router computes from them to weigh its
+experts (``SCORES``):
 
-S_t the experts that really got the token, however the router chose them, sg(·) without a gradient:
+    P_t = s_t / Σ_e s_t,e = softmax(log s_t)
 
-    balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e
-                                    (Switch: arXiv 2101.03961, 4; with a sigmoid DeepSeek-V3, 17 to
-                                    20)
-    z            logsumexp(z_t)²                                                               (ST-MoE: arXiv 2202.08906, 5)
+For a softmax P_t is s_t; for a sigmoid it is s′_t of DeepSeek-V3 (arXiv 2412.19437, equation 20).
+
+S_t are the experts that received the token, however the router chose them. sg(·) stops the
+gradient.
+
+    balance      E Σ_e f_e p_e          f_e: share of all choices that fell on e,
+                                        p_e: mean of P_t,e
+    z            logsumexp(z_t)²
     temporal     ‖P_t − P_{t−1}‖²
     locality     −log Σ_{e ∈ S_{t−1}} P_t,e
-    lookahead    KL(sg softmax(z/T) ‖ Q) + a max(0, m − min_{e ∈ S} z′_e + max_{e ∉ S} z′_e) − b log(Σ_{e ∈ S} Q_e) / k
-                 of z′ predicted of z, Q = softmax(z′/T), S the k largest of z
-    anchor       KL(P_t ‖ P°_t), P° of the router as the run began, on the same token; 0 then, and with a gradient in P
+    lookahead    KL(sg softmax(z/T) ‖ Q)
+                 + a max(0, m − min_{e ∈ S} z′_e + max_{e ∉ S} z′_e) − b log(Σ_{e ∈ S} Q_e) / k
+                 with z′ the prediction of z, Q = softmax(z′/T), S the k largest of z
+    anchor       KL(P_t ‖ P°_t)         P°: the router's P on the same token at the start of
+                                        the run; only P has a gradient
 
-balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and
-locality over tokens that have a token before them in their document (of an answer behind a shared
-prompt, among its own tokens); then all are means over layers, and lookahead over distances. Where
-DeepSeek-V3 counts the k largest scores of a sequence, f counts the experts that a pack's tokens
-got, by correction biases and groups, too.
+balance is that of Switch (arXiv 2101.03961, equation 4), with a sigmoid that of DeepSeek-V3
+(equations 17 to 20); z is that of ST-MoE (arXiv 2202.08906, equation 5).
 
-Functions of P take log s ``[T, E]``, of which P is the softmax.
+balance is 1 if all experts get equal shares. The other losses are means over tokens. temporal and
+locality average over tokens that have a token before them in their document (an answer after a
+shared prompt counts only its own tokens). All losses are then averaged over layers, and lookahead
+also over distances. DeepSeek-V3 counts the k largest scores of a sequence; here f counts the
+experts that the tokens of a pack received, so correction biases and groups are included.
+
+Functions of P take log s ``[T, E]``; P is its softmax.
 
 Shapes: T tokens, E experts, L layers, P packs of W tokens; T = P · W.
 """
@@ -45,13 +53,13 @@ from chronicals.models.router_loss import document_of
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens of a Batch count, and in which packs.
+    """The weight of each token of a Batch in the losses, and its document and pack.
 
     Attributes:
-        counted: fp32 ``[T]``: how many times each does: by its documents with a target
-            (``times_trained``).
-        document: int64 ``[T]``: the number of a token's document.
-        width: W.
+        counted: fp32 ``[T]``: how often each token counts, which is the number of documents with a
+            target that it belongs to (``times_trained``).
+        document: int64 ``[T]``: the index of each token's document.
+        width: W, tokens of a pack.
     """
 
     counted: Tensor
@@ -60,26 +68,29 @@ class Tokens:
 
     @classmethod
     def of(cls, batch: Batch, width: int | None) -> Tokens:
-        """Args:
-        width: tokens of a pack; None for a Batch of one.
+        """Build from ``batch``.
+
+        Args:
+            width: tokens of a pack; None if the Batch is one pack.
         """
         places = torch.arange(len(batch), device=batch.cu_seqlens.device)
         return cls(times_trained(batch), document_of(places, batch.cu_seqlens), width or len(batch))
 
     def before(self, distance: int) -> Tensor:
-        """fp32 ``[T - distance]``: how many times token t counts, where token t + distance is of
-        the same document; else 0.
+        """Return fp32 ``[T - distance]``: how often token t counts, or 0 at a document boundary.
+
+        It is 0 if token t + distance belongs to another document.
         """
         same = self.document[distance:] == self.document[: len(self.document) - distance]
         return self.counted[: len(self.counted) - distance] * same
 
     def means(self, values: Tensor, there: Tensor) -> Tensor:
-        """``[..., P]``: the mean of a pack's ``values``, each as many times as it is ``there``; of
-        packs without any, 0.
+        """Return the weighted mean of ``values`` in each pack, ``[..., P]``; 0 for packs without
+        weight.
 
         Args:
-            values: ``[..., n]``, of the first n tokens.
-            there: fp32 ``[n]``.
+            values: ``[..., n]``, for the first n tokens.
+            there: fp32 ``[n]``, the weight of each.
         """
         missing = len(self.counted) - len(there)
         values, there = (
@@ -91,22 +102,22 @@ class Tokens:
         return sums / counts.clamp(min=1.0)
 
     def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
-        """The sum of ``means``."""
+        """Return the sum of ``means`` over the packs."""
         return self.means(values, there).sum()
 
     @property
     def packs(self) -> Tensor:
-        """How many packs have a token that counts; a scalar in fp32."""
+        """Number of packs with a token that counts, an fp32 scalar."""
         return (self.counted > 0).view(-1, self.width).any(1).sum().float()
 
 
 def wide(logits: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """Return ``logits`` in fp32, or in their own dtype if that is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def chosen(logits: Tensor, k: int) -> Tensor:
-    """bool ``[..., E]``: the k largest."""
+    """Return a bool mask ``[..., E]`` of the k largest logits."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter(
         -1, logits.topk(k, dim=-1).indices, True
     )
@@ -117,34 +128,41 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": F.logsigmoid,
     "sqrtsoftplus": lambda z: F.softplus(z).log() / 2,
 }
-"""By the name of s its logarithm, up to a constant of the token."""
+"""log s as a function of the logits, by name, up to a constant for each token."""
 
 
 def log_scores(logits: Tensor, scores: str) -> Tensor:
-    """log s, in fp32 at least."""
+    """Return log s ``[..., E]``, in fp32 or wider.
+
+    Args:
+        scores: a key of ``SCORES``.
+    """
     return SCORES[scores](wide(logits))
 
 
 def sent(received: Tensor, experts: int) -> Tensor:
-    """bool ``[..., E]``: S, of the experts that tokens got, ``[..., k]``; ids that no expert has
-    are none's.
+    """Return a bool mask ``[..., E]`` of the experts that received each token (S).
+
+    Args:
+        received: expert ids ``[..., k]``; ids outside 0..E-1 mean no expert.
+        experts: E.
     """
     none = received.new_zeros(*received.shape[:-1], experts + 1, dtype=torch.bool)
     return none.scatter(-1, known(received, experts), True)[..., :experts]
 
 
 def known(received: Tensor, experts: int) -> Tensor:
-    """The ids of experts, and E for any other."""
+    """Return ``received`` with every id outside 0..E-1 replaced by E."""
     return torch.where((received >= 0) & (received < experts), received, experts)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What experts got of the tokens that count, in fp32.
+    """Load of the experts from the tokens that count, in fp32.
 
     Attributes:
-        rows_LPE: how many rows.
-        choices_P1: how many were chosen: k for each token.
+        rows_LPE: number of tokens that each expert received.
+        choices_P1: number of choices in each pack: k for each token.
     """
 
     rows_LPE: Tensor
@@ -152,8 +170,10 @@ class Load:
 
     @classmethod
     def of(cls, received: Sequence[Tensor], experts: int, k: int, tokens: Tokens) -> Load:
-        """Args:
-        received: ``[T, k]`` of each layer.
+        """Count the load.
+
+        Args:
+            received: expert ids ``[T, k]`` of each layer.
         """
         counted_PW = tokens.counted.view(-1, tokens.width).to(torch.float32)
         ids_LTk = known(torch.stack(list(received)), experts)
@@ -172,19 +192,26 @@ class Load:
 
     @property
     def shares_LPE(self) -> Tensor:
-        """f; 0 of packs without a token that counts."""
+        """f, the share of the choices that fell on each expert; 0 for packs without a token that
+        counts.
+        """
         return self.rows_LPE / self.choices_P1.clamp(min=1.0)
 
     @property
     def dropped_LP(self) -> Tensor:
-        """Which share of the choices no expert got."""
+        """Share of the choices that no expert received."""
         return (self.choices_P1[:, 0] - self.rows_LPE.sum(-1)) / self.choices_P1[:, 0].clamp(
             min=1.0
         )
 
 
 def balance(log_s: Tensor, shares_PE: Tensor, tokens: Tokens) -> Tensor:
-    """The sum over the packs, of one layer, whose f are given."""
+    """Return the balance loss of one layer, summed over packs.
+
+    Args:
+        log_s: ``[T, E]``.
+        shares_PE: f of this layer.
+    """
     counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
     p_PWE = log_s.softmax(-1).unflatten(0, (-1, tokens.width))
     mean_PE = (p_PWE * counted_PW1).sum(1) / counted_PW1.sum(1).clamp(min=1.0)
@@ -192,21 +219,24 @@ def balance(log_s: Tensor, shares_PE: Tensor, tokens: Tokens) -> Tensor:
 
 
 def z_losses(logits: Tensor) -> Tensor:
-    """``[T]``, of each token."""
+    """Return the z loss of each token, ``[T]``."""
     return wide(logits).logsumexp(-1).square()
 
 
 def temporal_losses(log_s: Tensor) -> Tensor:
-    """``[T - 1]``: of token t + 1 beside token t."""
+    """Return the temporal loss of each pair of tokens t, t + 1, ``[T - 1]``."""
     p = log_s.softmax(-1)
     return (p[1:] - p[:-1]).square().sum(-1)
 
 
 def locality_losses(log_s: Tensor, received: Tensor) -> Tensor:
-    """``[T - 1]``: of token t + 1 beside token t; 0 where no expert got token t.
+    """Return the locality loss of each pair of tokens t, t + 1, ``[T - 1]``.
+
+    It is 0 if no expert received token t.
 
     Args:
-        received: ``[T, k]``.
+        log_s: ``[T, E]``.
+        received: expert ids ``[T, k]``.
     """
     before = sent(received[:-1], log_s.shape[-1])
     before = before | ~before.any(-1, keepdim=True)
@@ -222,12 +252,12 @@ def lookahead_losses(
     of_set: float,
     margin: float,
 ) -> Tensor:
-    """``[...]``: of each prediction.
+    """Return the lookahead loss of each prediction, ``[...]``.
 
     Args:
         predicted: z′ ``[..., E]``.
-        target: z ``[..., E]``, of which no gradient is made.
-        ranking, of_set, margin: a, b and m.
+        target: z ``[..., E]``, which gets no gradient.
+        ranking, of_set, margin: a, b and m of the formula.
     """
     predicted = wide(predicted)
     target = wide(target.detach())
@@ -236,8 +266,12 @@ def lookahead_losses(
 
 
 def divergences(predicted: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """``[...]``: KL(softmax(z/T) ‖ softmax(z′/T)) of ``target`` z and ``predicted`` z′, ``[...,
-    E]``.
+    """Return KL(softmax(z/T) ‖ softmax(z′/T)), ``[...]``.
+
+    Args:
+        predicted: z′ ``[..., E]``.
+        target: z ``[..., E]``.
+        temperature: T.
     """
     aim = (target / temperature).log_softmax(-1)
     log_q = (predicted / temperature).log_softmax(-1)
@@ -253,11 +287,12 @@ def set_losses(
     margin: float,
     among: Tensor | None = None,
 ) -> Tensor:
-    """``[...]``: the ranking and the set term of ``predicted`` z′.
+    """Return the sum of the ranking term and the set term of each prediction, ``[...]``.
 
     Args:
+        predicted: z′ ``[..., E]``.
         those: bool ``[..., E]``, S.
-        among: bool ``[..., E]``, which are compared; by default all.
+        among: bool ``[..., E]``, the experts that are compared with S; all by default.
     """
     if among is not None:
         predicted = predicted.masked_fill(~(among | those), float("-inf"))
@@ -275,22 +310,30 @@ def set_losses(
 
 
 def recalls(predicted: Tensor, target: Tensor, k: int, among: int | None = None) -> Tensor:
-    """``[...]``: which share of the k chosen experts is among so many (by default k) that are
-    predicted first.
+    """Return the share of the k chosen experts that are among the first ``among`` predicted,
+    ``[...]``.
+
+    Args:
+        predicted, target: z′ and z ``[..., E]``.
+        among: k by default.
     """
     return (chosen(predicted, among or k) & chosen(target, k)).sum(-1) / k
 
 
 def anchor_losses(logits: Tensor, reference: Tensor, scores: str = "softmax") -> Tensor:
-    """``[T]``: KL from the reference's distribution to that of now, with a gradient in
-    ``logits``.
+    """Return the KL from the reference distribution to the current one for each token, ``[T]``.
+
+    Only ``logits`` get a gradient.
+
+    Args:
+        logits, reference: ``[T, E]``.
     """
     log_p, log_r = (log_scores(x, scores).log_softmax(-1) for x in (logits, reference.detach()))
     return (log_p.exp() * (log_p - log_r)).sum(-1)
 
 
 def entropies(log_s: Tensor) -> Tensor:
-    """``[T]``: of P, in nats."""
+    """Return the entropy of P of each token, ``[T]``, in nats."""
     log_p = log_s.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 

@@ -1,6 +1,4 @@
-"""The section ``router`` of a configuration: what is trained of the routers of a mixture of
-experts, beside any objective.
-"""
+"""The ``router`` section of a configuration: router losses that are added to any objective."""
 
 from __future__ import annotations
 
@@ -14,7 +12,9 @@ LOSSES = ("balance", "z", "temporal", "locality", "layer_ahead", "token_ahead", 
     frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid")
 )
 class RouterSettings:
-    """Coefficients of the losses in ``router_losses.py``; those that are 0 are not computed."""
+    """Coefficients of the losses in ``router_losses.py``; a loss with coefficient 0 is not
+    computed.
+    """
 
     balance: float = Field(
         default=0.0, ge=0, description="Weight of the load-balancing loss, of each layer by itself"
@@ -71,10 +71,10 @@ class RouterSettings:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of the losses that are trained, by their names."""
+        """Coefficients of the losses that are trained, by name."""
         return {name: weight for name in LOSSES if (weight := getattr(self, name))}
 
     @property
     def lookahead(self) -> bool:
-        """Whether heads that predict experts are trained."""
+        """True if heads that predict experts are trained."""
         return bool(self.layer_ahead or self.token_ahead)

@@ -1,7 +1,8 @@
-"""The losses and metrics of routers as terms of a run, whatever its objective.
+"""Router losses and metrics as terms of a training run, independent of its objective.
 
-Every term is a mean over a pack, summed over the packs of a Batch, to be divided by those of the
-step: it depends neither on ``batch_size`` and accumulation nor on the number of processes.
+Every term is a mean over a pack, summed over the packs of a Batch. The caller divides it by the
+number of packs in the step. So it depends neither on ``batch_size`` and accumulation nor on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -24,15 +25,7 @@ PER = "packs"
 
 @dataclass(frozen=True)
 class Routing:
-    """How the routers of a model choose and weigh experts.
-
-    Attributes:
-        k: experts of a token.
-        experts: E.
-        scores: by what of the logits experts are weighed, of ``router_losses.SCORES``; None where
-            it is none of these, or there are no logits.
-        logits: whether the model gives the logits of its routers.
-    """
+    """Properties of a model's routers."""
 
     k: int
     experts: int
@@ -42,8 +35,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """An ``Addition``: the losses that ``settings`` have a weight for, with what is shown of the
-    routers.
+    """An ``Addition`` to the loss: every router loss with a coefficient in ``settings``, and
+    metrics.
     """
 
     settings: RouterSettings
@@ -104,7 +97,7 @@ class RouterTerms:
         return {**found, **_metrics(load, entropies, tokens)}
 
     def _lookahead(self, name: str, weight: float, pairs: Any, tokens: Tokens) -> dict[str, Term]:
-        """The loss of heads, and as a metric the recall of each distance."""
+        """Return the loss of the heads ``name``, and their recall at each distance as metrics."""
         given = self.settings
         sums = list[Tensor]()
         recalled = dict[int, list[Tensor]]()
@@ -130,11 +123,13 @@ class RouterTerms:
 
 
 def _metrics(load: Load, entropies: list[Tensor], tokens: Tokens) -> dict[str, Term]:
-    """``busiest``: the load of the expert with most tokens, in equal shares (1 is balance);
-    ``idle``: which share of the experts got no token; ``dropped``: which share of the choices no
-    expert got; ``entropy`` of a token's P, in nats, where P is known.
+    """Return the load and entropy metrics of the routers.
 
-    Each is the mean over layers; with ``_worst`` that of the layer which is worst in a pack.
+    ``busiest`` is the load of the busiest expert in units of an equal share (1 is balanced).
+    ``idle`` is the share of the experts that received no token. ``dropped`` is the share of the
+    choices that no expert received. ``entropy`` is that of P in nats, if P is known.
+
+    Each is a mean over layers; with the suffix ``_worst`` it is that of the worst layer of a pack.
     """
     there_P = (load.choices_P1[:, 0] > 0).float()
     shown = {
@@ -152,8 +147,11 @@ def _metrics(load: Load, entropies: list[Tensor], tokens: Tokens) -> dict[str, T
 
 
 def layer_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor]]:
-    """Distance in layers, distance in tokens (0), prediction and target ``[T, E]``, of each
-    layer and distance.
+    """Return the layer-ahead predictions with their targets.
+
+    Returns:
+        For each layer and distance: distance in layers, distance in tokens (0), prediction and
+            target ``[T, E]``.
     """
     return [
         (d, 0, predicted[:, d], computed.router_logits[layer + d])
@@ -163,8 +161,11 @@ def layer_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor
 
 
 def token_predictions(computed: Computed) -> list[tuple[int, int, Tensor, Tensor]]:
-    """Distance in tokens, twice, prediction and target ``[T - distance, E]``, of each distance
-    and layer.
+    """Return the token-ahead predictions with their targets.
+
+    Returns:
+        For each distance and layer: distance in tokens (twice), prediction and target ``[T -
+            distance, E]``.
     """
     ahead = computed.tokens_ahead
     assert ahead is not None

@@ -1,6 +1,4 @@
-"""What the routers of a Hugging Face mixture are: how they weigh experts, and which of their
-losses can be trained.
-"""
+"""Find how the routers of a Hugging Face mixture weigh experts and which losses they can train."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ from chronicals.moe.router_terms import Routing
 from chronicals.versions import remedy_for_routers
 
 K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
-"""What configurations call the experts of a token."""
+"""Names of the number of experts per token in configurations."""
 
 LENGTH = 24
-"""Tokens of a twin's document."""
+"""Length in tokens of the document that the twin is run on."""
 
 OF_SCORES = ("balance", "temporal", "locality", "anchor")
-"""Losses of the probabilities of experts."""
+"""Losses that need the probabilities of experts."""
 
 Proof = tuple[str | None, bool]
 """``scores`` and ``logits`` of a ``Routing``."""
@@ -42,10 +40,10 @@ _PROVED: dict[tuple[type, str], Proof | str] = {}
 
 
 def experts_per_token(model: Any) -> int:
-    """k.
+    """Return k, the number of experts per token.
 
     Raises:
-        ValueError: the configuration does not say.
+        ValueError: the configuration has no such field.
     """
     config = model.config.get_text_config()
     found = next(
@@ -61,8 +59,10 @@ def experts_per_token(model: Any) -> int:
 
 
 def check_routers(model: Any, settings: RouterSettings) -> None:
-    """Raises ValueError where these losses cannot be trained with the model; the message names
-    the setting.
+    """Check that the losses in ``settings`` can be trained with ``model``.
+
+    Raises:
+        ValueError: one cannot; the message names the setting.
     """
     name = type(model).__name__
     try:
@@ -100,12 +100,15 @@ def check_routers(model: Any, settings: RouterSettings) -> None:
 
 
 def routing_of(model: Any) -> Routing:
-    """How the model routes: how its router logits become the weights of experts is proved on a
-    small random twin, once for each class and configuration; which experts it chooses need not be
-    known, it is recorded.
+    """Return how ``model`` routes.
+
+    A small random model of the same class (the twin) is run once for each class and configuration.
+    Its expert weights are compared with those that each of ``SCORES`` gives for its router logits.
+    The rule that chooses the experts need not be known, because their ids are recorded.
 
     Raises:
-        ValueError: it has no routed experts that are known here; the message names the class.
+        ValueError: no known routed experts are found, or the twin cannot be run; the message names
+            the class.
     """
     name = type(model).__name__
     try:
@@ -128,7 +131,7 @@ def routing_of(model: Any) -> Routing:
 
 @torch.no_grad()
 def _prove(twin: Any) -> Proof | str:
-    """What is found of the twin, or what keeps it from being known."""
+    """Return how the twin weighs experts, or a message that says why it cannot be determined."""
     experts = routed_experts(twin)
     if not experts:
         return "has no layer with routed experts that is known here"
@@ -164,8 +167,9 @@ def _prove(twin: Any) -> Proof | str:
 
 
 def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> bool:
-    """Whether experts are weighed by these scores, up to a factor of the token; of the layer,
-    where a token has one expert.
+    """Return whether the expert weights are proportional to these scores for each token.
+
+    With one expert per token the comparison is over the layer: a token's own ratio is always 1.
     """
     theirs = weights.float()
     ours = SCORES[name](logits.float()).exp().gather(-1, experts)
@@ -177,8 +181,10 @@ def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> b
 
 
 def untrained_routers(model: Any) -> list[str]:
-    """The weights of routers, by the ends of their paths, as ``mlp.gate.weight``, where no
-    router has one that is trained.
+    """Return the ends of the router weights' paths, as ``mlp.gate.weight``, if no router is
+    trained.
+
+    If any router has a trained parameter, the list is empty.
     """
     paths = {id(module): without_adapters(path) for path, module in model.named_modules()}
     routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
@@ -188,8 +194,7 @@ def untrained_routers(model: Any) -> list[str]:
 
 
 def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:
-    """Let the lookahead heads of ``model`` require a gradient where ``settings`` train them, and
-    only there.
+    """Set ``requires_grad`` of the lookahead heads: true only for those that ``settings`` train.
 
     Returns:
         The names of the heads that are not trained.

@@ -1,9 +1,9 @@
-"""Attention over a window: grouped queries, norms on queries and keys, rotary positions.
+"""Sliding-window attention: grouped queries, norms on queries and keys, rotary positions.
 
     o_t = Σ_j softmax_j(q_t · k_j / sqrt(D)) v_j        t - W < j <= t
 
-The window is the mask's alone: training, a prompt and single steps see the same keys, and positions
-are counted from the document's first token, whatever a cache has dropped.
+Only the mask defines the window, so training, prompts and single decoding steps see the same keys.
+Positions count from the document's first token, even if a cache has dropped it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chronicals.moe.configuration import ChronicalsMoeConfig
 
 
 class SlidingAttention(nn.Module):
-    """A layer that attends within ``config.sliding_window`` tokens."""
+    """An attention layer in which a token sees the last ``config.sliding_window`` tokens."""
 
     is_causal = True
 
@@ -54,8 +54,10 @@ class SlidingAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[B, Q, D]`` to ``[B, Q, D]``, and the weights where the attention function returns
-        them.
+        """Return the output ``[B, Q, D]`` for ``hidden_states`` ``[B, Q, D]``, and the attention
+        weights.
+
+        The weights are None if the attention function does not return them.
         """
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)

@@ -1,5 +1,5 @@
-"""Objectives: what is minimised, a file each. Every file of this folder is imported, and registers its
-own.
+"""Objectives: what is minimised, a file each. Every file of this folder is imported, and registers
+its own.
 """
 
 import importlib

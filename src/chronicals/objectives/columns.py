@@ -18,9 +18,10 @@ from chronicals.batch import Batch
 from chronicals.models import PresentedModel
 
 Record = Mapping[str, Any]
-"""How a run has its reference policy, as JSON: ``how`` (``adapters_off``, ``stored`` or
-``reference_model``); ``start`` and ``identity`` of a model that can be found again; ``in_4bit`` if
-it was in 4 bits.
+"""JSON description of a run's reference policy.
+
+``how`` is ``adapters_off``, ``stored`` or ``reference_model``. ``start`` and ``identity`` describe
+a model that can be found again. ``in_4bit`` is set if that model was in 4 bits.
 """
 
 

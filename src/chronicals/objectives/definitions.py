@@ -1,5 +1,5 @@
-"""Parts of the definitions of objectives over answers, with which ``verify`` compares a run; training
-does not use them.
+"""Parts of the definitions of objectives over answers, with which ``verify`` compares a run;
+training does not use them.
 
 A definition gets the whole logits of one item's documents, and writes its formula out; it shares
 only the settings with the objective.

@@ -1,13 +1,14 @@
-"""Knowledge distillation: the student learns the teacher's next-token distributions over the run's
-own documents.
+"""Knowledge distillation: the student learns the teacher's next-token distributions.
 
-    loss = Σ_t w_t [α · u · D(p_t, q_t) + (1 − α) · (−log q_t(y_t))] / Σ_t w_t     over the positions whose target is trained
+The documents are the run's own. Over the positions whose target is trained,
 
-p is the teacher's distribution, q the student's, both at temperature τ in D and at 1 in the
-cross-entropy; w_t is 1 where a Batch has no weights. D is a KL divergence (Hinton et al., 2015,
+    loss = Σ_t w_t [α · u · D(p_t, q_t) + (1 − α) · (−log q_t(y_t))] / Σ_t w_t
+
+p is the teacher's distribution and q the student's, both at temperature τ in D and at 1 in the
+cross-entropy; w_t is 1 if a Batch has no weights. D is a KL divergence (Hinton et al., 2015,
 section 2; Gu et al., 2024), the generalized JSD (Agarwal et al., 2024, equation 1) or a skewed KL
 divergence (Ko et al., 2024, section 3.1). u is 1, as in TRL and Liger, or τ²
-(``temperature_squared``), with which D's gradient is of one size at all temperatures (Hinton et
+(``temperature_squared``), which keeps the size of D's gradient equal at all temperatures (Hinton et
 al., 2015, section 2).
 """
 
@@ -48,7 +49,7 @@ TEACHER = "teacher"
 
 STORED_IDS = "teacher_ids"
 STORED_LOG_P = "teacher_log_p"
-"""Columns of targets: k stored token ids of the teacher's prediction, and their log-probabilities."""
+"""Columns of targets: k token ids of the teacher's prediction, and their log-probabilities."""
 
 DEFAULT_BETA = 0.5
 """Default of ``beta``: the JSD from the mean of both sides."""
@@ -76,8 +77,8 @@ Log = Tensor
 
 @register("distill")
 class Distill(Objective):
-    """An objective that minimises the divergence from a frozen teacher, which sees the same Batch, and
-    a share of cross-entropy.
+    """An objective that minimises the divergence from a frozen teacher, which sees the same Batch,
+    and a share of cross-entropy.
     """
 
     of_tokens = True
@@ -147,7 +148,7 @@ class Distill(Objective):
         @field_validator("stored_tokens")
         @classmethod
         def _can_be_stored(cls, value: int | None, given: ValidationInfo) -> int | None:
-            """Refuse a divergence that is infinite if only some of the teacher's tokens are known."""
+            """Refuse a divergence that is infinite if only some teacher tokens are known."""
             divergence = given.data.get("divergence")
             without_skew = given.data.get("skew") == 0.0
             if value is not None and divergence == "skew_reverse_kl" and without_skew:
@@ -393,8 +394,8 @@ class Distill(Objective):
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """Return the loss and the metrics without auxiliary terms, and the ratio of targets that are
-        the student's likeliest token.
+        """Return the loss and the metrics without auxiliary terms, and the ratio of targets that
+        are the student's likeliest token.
         """
         head = model.head
         found = self._compared(
@@ -481,7 +482,7 @@ class Distill(Objective):
         )
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss by ``torch.nn.functional.kl_div``, from a mixture if the paper has one."""
+        """Return the loss by ``torch.nn.functional.kl_div``, with a mixture if the paper has it."""
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
         z = logits[:, :common].float()
         teacher_z = frozen[TEACHER][:, :common].float()

@@ -1,12 +1,19 @@
-"""Direct preference optimisation (Rafailov et al., 2023, arXiv 2305.18290), with the variants of
-its loss.
+"""Direct preference optimisation (Rafailov et al., 2023, arXiv 2305.18290), with loss variants.
 
-    h = β (log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x))                                        equation 7
+Equation 7 defines
 
-    sigmoid       − (1 − ε) log σ(h) − ε log σ(−h)        ε = 0 is equation 7; ε > 0 "conservative DPO" (Mitchell, 2023)
-    robust        ((1 − ε) (− log σ(h)) + ε log σ(−h)) / (1 − 2ε)      (Chowdhury et al., 2024, arXiv 2403.00409, equation 9)
-    hinge         max(0, 1 − h)                                        (SLiC: Zhao et al., 2023, arXiv 2305.10425)
-    sigmoid_norm  − log σ(h'), h' of log-ratios over their tokens      (Tülu 3: Lambert et al., 2024, arXiv 2411.15124)
+    h = β (log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x))
+
+and the losses of a pair are
+
+    sigmoid       − (1 − ε) log σ(h) − ε log σ(−h)
+    robust        ((1 − ε) (− log σ(h)) + ε log σ(−h)) / (1 − 2ε)
+    hinge         max(0, 1 − h)
+    sigmoid_norm  − log σ(h'), where h' divides each log-ratio by its answer's number of tokens
+
+``sigmoid`` is equation 7 if ε = 0, and "conservative DPO" (Mitchell, 2023) if ε > 0. ``robust`` is
+equation 9 of Chowdhury et al. (2024, arXiv 2403.00409), ``hinge`` is SLiC (Zhao et al., 2023, arXiv
+2305.10425), and ``sigmoid_norm`` is that of Tülu 3 (Lambert et al., 2024, arXiv 2411.15124).
 
 β log π/π_ref of an answer is its reward.
 """
@@ -54,8 +61,8 @@ def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
 
 @register("dpo")
 class DPO(PairObjective, WithReference):
-    """An objective that raises the odds of the chosen answer over the rejected one, beside a reference
-    policy.
+    """An objective that raises the odds of the chosen answer over the rejected one, relative to a
+    reference policy.
     """
 
     name = "dpo"
@@ -88,7 +95,11 @@ class DPO(PairObjective, WithReference):
                 )
 
     def lowest_loss(self) -> float | None:
-        """The hinge is flat beyond its margin; the robust loss with a smoothing falls for ever."""
+        """Return the value of a pair's loss where it is flat; None for the robust loss with
+        smoothing.
+
+        The hinge is flat beyond its margin; that robust loss has no lower bound.
+        """
         share = self.settings.label_smoothing
         if self.settings.loss == "robust" and share:
             return None

@@ -1,9 +1,9 @@
 """Identity preference optimisation (Azar et al., 2023, arXiv 2310.12036, equation 17).
 
-    (h − 1 / 2τ)²,   h = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x), each log-ratio over its answer's tokens
+    (h − 1 / 2τ)²,   h = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x)
 
-The mean over tokens, so that long answers do not count more, is of the authors' own implementation,
-not of the paper.
+Each log-ratio is a mean over its answer's tokens, so that long answers do not count more. This mean
+is from the authors' implementation, not from the paper.
 """
 
 from __future__ import annotations

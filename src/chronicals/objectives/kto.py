@@ -1,14 +1,16 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv 2402.01306), of answers that are
-judged one by one.
+"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv 2402.01306).
 
-    r = log π(y|x)/π_ref(y|x)                                                                     equation 8
-    z = max(0, mean of r over answers y' of other prompts x),  without a gradient                 section 4.1
-    loss = λ_D (1 − σ(β (r − z)))  of a good answer,   λ_U (1 − σ(β (z − r)))  of a bad one       equation 8
+It trains on answers that are judged one by one. By equation 8 and section 4.1,
 
-z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all
-ranks, never of a micro-batch. y' is the answer of the nearest row before with another prompt
-(``data/kinds/judged_answers.py``). A row that leaves no room for one has none: z is the mean over those
-of the others, 0 where no row of the step has one.
+    r = log π(y|x)/π_ref(y|x)
+    z = max(0, mean of r over answers y' of other prompts x),  without a gradient
+    loss = λ_D (1 − σ(β (r − z)))  for a good answer
+           λ_U (1 − σ(β (z − r)))  for a bad one
+
+z estimates the policy's divergence from the reference. It is a mean over the whole optimizer step
+on all ranks, never over a micro-batch. y' is the answer of the nearest earlier row with another
+prompt (``data/kinds/judged_answers.py``). If a row leaves no room for y' in a pack, z is the mean
+over the other rows; it is 0 if no row of the step has one.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ def kto_losses(
 
 @register("kto")
 class KTO(WithReference):
-    """An objective that raises the probability of good answers and lowers that of bad ones, beside a
-    reference policy.
+    """An objective that raises the probability of good answers and lowers that of bad ones, beside
+    a reference policy.
     """
 
     row_kinds = (JUDGED,)

@@ -1,9 +1,11 @@
 """Next-token prediction: supervised fine-tuning and pretraining.
 
-    loss = − Σ_t w_t log p(y_t | x_≤t) / Σ_t w_t        over the positions whose target y_t is trained
+Over the positions whose target y_t is trained,
 
-w_t is 1 where a Batch has no weights. The denominator is that of the whole optimizer step, never of
-a micro-batch (Radford et al., 2018, equation 1, as a mean).
+    loss = − Σ_t w_t log p(y_t | x_≤t) / Σ_t w_t
+
+w_t is 1 if a Batch has no weights. The denominator is that of the whole optimizer step, never of a
+micro-batch (Radford et al., 2018, equation 1, as a mean).
 """
 
 from __future__ import annotations

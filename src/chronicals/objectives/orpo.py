@@ -1,12 +1,13 @@
-"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691), without a reference
-policy.
+"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691).
 
-    L_SFT + λ L_OR                                                                       equation 6
-    L_OR = − log σ(log odds(y_w|x) − log odds(y_l|x))                                     equation 7
-    odds(y|x) = P / (1 − P),  log P = log π(y|x) / |y|                                    equations 3 and 4
+It needs no reference policy.
 
-L_SFT is the mean cross-entropy of the chosen answers' tokens: over all tokens of a step, and not of
-a pair.
+    L_SFT + λ L_OR                                               equation 6
+    L_OR = − log σ(log odds(y_w|x) − log odds(y_l|x))             equation 7
+    odds(y|x) = P / (1 − P),  log P = log π(y|x) / |y|            equations 3 and 4
+
+L_SFT is the mean cross-entropy of the chosen answers' tokens, over all tokens of a step and not
+within each pair.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
-    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as
-    the next smaller number.
+    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts
+    as the next smaller number.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931471805599453  # − log 2: where both forms are as exact
@@ -47,7 +48,7 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
 
 @register("orpo")
 class ORPO(PairObjective):
-    """Supervised fine-tuning on the chosen answers that holds the odds of the rejected ones down."""
+    """Fine-tuning on the chosen answers that also keeps the odds of the rejected ones low."""
 
     name = "odds_ratio"
     papers = (Paper("ORPO", "Hong et al., 2024, eq. 6 and 7"),)

@@ -43,7 +43,7 @@ _TOKENIZER_REMEDY = (
 )
 
 _COMPARED_PARAMETERS = 16
-"""Parameters that a resumed run recognises a reference by: those of the last layer, and the head."""
+"""Number of parameters that identify a reference on resume: last layer and head."""
 
 _UNKNOWN_COMMIT = [None]
 """End of the identity of a hub's model in records of runs that did not know its commit."""

@@ -105,7 +105,7 @@ def default_learning_rate(config: ChronicalsConfig, adapters: bool) -> float:
 
 
 def _explained(section: str, settings: type, error: pydantic.ValidationError) -> str:
-    """Return, for each wrong setting, its section, name and value, and what is allowed."""
+    """Return a line for each wrong setting: its section, name and value, and what is allowed."""
     known = [field.name for field in dataclasses.fields(settings)]
     lines = []
     for detail in error.errors():

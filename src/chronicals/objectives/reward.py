@@ -159,8 +159,8 @@ def document_scores(model: PresentedModel, states: Tensor, batch: Batch) -> Tens
 
 
 def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
-    """Choose a token with which no answer ends, make it the tokenizer's padding token, and return its
-    id.
+    """Choose a token with which no answer ends, make it the tokenizer's padding token, and return
+    its id.
 
     transformers takes the score of the last token that is not the padding token, which therefore
     must not be an end.

@@ -26,8 +26,8 @@ def simpo_losses(chosen: Tensor, rejected: Tensor, gamma: float) -> Tensor:
 
 @register("simpo")
 class SimPO(PairObjective):
-    """An objective that raises the mean log-probability of the chosen answer's tokens over that of the
-    rejected one's, by a margin.
+    """An objective that raises the mean log-probability of the chosen answer's tokens over that of
+    the rejected one's, by a margin.
     """
 
     name = "simpo"

@@ -196,9 +196,11 @@ class Objective(ABC):
         return None
 
     def why_not_evaluated(self, model: Any) -> str | None:
-        """Return why ``model``, which was trained before, cannot be evaluated, and what to do: the
-        settings do not say which reference policy it was trained beside, or that policy is not
-        there. None if it can be.
+        """Return why ``model``, trained earlier, cannot be evaluated, and what to do; None if it
+        can be.
+
+        The settings may not say which reference policy it was trained with, or that policy is
+        missing.
         """
         return None
 
@@ -289,8 +291,8 @@ class Objective(ABC):
         )
 
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
-        """Return frozen models, by name, that ``definition`` needs though ``bring`` does not return
-        them.
+        """Return the frozen models, by name, that ``definition`` needs but ``bring`` does not
+        return.
         """
         return {}
 
@@ -314,20 +316,24 @@ class Objective(ABC):
         return {}
 
     def frozen_start(self) -> str | None:
-        """Return the name by which ``item_definition`` finds logits of the model as the run begins;
-        None if it needs none.
+        """Return the name under which ``item_definition`` finds logits of the model at the start of
+        the run.
+
+        It is None if it needs none.
         """
         return None
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
-        """Return, in words, what a run costs beside the passes of the trained model, which
-        `chronicals plan` does not count; None for nothing.
+        """Describe the costs of a run that `chronicals plan` does not count; None if there are
+        none.
+
+        These are costs in addition to the passes of the trained model.
         """
         return None
 
     def why_not_defined(self) -> str | None:
-        """Return why there is no definition to compare a run with, and what to do; None if there
-        is one.
+        """Return why there is no definition to compare a run with, and what to do; None if there is
+        one.
         """
         cls = type(self)
         if (

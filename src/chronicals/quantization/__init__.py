@@ -1,5 +1,6 @@
-"""Formats of a weight in a product: 16 bit, FP8, FP8 with its 16 bits in host memory, 4 bits,
-MXFP4, GGUF blocks; one class each.
+"""Weight formats of linear products, one class each.
+
+They are 16 bit, FP8, FP8 with its 16-bit values in host memory, 4 bits, MXFP4 and GGUF blocks.
 """
 
 from chronicals.quantization.base import Base, Operand, Storage

@@ -1,9 +1,8 @@
-"""Base: the weight of a linear product as an object that multiplies, whatever format it is stored
-in.
+"""Base: the weight of a linear product, as an object that multiplies in its own storage format.
 
     y = x Wᵀ + b,   dx = dy W,   dW = dyᵀ x        W [N, K],  x [T, K],  dy [T, N]
 
-A product asks its base and knows no format; a new format is a new class.
+A product calls its base and does not know the format; a new format is a new class.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from chronicals.kernels.fp8 import Scaled
 
 
 class Operand(NamedTuple):
-    """x or dy as the products of a base take it.
+    """x or dy in the forms that the products of a base take.
 
     Attributes:
-        tensor: ``[T, D]``, 16 or 32 bit; None where only ``columns`` was kept of it for the
-            backward pass.
+        tensor: ``[T, D]``, 16 or 32 bit; None if only ``columns`` was kept for the backward pass.
         rows: quantised, ``[T, D]``, scaled along D.
         columns: quantised and transposed, ``[D, T]``, scaled along T.
-        scale: with which it was quantised before, where it may be quantised again.
+        scale: scale of an earlier quantisation, to be used again.
     """
 
     tensor: Tensor | None
@@ -36,25 +34,25 @@ class Operand(NamedTuple):
 
     @property
     def dense(self) -> Tensor:
-        """``tensor``, where it is known to be there."""
+        """``tensor``, which must not be None."""
         assert self.tensor is not None
         return self.tensor
 
 
 class Base(ABC):
-    """The weight ``W [N, K]`` of one or several linear layers, whose outputs are N together.
+    """The weight ``W [N, K]`` of one or several linear layers; N is the sum of their outputs.
 
     Args:
         shape: ``(N, K)``.
-        dtype: of what its products return.
-        parts: the parameters that the weight consists of, in order; they get ``weight_gradient``,
-            split.
+        dtype: dtype of the results of its products.
+        parts: the parameters that the weight consists of, in order; ``weight_gradient`` is split
+            among them.
 
     Attributes:
-        padded: ``forward`` and ``input_gradient`` also multiply by the padding columns around the
-            weight, where the adapters are, if they are given rows that long.
-        wants_amax: the largest absolute value of an operand, where the kernel that made it has
-            found it, saves a pass over it.
+        padded: if true and the operands include the padding columns, ``forward`` and
+            ``input_gradient`` also multiply by the adapters in the padding around the weight.
+        wants_amax: if true, an operand's largest absolute value, computed by the kernel that
+            produced it, saves a pass over it.
     """
 
     padded = False
@@ -67,56 +65,61 @@ class Base(ABC):
 
     @property
     def trained(self) -> bool:
-        """True if ``weight_gradient`` gives one."""
+        """True if the weight is trained, so that ``weight_gradient`` returns a gradient."""
         return any(part.requires_grad for part in self.parts)
 
     def why_not(self, rows: int) -> str | None:
-        """Return why operands of so many rows cannot be multiplied in this format; None where they
-        can."""
+        """Return why operands with ``rows`` rows cannot be multiplied in this format; None if they
+        can.
+        """
         return None
 
     def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
-        """x or dy, ``[T, D]``, for the products below.
+        """Prepare x or dy, ``[T, D]``, for the products below.
 
         Args:
-            rows: it is wanted for ``forward`` or ``input_gradient``.
-            columns: it is wanted for ``weight_gradient``.
-            amax: its largest absolute value, fp32 ``[1]``, where that is known.
+            rows: it will be used by ``forward`` or ``input_gradient``.
+            columns: it will be used by ``weight_gradient``.
+            amax: its largest absolute value, fp32 ``[1]``, if known.
         """
         return Operand(x)
 
     @abstractmethod
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
-        """``x Wᵀ + bias``, ``[T, N]``; the caller may write into it."""
+        """Return ``x Wᵀ + bias``, ``[T, N]``; the caller may write into it."""
 
     @abstractmethod
     def input_gradient(self, dy: Operand) -> Tensor:
-        """``dy W``, ``[T, K]``; the caller may write into it."""
+        """Return ``dy W``, ``[T, K]``; the caller may write into it."""
 
     @abstractmethod
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
-        """``dyᵀ x``, ``[N, K]``; None where the weight is frozen."""
+        """Return ``dyᵀ x``, ``[N, K]``; None if the weight is frozen."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """W in ``dtype``, on the device of its products."""
+        """Return W in ``dtype``, on the device of its products."""
 
     @classmethod
     @abstractmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Memory of a frozen weight on the device of its products, where the dense weight has
-        ``itemsize`` bytes a value.
+        """Return the bytes per value of a frozen weight on the device of its products.
+
+        Args:
+            itemsize: bytes per value of the dense weight.
         """
 
     @property
     def bytes_for_host(self) -> int:
-        """Bytes of 16-bit values that can wait in host memory while the products run; 0 where
-        these read them, or they wait there already."""
+        """Bytes of 16-bit values that may move to host memory while the products run.
+
+        It is 0 if the products read them, or if they are there already.
+        """
         return 0
 
     @property
     def bytes(self) -> int:
-        """Memory on the device of its products; a trained weight is held densely."""
+        """Bytes on the device of its products; a trained weight is stored densely."""
         itemsize = self.dtype.itemsize
         return int(
             self.outputs * self.width * (itemsize if self.trained else self.bytes_a_value(itemsize))
@@ -124,18 +127,17 @@ class Base(ABC):
 
 
 class Storage(Base):
-    """A base that multiplies by the parameters themselves, in the memory that they have their
-    data in.
-    """
+    """A base whose products read the parameters themselves, without a copy."""
 
     @property
     @abstractmethod
     def places(self) -> tuple[Tensor, ...]:
-        """Memory where the data of each part are."""
+        """Tensors over the memory of each part."""
 
     @property
     def plain_weight(self) -> Any:
-        """The storage itself where it is dense (``Dense``), so that its products may run in another
-        format; None where it is packed.
+        """This storage if it is dense (``Dense``), so that its products may run in another format.
+
+        It is None if the storage is packed.
         """
         return None

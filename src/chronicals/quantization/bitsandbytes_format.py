@@ -1,14 +1,16 @@
 """4-bit weights as bitsandbytes stores them in files; bitsandbytes itself is not needed.
 
-A weight ``W [N, K]`` called ``name`` is stored as these tensors, those of the last two rows only
-where the scales are quantized themselves ("double quantization"):
+A weight ``W [N, K]`` called ``name`` is stored as these tensors:
 
-    name                                     uint8 [⌈N·K / 2⌉, 1]     two codes a byte, or the same bytes as another dtype
-    name.absmax                              fp32 or uint8 [blocks]   scales, or their codes
-    name.quant_map                           fp32 [16]                what the codes stand for
-    name.quant_state.bitsandbytes__nf4       uint8 [bytes]            JSON: quant_type, blocksize, dtype, shape …; or ``__fp4``
-    name.nested_absmax                       fp32 [blocks / 256]      scales of the scales
-    name.nested_quant_map                    fp32 [256]               what the codes of the scales stand for
+    name                                 uint8 [⌈N·K / 2⌉, 1]    two codes per byte
+    name.absmax                          fp32 or uint8 [blocks]  scales, or their codes
+    name.quant_map                       fp32 [16]               values of the codes
+    name.quant_state.bitsandbytes__nf4   uint8 [bytes]           JSON: quant_type, blocksize, …
+    name.nested_absmax                   fp32 [blocks / 256]     scales of the scales
+    name.nested_quant_map                fp32 [256]              values of the scales' codes
+
+The last two exist only if the scales are quantised too ("double quantization"). The codes may be
+stored as the same bytes in another dtype. For FP4 the JSON tensor's name ends with ``__fp4``.
 """
 
 from __future__ import annotations
@@ -24,26 +26,27 @@ from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales, code_of
 from chronicals.quantization.nf4 import Packed
 
 STATE = "quant_state.bitsandbytes__"
-"""Begin of the name of the JSON; the format follows."""
+"""Start of the name of the JSON tensor; the format (nf4 or fp4) follows."""
 
 NESTED = ("nested_absmax", "nested_quant_map")
 ENTRIES = ("absmax", "quant_map", *NESTED, *(STATE + code for code in CODE_VALUES))
-"""What is stored beside the codes of a weight, by what follows its name and a dot."""
+"""Tensors stored next to the codes of a weight: the part of the name after the weight's and a dot.
+"""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def weights_among(names: Iterable[str]) -> set[str]:
-    """Names of the 4-bit weights among those of a checkpoint's tensors."""
+    """Return the names of the 4-bit weights among the tensor names of a checkpoint."""
     return {name.partition(f".{STATE}")[0] for name in names if f".{STATE}" in name}
 
 
 def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
-    """A weight from the tensors of a checkpoint, which share its memory.
+    """Return a weight from the tensors of a checkpoint, sharing their memory.
 
     Args:
-        name: of the weight.
-        stored: tensors by their names; others may be among them.
+        name: name of the weight.
+        stored: tensors by name; it may hold others.
 
     Raises:
         ValueError: a tensor is missing, is damaged, or does not fit the others; the message names
@@ -73,18 +76,19 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
 
 
 def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:
-    """Shape and dtype of the weight that the JSON of this name describes.
+    """Return the shape and dtype of the weight from its JSON tensor.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the JSON is damaged.
     """
     shape, _, dtype = _described(name, _description(name, text), name.rpartition(STATE)[2])
     return shape, dtype
 
 
 def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
-    """Return the tensors that bitsandbytes stores of a weight, by name, in its order and byte for
-    byte.
+    """Return the tensors that bitsandbytes stores for a weight, by name.
+
+    Their order and bytes are those of bitsandbytes.
     """
     scales = weight.scales
     described: dict[str, Any] = {
@@ -118,14 +122,14 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
 def packed_description(
     model: Any, packed: Collection[str], dtype: torch.dtype, code: str = "nf4", nested: bool = True
 ) -> dict[str, Any]:
-    """Return ``quantization_config`` of a model of which some linear layers are stored in 4 bits.
+    """Return the ``quantization_config`` of a model with some linear layers stored in 4 bits.
 
     Args:
-        model: may be on the meta device, and the layers plain.
-        packed: paths of the layers.
-        dtype: that they are dequantised to.
+        model: may be on the meta device, with plain layers.
+        packed: paths of the 4-bit layers.
+        dtype: dtype to which they are dequantised.
         code: "nf4" or "fp4".
-        nested: True where their scales are quantised themselves.
+        nested: True if their scales are quantised too.
     """
     head = model.get_output_embeddings()
     others = {path: layer for path, layer in model.named_modules() if path not in packed}
@@ -173,7 +177,7 @@ def _description(name: str, text: Tensor) -> dict[str, Any]:
 def _described(
     name: str, described: Mapping[str, Any], code: str
 ) -> tuple[tuple[int, int], int, torch.dtype]:
-    """Shape, block and dtype."""
+    """Return the shape, block size and dtype."""
     allowed: dict[str, Iterable[Any]] = {
         "quant_type": {code} & CODE_VALUES.keys(),
         "blocksize": BLOCK_SIZES,
@@ -226,8 +230,9 @@ def _scales(
 
 
 def _bytes(name: str, codes: Tensor, count: int) -> Tensor:
-    """The codes, which may be stored as another dtype, with which some ways of sharding are
-    content.
+    """Return the codes as bytes.
+
+    They may be stored as another dtype, because some ways of sharding require floats.
     """
     found = codes.contiguous().view(-1).view(torch.uint8)
     if found.numel() != count:

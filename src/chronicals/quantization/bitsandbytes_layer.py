@@ -1,8 +1,8 @@
-"""Layers of bitsandbytes in a model that is there, as transformers makes them from a
+"""bitsandbytes layers of an existing model, as transformers creates them from
 ``BitsAndBytesConfig``.
 
-``shared`` is such a layer, ``bitsandbytes.nn.Linear4bit``, as one of ours, over the same codes,
-scales and bias.
+``shared`` wraps such a layer, ``bitsandbytes.nn.Linear4bit``, as one of our layers over the same
+codes, scales and bias.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ logger = logging.getLogger(__name__)
 LAYERS = {f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
 
 SHARED = "_chronicals_shared"
-"""Attribute of a layer: the one of ours over the same memory."""
+"""Attribute of a bitsandbytes layer that holds our layer over the same memory."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_of_bitsandbytes(layer: Any) -> bool:
-    """Return True for a linear layer of bitsandbytes with its weight in 4 bits."""
+    """Return whether ``layer`` is a bitsandbytes linear layer with a 4-bit weight."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}" in LAYERS
 
 
 def has_foreign_layers(model: nn.Module) -> bool:
-    """Return True if ``model`` has linear layers of bitsandbytes in 4 bits."""
+    """Return whether ``model`` has bitsandbytes linear layers in 4 bits."""
     return any(is_of_bitsandbytes(layer) for layer in model.modules())
 
 
 def recipe_of(layer: Any) -> FourBits | None:
-    """Return how the weight of a linear layer, ours or bitsandbytes', was quantised; None where it
-    was not, and for every other module.
+    """Return how the weight of a linear layer was quantised, for our layers and bitsandbytes'.
+
+    It is None if the weight is not quantised, and for every other module.
 
     Raises:
         ValueError: as for ``weight_of_layer``.
@@ -54,7 +55,7 @@ def recipe_of(layer: Any) -> FourBits | None:
 
 
 def as_ours(layer: Any) -> Any:
-    """Return ``shared(layer)`` for a layer of bitsandbytes, and any other layer itself.
+    """Return ``shared(layer)`` for a bitsandbytes layer, and any other layer unchanged.
 
     Raises:
         ValueError: as for ``shared``.
@@ -63,7 +64,7 @@ def as_ours(layer: Any) -> Any:
 
 
 class _Shared(NamedTuple):
-    """The layer of ours, and what it was made of."""
+    """Our layer, and the tensors it was made from."""
 
     ours: Linear4bit
     state: Any
@@ -71,14 +72,14 @@ class _Shared(NamedTuple):
 
 
 def shared(layer: Any) -> Linear4bit:
-    """The layer as one of ours, over its memory and with its hooks: the same object as long as the
-    layer keeps its weight.
+    """Return ``layer`` as one of our layers, with the same memory and hooks.
 
-    It multiplies in the dtype of its products (``bnb_4bit_compute_dtype``) where that has 16 bits,
-    else in that which the weight had before it was quantized, which is logged once.
+    The same object is returned as long as the layer keeps its weight. It multiplies in the layer's
+    ``bnb_4bit_compute_dtype`` if that has 16 bits. Otherwise it uses the dtype that the weight had
+    before quantisation, which is logged once.
 
     Raises:
-        ValueError: as for ``weight_of_layer``, or the layer has another forward, or trains a bias
+        ValueError: as for ``weight_of_layer``; or the layer has its own forward, or trains a bias
             in another dtype.
     """
     if "forward" in vars(layer):
@@ -102,7 +103,7 @@ def shared(layer: Any) -> Linear4bit:
 
 
 def _places(layer: Any) -> tuple[int | None, ...]:
-    """Return the addresses of a layer's tensors, which change when one is moved, replaced or cast."""
+    """Return the addresses of a layer's tensors; a moved, replaced or cast one has another."""
     state = layer.weight.quant_state
     bias = layer.bias
     return (
@@ -114,8 +115,9 @@ def _places(layer: Any) -> tuple[int | None, ...]:
 
 
 def _bias_in(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
-    """The layer's own, or where that is of another dtype, to which bitsandbytes casts it in its
-    forward pass, a copy.
+    """Return the layer's bias, or a copy in ``dtype`` if its dtype differs.
+
+    bitsandbytes casts it in the same way in its forward pass.
     """
     if layer.bias is None or layer.bias.dtype == dtype:
         return layer.bias  # type: ignore[no-any-return]
@@ -136,10 +138,10 @@ def _say_dtype(asked: torch.dtype, dtype: torch.dtype) -> None:
 
 
 def weight_of_layer(layer: Any) -> Packed:
-    """The weight of a ``bitsandbytes.nn.Linear4bit``, whose memory is shared.
+    """Return the weight of a ``bitsandbytes.nn.Linear4bit``, sharing its memory.
 
     Raises:
-        ValueError: it is not quantized yet, or in a form that the format has no tensors for; the
+        ValueError: the weight is not quantised yet, or is in a form without stored tensors; the
             message continues a sentence after the layer's name.
     """
     if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):

@@ -1,6 +1,4 @@
-"""A weight as it is trained: 16 or 32 bit, with padding columns for adapters where there are
-any.
-"""
+"""A 16- or 32-bit weight, optionally with padding columns for adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from chronicals.quantization.base import Operand, Storage
 
 
 class Dense(Storage):
-    """``W`` in one buffer with R padding columns and rows, R ≥ 0:
+    """``W`` in one buffer with R padding columns and rows, R ≥ 0.
 
         | W     up |      forward         [x  u] · [W  up]ᵀ      for rows [T, K + R], else x Wᵀ
         | down   · |      input_gradient  [dy  g] · [W ; down]   for rows [T, N + R], else dy W
@@ -26,7 +24,7 @@ class Dense(Storage):
         columns: R.
 
     Attributes:
-        written: what ``Padding`` notes of the adapters that are in the padding now.
+        written: record of the adapters that are in the padding now, kept by ``Padding``.
     """
 
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
@@ -40,11 +38,10 @@ class Dense(Storage):
     def fused(
         cls, weights: Sequence[Tensor], columns: int = 0, device: torch.device | str | None = None
     ) -> Dense:
-        """Copies of the weights ``[n, K]``, one below the other in a buffer of their own, whose
-        padding is zeros.
+        """Copy the weights ``[n, K]`` into one new buffer, one below the other, with zero padding.
 
         Args:
-            device: of the buffer; by default that of the weights.
+            device: device of the buffer; by default that of the weights.
         """
         outputs = sum(map(len, weights))
         width = weights[0].shape[1]
@@ -65,7 +62,7 @@ class Dense(Storage):
 
     @property
     def up(self) -> Tensor:
-        """Padding beside W, ``[N, R]``."""
+        """Padding to the right of W, ``[N, R]``."""
         return self._with_up()[:, self.width :] if self.columns else self.matrix[:, :0]
 
     @property

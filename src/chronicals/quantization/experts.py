@@ -1,13 +1,14 @@
-"""PackedExperts: the experts of a layer with their stacked weights packed and no other.
+"""PackedExperts: the experts of a layer, whose stacked weights are packed.
 
-    W [E, N, K] as the rows of one matrix [E · N, K], one packed weight, whatever E, N and K are
+    W [E, N, K] is one packed weight: the rows of a matrix [E · N, K]
 
-It takes the place of the module that holds the experts, computes as that does, and is frozen;
-adapters beside its weights (``lora/parameter_layer.py``) are computed as those of the class. Each
-product has the weight dequantised in the buffer that all layers of its shape share; where the class
-computes its experts itself, in a tensor of its own.
+It replaces the module that holds the experts, computes what that does, and is frozen. Adapters on
+its weights (``lora/parameter_layer.py``) are computed as on the class's own. Each product reads the
+weight from a dequantisation buffer that all layers of its shape share. If the class computes its
+experts itself, the weight is dequantised to a tensor of its own.
 
-Functions below answer for any module of experts, packed or not, so that callers ask neither.
+The functions below accept any module of experts, packed or not, so callers need not distinguish
+them.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ from chronicals.quantization.packed import PackedBase, PackedWeight, weight_from
 from chronicals.quantization.packed_linear import PackedModule
 
 TAKES_STACKS = "takes_stacks"
-"""Attribute of a function that replaces a layer's forward and is given its weights by name as
-``stacks``: tensors, or what is called for one (``Stack``)."""
+"""Attribute of a function that replaces a layer's forward and takes its weights as ``stacks``.
+
+These are weights by name: tensors, or callables that return one (``Stack``).
+"""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A stacked weight that is packed; called, it is dequantised.
+    """A packed stacked weight; calling it dequantises it.
 
     Attributes:
-        shape: as the class has it, three sizes.
-        base: of the same values as one matrix.
-        transposed: the matrix has the rows of ``[E, K, N]`` where the class has ``[E, N, K]``.
+        shape: its shape in the class, three sizes.
+        base: the same values as one matrix.
+        transposed: True if the matrix has the rows of ``[E, K, N]`` and the class has ``[E, N,
+            K]``.
     """
 
     shape: tuple[int, ...]
@@ -49,11 +53,11 @@ class Stack:
         return self.base.dtype
 
     def __call__(self) -> Tensor:
-        """Return the values, valid until another weight of this shape is asked for."""
+        """Return the values; they are valid until another weight of this shape is dequantised."""
         return self._in_shape(self.base.filled())
 
     def dense(self) -> Tensor:
-        """Return the values, in memory of their own."""
+        """Return the values in their own memory."""
         return self._in_shape(self.base.dense())
 
     def _in_shape(self, matrix: Tensor) -> Tensor:
@@ -64,8 +68,9 @@ class Stack:
 
 
 def can_be_packed(module: nn.Module) -> bool:
-    """Return True if the module is the experts of a layer: several stacked weights, and beside
-    them nothing but biases of its own.
+    """Return whether the module is the experts of a layer.
+
+    It must have several stacked weights, and no other parameters than its own biases.
     """
     own = [p for p in module._parameters.values() if p is not None]
     several = sum(p.ndim == 3 for p in own) > 1
@@ -77,18 +82,18 @@ def can_be_packed(module: nn.Module) -> bool:
 
 
 class PackedExperts(PackedModule):
-    """The experts of a layer, whose stacked weights are packed.
+    """The experts of a layer with packed stacked weights.
 
     Args:
-        experts: whose parameters with three dimensions are replaced, and all of whose parameters
-            are frozen.
-        packed: these as packed weights, each ``[E · N, K]``, by name.
-        shapes: what each is in the class, ``(E, N, K)``.
+        experts: the module to replace. Its parameters with three dimensions are replaced, and all
+            its parameters are frozen.
+        packed: the packed weights, each ``[E · N, K]``, by name.
+        shapes: their shapes ``(E, N, K)`` in the class.
         transposed: names of those whose packed weight has the rows of ``[E, K, N]``.
 
     Attributes:
-        inner: a module of the class, with its settings and without memory. It is no submodule, so
-            nothing casts or moves it.
+        inner: a module of the class with its settings and without weights. It is not a submodule,
+            so nothing casts or moves it.
         stacked: ``shapes``.
     """
 
@@ -131,13 +136,14 @@ class PackedExperts(PackedModule):
 
     @classmethod
     def of(cls, experts: nn.Module, quantise: Callable[[Tensor], PackedWeight] = Packed.of) -> Self:
-        """Pack experts of transformers: by default NF4 in blocks of 64 with nested scales.
+        """Pack the experts of a transformers model, by default as NF4 in blocks of 64 with nested
+        scales.
 
         Args:
-            quantise: makes the packed weight of a matrix.
+            quantise: returns the packed weight of a matrix.
 
         Raises:
-            ValueError: they hold something else.
+            ValueError: the module holds other parameters.
         """
         if not can_be_packed(experts):
             raise ValueError(
@@ -169,7 +175,10 @@ class PackedExperts(PackedModule):
             yield name, self.stack(name).dense()
 
     def reference(self, name: str) -> Tensor:
-        """Return a stacked weight by the definition of its format, in the shape of the class."""
+        """Return a dequantised stacked weight in the shape of the class.
+
+        The values are computed in plain torch by the definition of the format.
+        """
         matrix = self.packed(name).dense_reference()
         if name in self.transposed:
             experts, rows, columns = self.stacked[name]
@@ -195,7 +204,7 @@ class PackedExperts(PackedModule):
         return Stack(self.stacked[name], self._bases[name][1], name in self.transposed)
 
     def stacks(self) -> dict[str, Any]:
-        """Return the weights by name: ``Stack`` of what is packed, tensors else."""
+        """Return the weights by name: a ``Stack`` if packed, else a tensor."""
         return {**self._parameters, **{name: self.stack(name) for name in self.stacked}}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,10 +214,10 @@ class PackedExperts(PackedModule):
     def forward(
         self, *inputs: Any, instead: Mapping[str, Tensor] | None = None, **named: Any
     ) -> Any:
-        """Compute as the class.
+        """Compute what the class computes.
 
         Args:
-            instead: weights in the place of its own, by name, in their shapes.
+            instead: weights that replace its own, by name, in their shapes.
         """
         stacks = {**self.stacks(), **(instead or {})}
         forward = vars(self.inner).get("forward")
@@ -217,7 +226,7 @@ class PackedExperts(PackedModule):
         return as_class(self.inner, stacks, inputs, named)
 
     def plain(self) -> nn.Module:
-        """Return the module of the class with the values that the codes stand for."""
+        """Return the plain module of the class with the dequantised weights."""
         plain = copy.copy(self.inner)
         vars(plain).pop("forward", None)
         values = {**self._parameters, **dict(self.dequantised())}
@@ -236,7 +245,7 @@ class PackedExperts(PackedModule):
 
 
 Experts4bit = PackedExperts
-"""The name of ``PackedExperts`` from when NF4 was its only format."""
+"""Older name of ``PackedExperts``, from when NF4 was its only format."""
 
 
 def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Any] = Packed.of) -> Any:
@@ -245,40 +254,44 @@ def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Any] = Packed.of) -> 
 
 
 def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Any:
-    """Return what the class of the experts computes, with dequantised weights that are kept for
-    its backward pass.
+    """Return what the class of the experts computes, with weights that are dequantised first.
+
+    They stay in memory for the backward pass.
     """
     dense = {name: x.dense() if isinstance(x, Stack) else x for name, x in stacks.items()}
     return functional_call(inner, dense, inputs, dict(named))
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:
-    """Paths and packed experts of ``model``, in its order."""
+    """Yield the paths and packed experts of ``model``, in its order."""
     for path, module in model.named_modules():
         if isinstance(module, PackedExperts):
             yield path, module
 
 
 def class_module(module: nn.Module) -> Any:
-    """Return the module with the class, settings and forward of experts: ``inner`` of packed ones,
-    of any other module itself."""
+    """Return the module with the class, settings and forward of the experts.
+
+    It is ``inner`` for packed experts, and the module itself otherwise.
+    """
     return module.inner if isinstance(module, PackedExperts) else module
 
 
 def packed_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes ``(E, N, K)`` of packed stacked weights by name; none of a plain module."""
+    """Return the shapes ``(E, N, K)`` of packed stacked weights by name; empty if it is plain."""
     return dict(module.stacked) if isinstance(module, PackedExperts) else {}
 
 
 def packed_stacks(module: nn.Module) -> dict[str, Any] | None:
-    """Return all weights of packed experts by name, as ``PackedExperts.stacks``; None of a plain
-    module, which multiplies by its own parameters."""
+    """Return all weights of packed experts by name, as ``PackedExperts.stacks`` does.
+
+    It is None for a plain module, which multiplies by its own parameters.
+    """
     return module.stacks() if isinstance(module, PackedExperts) else None
 
 
 def stacked_weight(module: nn.Module, name: str) -> Tensor | Stack:
-    """Return a parameter of ``module``; the stack of values that its codes stand for where it is
-    packed."""
+    """Return a parameter of ``module``, or its ``Stack`` if it is packed."""
     if name in packed_shapes(module):
         return module.stack(name)  # type: ignore[operator, no-any-return]
     return module.get_parameter(name)
@@ -292,7 +305,7 @@ def dense_stack(weight: Tensor | Stack) -> Tensor:
 def call_with(
     module: nn.Module, instead: Mapping[str, Tensor], inputs: tuple, named: Mapping[str, Any]
 ) -> Any:
-    """Call experts, or any other module, with other weights in the place of its own, by name."""
+    """Call experts, or any other module, with weights that replace its own, by name."""
     if isinstance(module, PackedExperts):
         return module(*inputs, instead=instead, **named)
     return functional_call(module, dict(instead), inputs, dict(named))

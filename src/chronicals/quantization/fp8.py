@@ -1,5 +1,6 @@
-"""A weight whose three products run in FP8, each operand with one scale, its amax over 448
-(``kernels/fp8_linear.py``).
+"""A weight whose three products run in FP8 (``kernels/fp8_linear.py``).
+
+Each operand has one scale: its amax over 448.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from chronicals.quantization.dense import Dense
 
 
 class FP8(Base):
-    """Quantised from a 16-bit weight, which stays where it is.
+    """FP8 products of a 16-bit weight, which stays in memory.
 
-    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the
-    first call in Python after it was written to (writes through ``.data`` cannot be seen). A CUDA
-    graph that is replayed reads that memory and calls nothing in Python: it does not notice a
-    write. A trained one is quantised at each use: by rows in the forward pass, and in the backward
-    pass by columns with the scale that was found there.
+    A frozen weight is quantised once, in both layouts. After a write to the weight, the next call
+    in Python quantises it again into the same memory; writes through ``.data`` are not noticed. A
+    replayed CUDA graph reads that memory without a call in Python, so it does not notice a write.
+
+    A trained weight is quantised at each use: by rows in the forward pass, and by columns with the
+    same scale in the backward pass.
 
     Args:
         weight: the 16-bit weight.
-        device: of the products.
+        device: device of the products.
     """
 
     wants_amax = True
     layout = "both"
-    """Of a frozen weight: what is kept."""
+    """Layouts that are kept of a frozen weight."""
 
     def __init__(self, weight: Dense, device: torch.device):
         super().__init__(weight.matrix.shape, weight.dtype, weight.parts)

@@ -1,5 +1,6 @@
-"""The stacked weights of experts whose products run in FP8, each expert with one scale
-(``kernels/fp8_experts.py``).
+"""Stacked expert weights whose products run in FP8 (``kernels/fp8_experts.py``).
+
+Each expert has one scale.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_
 
 
 class FP8Experts:
-    """Quantised from a 16-bit weight, which stays where it is; as ``FP8`` of a linear layer.
+    """FP8 products of a stacked 16-bit weight, which stays in memory.
 
-    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the
-    first call in Python after it was written to (writes through ``.data`` cannot be seen). A CUDA
-    graph that is replayed reads that memory and calls nothing in Python: it does not notice a
-    write. A trained one is quantised at each use: by rows in the forward pass, and in the backward
-    pass by columns with the scales that were found there.
+    The weight is quantised like that of ``FP8``. A frozen weight is quantised once, in both
+    layouts. After a write to the weight, the next call in Python quantises it again into the same
+    memory; writes through ``.data`` are not noticed. A replayed CUDA graph reads that memory
+    without a call in Python, so it does not notice a write.
+
+    A trained weight is quantised at each use: by rows in the forward pass, and by columns with the
+    same scales in the backward pass.
 
     Args:
-        weight: the parameter, ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``.
-        device: of the products.
+        weight: the parameter, ``[E, N, K]``, or ``[E, K, N]`` if ``transposed``.
+        device: device of the products.
     """
 
     layout = "both"
-    """Of a frozen weight: what is kept, as the products name it."""
+    """Layouts that are kept of a frozen weight, by the names that the products use."""
 
     def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
         self.weight = weight
@@ -36,19 +39,24 @@ class FP8Experts:
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Memory of a frozen weight on the device of its products, where the 16-bit weight has
-        ``itemsize`` bytes a value.
+        """Return the bytes per value of a frozen weight on the device of its products.
+
+        Args:
+            itemsize: bytes per value of the 16-bit weight.
         """
         return itemsize + 2
 
     @property
     def waits_for(self) -> torch.device | None:
-        """Device of the products where the 16 bits wait in host memory; else None."""
+        """Device of the products if the 16-bit weight is in host memory; else None."""
         return None
 
     def to_host(self) -> FP8Experts:
-        """Return what multiplies in its place once the 16 bits of a frozen weight are in host
-        memory, where this puts them; itself where they stay.
+        """Move the 16-bit values of a frozen weight to host memory.
+
+        Returns:
+            The object that then multiplies in place of this one; this one if the weight is trained
+            or already in host memory.
         """
         if self.weight.requires_grad:
             return self
@@ -58,19 +66,24 @@ class FP8Experts:
         return waiting
 
     def rows(self) -> Scaled:
-        """``[E, N, K]``, for ``y = x Wᵀ``."""
+        """Return the rows, ``[E, N, K]``, for ``y = x Wᵀ``."""
         return self._made("rows")[0] if self.weight.requires_grad else self._layouts()[0]
 
     def columns(self, scale: Tensor) -> Scaled:
-        """``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of the rows in the forward pass."""
+        """Return the columns, ``[E, K, N]``, for ``dx = dy W``.
+
+        Args:
+            scale: scale of the rows in the forward pass.
+        """
         if self.weight.requires_grad:
             return self._made("columns", scale)[0]
         rows, *columns = self._layouts()
         return columns[0] if columns else fp8_experts_transposed(rows)
 
     def _made(self, layout: str, scale: Tensor | None = None) -> list[Scaled]:
-        """Rows, columns, or both in this order, of the products; a transposed weight is stored
-        by its columns.
+        """Return the rows, the columns, or both in this order, as the products read them.
+
+        A transposed weight is stored by its columns.
         """
         stored = (
             {"rows": "columns", "columns": "rows"}.get(layout, layout)
@@ -99,8 +112,10 @@ class FP8Experts:
 
 
 class FP8ExpertsInHost(FP8Experts):
-    """Frozen experts whose 16 bits are in host memory: keeps its rows on the device and
-    transposes them for each gradient, so that a weight takes 1 byte there."""
+    """Frozen FP8 experts whose 16-bit weight is in host memory.
+
+    Only the rows are on the device, 1 byte per value; they are transposed for each gradient.
+    """
 
     layout = "rows"
 

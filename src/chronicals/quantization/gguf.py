@@ -1,8 +1,7 @@
-"""A frozen weight in the blocks of a GGUF file, byte for byte as the file has them; dequantised for
-each product.
+"""A frozen weight in GGUF blocks, dequantised for each product.
 
-So adapters are trained over the very numbers that llama.cpp multiplies by when the file is
-deployed.
+The bytes are those of the file, so adapters are trained on the same numbers that llama.cpp
+multiplies by when the file is deployed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from chronicals.quantization.packed_linear import PackedLinear
 
 @dataclass(frozen=True)
 class Blocks(PackedWeight):
-    """The weight of one linear layer in blocks of GGUF.
+    """The weight of one linear layer in GGUF blocks.
 
     Attributes:
         codes: uint8 ``[n, bytes of a row]``, whole blocks.
         shape: ``(n, K)`` of the weight.
-        dtype: of what it is dequantised to.
+        dtype: dtype of the dequantised values.
         kind: one of ``GGUF_KINDS``, ggml's name of the type.
     """
 
@@ -40,7 +39,7 @@ class Blocks(PackedWeight):
         """Return a weight from its rows of blocks, uint8 ``[n, bytes of a row]``.
 
         Raises:
-            ValueError: there is no such kind, or rows are no whole blocks.
+            ValueError: there is no such kind, or the rows are not whole blocks.
         """
         if kind not in GGUF_KINDS:
             raise ValueError(f"kind={kind!r}: give one of {', '.join(GGUF_KINDS)}")
@@ -102,13 +101,13 @@ class Blocks(PackedWeight):
 
 
 class GGUF(PackedBase):
-    """Weights in blocks of GGUF; layers of one input may have different kinds of them."""
+    """Weights in GGUF blocks; layers that share an input may have different kinds."""
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Bytes of a value in the largest kind; the shared buffers are beside it."""
+        """Return the bytes per value of the largest kind, without the shared buffers."""
         return max(size / block for block, size in GGUF_KINDS.values())
 
 
 class LinearGGUF(PackedLinear):
-    """A linear layer with a weight in blocks of GGUF."""
+    """A linear layer with a weight in GGUF blocks."""

@@ -1,4 +1,4 @@
-"""A frozen weight in FP8 whose 16 bits are in host memory: 1 byte a value on the device."""
+"""A frozen FP8 weight whose 16-bit values are in host memory: 1 byte per value on the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from chronicals.quantization.fp8 import FP8
 
 
 class FP8InHost(FP8):
-    """Keeps its rows on the device and transposes them at each ``input_gradient``; ``weight`` is
-    on the CPU.
+    """FP8 weight with only its rows on the device, transposed at each ``input_gradient``.
+
+    ``weight`` is on the CPU.
     """
 
     layout = "rows"

@@ -1,10 +1,9 @@
-"""A frozen weight in MXFP4, as gpt-oss ships its experts: dequantised for each product, 0.53 bytes
-a value.
+"""A frozen weight in MXFP4, the format of gpt-oss's experts: 0.53 bytes per value.
 
-Files hold the experts of a layer ``name`` as these tensors, E experts of ``[N, K]`` each, where the
-class in transformers has ``[E, K, N]``:
+It is dequantised for each product. Files hold the experts of a layer ``name`` as these tensors,
+with E experts of ``[N, K]`` each; the class in transformers has ``[E, K, N]``:
 
-    name_blocks    uint8 [E, N, K / 32, 16]     two codes a byte
+    name_blocks    uint8 [E, N, K / 32, 16]     two codes per byte
     name_scales    uint8 [E, N, K / 32]         exponents, E8M0
 """
 
@@ -33,7 +32,7 @@ class MXFP4(PackedWeight):
         codes: uint8, ``n · K / 2`` bytes.
         scales: uint8, ``n · K / 32`` bytes.
         shape: ``(n, K)``.
-        dtype: of what it is dequantised to.
+        dtype: dtype of the dequantised values.
     """
 
     codes: Tensor

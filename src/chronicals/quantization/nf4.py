@@ -1,5 +1,6 @@
-"""A frozen weight in 4 bits (QLoRA, Dettmers et al., 2023): dequantised for each product, about
-half a byte a value.
+"""A frozen weight in 4 bits (QLoRA, Dettmers et al., 2023): about half a byte per value.
+
+It is dequantised for each product.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from chronicals.quantization.packed import PackedBase, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
 BLOCK = 64
-"""Values that share a scale, as in QLoRA."""
+"""Number of values that share a scale, as in QLoRA."""
 
 SCALES = ("absmax", "absmax2", "code2", "offset")
-"""Names of the tensors beside the codes, as in ``Scales``."""
+"""Names of the tensors next to the codes, as in ``Scales``."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Packed(PackedWeight):
     """The weight of one linear layer in 4 bits.
 
     Attributes:
-        codes: uint8, two codes a byte, of any shape.
-        scales: of its blocks.
+        codes: uint8, two codes per byte, of any shape.
+        scales: scales of its blocks.
         shape: ``(n, K)`` of the weight.
-        dtype: of what it is dequantised to.
-        block: values that share a scale.
+        dtype: dtype of the dequantised values.
+        block: number of values that share a scale.
         code: "nf4" or "fp4".
-        quantized_from: dtype that the weight had before; None where that is not known.
+        quantized_from: dtype of the weight before quantisation; None if unknown.
     """
 
     codes: Tensor
@@ -62,7 +63,7 @@ class Packed(PackedWeight):
         """Quantise a weight ``[n, K]``, fp32, bf16 or fp16, to NF4 or FP4.
 
         Args:
-            nested: the scales are quantised themselves.
+            nested: if true, the scales are quantised too.
         """
         quantize = quantize_nf4 if code == "nf4" else quantize_fp4
         codes, absmax = quantize(weight, block)
@@ -117,8 +118,11 @@ class Packed(PackedWeight):
         )
 
     def divides(self, count: int) -> bool:
-        """Return True if ``count`` ranks can have as many rows each, which begin at a block of
-        scales, so that they need no scale of another rank."""
+        """Return whether the rows can be split evenly among ``count`` ranks at the bounds of scale
+        blocks.
+
+        A rank then needs no scale of another rank.
+        """
         rows, width = self.shape
         whole = self.block * (self.scales.block2 if self.scales.nested else 1)
         return rows % count == 0 and rows // count * width % whole == 0
@@ -140,8 +144,9 @@ class Packed(PackedWeight):
         return None
 
     def stored(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors by the names of bitsandbytes, so that it and transformers load what
-        is saved."""
+        """Return the tensors by bitsandbytes' names, so that bitsandbytes and transformers can load
+        them.
+        """
         from chronicals.quantization.bitsandbytes_format import stored_tensors
 
         return stored_tensors(name, self)
@@ -196,16 +201,19 @@ class Packed(PackedWeight):
 
 
 class NF4(PackedBase):
-    """Weights in 4 bits of bitsandbytes."""
+    """Weights in bitsandbytes' 4-bit formats."""
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """With nested scales, in blocks of ``BLOCK``; the shared buffers are beside it."""
+        """Return the bytes per value with nested scales in blocks of ``BLOCK``.
+
+        The shared buffers are not included.
+        """
         return 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
 
 
 class Linear4bit(PackedLinear):
-    """A linear layer with a weight of bitsandbytes' 4 bits; its scales stay fp32."""
+    """A linear layer with a weight in a 4-bit format of bitsandbytes; its scales stay fp32."""
 
     absmax: Tensor
     absmax2: Tensor | None
@@ -217,7 +225,7 @@ class Linear4bit(PackedLinear):
         """Quantise a plain layer's weight to NF4 in blocks of 64 with nested scales.
 
         Args:
-            device: where it is quantised and stays; by default where it is.
+            device: where it is quantised and stays; by default its current device.
         """
         bias = None if linear.bias is None else linear.bias.detach().to(device)
         return cls(Packed.of(linear.weight.detach().to(device)), bias).train(linear.training)
@@ -225,15 +233,15 @@ class Linear4bit(PackedLinear):
 
 @dataclass(frozen=True)
 class FourBits:
-    """Recipe by which a weight was quantised to 4 bits, and by which the same weight gets the same
-    codes again.
+    """Recipe of a 4-bit quantisation; the same weight gets the same codes by it.
 
     Attributes:
         code: ``nf4`` or ``fp4``.
-        block: values that share a scale.
-        scale_block: scales that share one of theirs; None where they are not quantised.
-        quantized_from: dtype that the weight had before; None where that is not known.
-        products: dtype that it is dequantised to.
+        block: number of values that share a scale.
+        scale_block: number of scales that share a scale of their own; None if they are not
+            quantised.
+        quantized_from: dtype of the weight before quantisation; None if unknown.
+        products: dtype to which it is dequantised.
     """
 
     code: str = "nf4"
@@ -244,7 +252,7 @@ class FourBits:
 
     @classmethod
     def of(cls, weight: Packed, products: torch.dtype) -> FourBits:
-        """Return how ``weight``, of whose values a process may hold a part, was quantised."""
+        """Return the recipe of ``weight``, of which this process may hold only a part."""
         scales = weight.scales
         source = None if weight.quantized_from is None else dtype_name(weight.quantized_from)
         scale_block = scales.block2 if scales.nested else None
@@ -258,11 +266,11 @@ class FourBits:
         return Packed.of(weight.to(source), self.block, self.scale_block is not None, self.code)
 
     def values(self, weight: Tensor) -> Tensor:
-        """Return what products read of the weight after it was quantised, fp32."""
+        """Return the dequantised values of the weight after quantisation, fp32."""
         return self.quantise(weight).to(getattr(torch, self.products)).dense().float()
 
     def same_codes(self, other: FourBits) -> bool:
-        """Return True if both give a weight the same codes, as far as is known."""
+        """Return whether both recipes give a weight the same codes, as far as known."""
         source = self.quantized_from or other.quantized_from
         unlike = other.quantized_from not in (None, source)
         return not unlike and replace(self, products="", quantized_from="") == replace(

@@ -1,13 +1,13 @@
-"""PackedWeight: a frozen weight that is dequantised for each product, whatever its format.
+"""PackedWeight: a frozen weight in any packed format, dequantised for each product.
 
-A weight owns its whole life: its products, its rows on a rank, its plain values, an update merged
-into it, what files hold of it, its memory and its words for logs. Everything outside this package
-asks the weight and knows no format; a new format is a new subclass.
+A weight implements everything that depends on its format: its products, its rows on a rank, its
+plain values, an update merged into it, its tensors in files, its memory and its text in logs. Code
+outside this package calls the weight and does not know the format; a new format is a new subclass.
 
-Of the linear layers of one input (``PackedBase``) the dense values stand in a buffer, with padding
-columns for adapters, that all bases of one shape and device share. The forward pass writes it
-anew. The backward pass reads it where it still holds this weight, as it does after a layer was
-recomputed, and writes it again where another layer came between.
+The dense values of linear layers with the same input (``PackedBase``) are written to a buffer with
+padding columns for adapters. All bases of one shape and device share it. The forward pass always
+writes it. The backward pass reads it if it still holds this weight, as it does after the layer was
+recomputed, and otherwise writes it again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
     from chronicals.quantization.packed_linear import PackedLinear
 
 PACKED_FORMATS: dict[str, type[PackedWeight]] = {}
-"""Every subclass of ``PackedWeight`` by its name: what the operators find a format by."""
+"""Subclasses of ``PackedWeight`` by class name; the operators look a format up here."""
 
 
 class PackedWeight:
     """The frozen weight ``[n, K]`` of one linear layer. Formats are frozen dataclasses.
 
     A format defines ``options``, ``tensors``, ``of_tensors``, ``divides``, ``into`` and ``base``.
-    The rest follows, unless files hold it by names of their own (``stored``, ``read_stored``).
+    The other methods follow from these, unless files use other tensor names (``stored``,
+    ``read_stored``).
 
     Attributes:
         codes: the layer's parameter; uint8 ``[...]`` in any shape.
         shape: ``(n, K)``.
-        dtype: of the values that products read.
-        PARTS: names of the tensors beside the codes, in order; they are buffers of the layer.
-        DIVIDED: names of the tensors that belong to rows, codes among them; the other tensors are
+        dtype: dtype of the values that products read.
+        PARTS: names of the tensors next to the codes, in order; they are buffers of the layer.
+        DIVIDED: names of the tensors that belong to rows, including codes; the other tensors are
             the same on all ranks.
     """
 
@@ -52,8 +53,11 @@ class PackedWeight:
     PARTS: ClassVar[tuple[str, ...]] = ()
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes",)
     STACK_PARTS: ClassVar[tuple[str, ...]] = ()
-    """Ends of the names of the tensors that checkpoints hold of a stacked weight, whose matrices
-    are transposed beside those of the class; empty where they hold no stacks in this format."""
+    """Name suffixes of the tensors of a stacked weight in checkpoints.
+
+    The matrices in these checkpoints are transposed relative to those of the class. It is empty if
+    no checkpoint has stacks in this format.
+    """
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -63,13 +67,15 @@ class PackedWeight:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Settings beside tensors, shape and dtype, as words without blanks."""
+        """Settings besides tensors, shape and dtype, as words without blanks."""
         raise NotImplementedError
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """``codes`` and ``PARTS`` by name; None for a part that this weight lacks, which only the
-        last ones may be."""
+        """``codes`` and ``PARTS`` by name; a missing part is None.
+
+        Only the last parts may be missing.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -85,7 +91,7 @@ class PackedWeight:
 
     @property
     def settings(self) -> str:
-        """Format and options as one string, by which operators know the weight."""
+        """Format and options as one string, from which operators restore the weight."""
         return " ".join((type(self).__name__, *self.options))
 
     def with_tensors(
@@ -99,7 +105,7 @@ class PackedWeight:
         return self.of_tensors(self.options, present, shape or self.shape, dtype or self.dtype)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the weight whose tensors are what ``change`` returns for each."""
+        """Return a weight with ``change`` applied to each tensor."""
         tensors = {
             name: None if tensor is None else change(tensor)
             for name, tensor in self.tensors.items()
@@ -107,11 +113,11 @@ class PackedWeight:
         return self.with_tensors(tensors)
 
     def detached(self) -> Self:
-        """Return the same weight, whose codes are no parameter."""
+        """Return the same weight with codes that are not a parameter."""
         return self.with_tensors({**self.tensors, "codes": self.codes.detach()})
 
     def to(self, dtype: torch.dtype) -> Self:
-        """Return the same weight, dequantised to another dtype."""
+        """Return the same weight with another dtype of the dequantised values."""
         return self.with_tensors(self.tensors, dtype=dtype)
 
     def moved(self, device: torch.device) -> Self:
@@ -121,29 +127,32 @@ class PackedWeight:
     # Values and products.
 
     def into(self, out: Tensor) -> Tensor:
-        """Write the values to ``out``, ``[n, K]``, rows dense, by one launch; return it."""
+        """Write the dequantised values to ``out``, ``[n, K]`` with dense rows, in one launch;
+        return it.
+        """
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        """Return the values, ``[n, K]``."""
+        """Return the dequantised values, ``[n, K]``."""
         return self.into(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device))
 
     def dense_reference(self) -> Tensor:
-        """Return the values by the definition of the format, in plain torch."""
+        """Return the dequantised values in plain torch, by the definition of the format."""
         return self.dense()
 
     def with_update(self, update: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the dense weight with an update merged in, rounded to ``dtype`` once.
 
         Args:
-            update: is given W, ``[n, K]``, in at least fp32 and returns, for example, ``W + s B A``.
+            update: maps W, ``[n, K]`` in fp32 or wider, to the new weight, for example ``W + s B
+                A``.
         """
         exact = torch.promote_types(self.dtype, torch.float32)
         return update(self.dense().to(exact)).to(self.dtype)
 
     @classmethod
     def base(cls, packed: Sequence[Any], columns: int = 0, ranks: Sequence[int] = ()) -> PackedBase:
-        """Return what multiplies by several weights of this format; see ``PackedBase``."""
+        """Return a base for several weights of this format; see ``PackedBase``."""
         return PackedBase(packed, columns, ranks)
 
     def layer(self, bias: Tensor | None = None) -> PackedLinear:
@@ -156,14 +165,14 @@ class PackedWeight:
 
     @property
     def bytes(self) -> int:
-        """Memory of what belongs to this weight alone."""
+        """Bytes of the memory of this weight, without shared buffers."""
         tensors = self.tensors
         present = [tensors[name] for name in self.DIVIDED]
         return sum(tensor.nbytes for tensor in present if tensor is not None)
 
     @property
     def values(self) -> int:
-        """Number of weights that the codes stand for."""
+        """Number of weights that the codes represent."""
         return int(self.shape[0] * self.shape[1])
 
     @property
@@ -173,33 +182,35 @@ class PackedWeight:
 
     @property
     def label(self) -> str:
-        """The format in words, for logs."""
+        """Name of the format for logs."""
         return type(self).__name__
 
     @property
     def short_label(self) -> str:
-        """The format in one or two words, for logs."""
+        """Name of the format in one or two words, for logs."""
         return self.label
 
     @property
     def recipe(self) -> Any:
-        """Recipe by which a weight of 16 or 32 bits was quantised to this one, a ``FourBits``; None
-        where the files of the model hold these very codes."""
+        """Recipe by which a 16- or 32-bit weight was quantised (a ``FourBits``).
+
+        It is None if the model's files hold these codes.
+        """
         return None
 
     # Rows of a rank.
 
     @property
     def why_whole(self) -> str | None:
-        """Why rows are never divided among ranks, or None where they are if they can be cut."""
+        """Reason why rows are never divided among ranks; None if they are divided when possible."""
         return None
 
     def divides(self, count: int) -> bool:
-        """Return True if ``count`` ranks can have as many rows each."""
+        """Return whether the rows can be split evenly among ``count`` ranks."""
         return bool(self.shape[0] % count == 0)
 
     def rows(self, rank: int, count: int) -> Self | None:
-        """Return a copy of a rank's rows, ``[n / count, K]``, or None where they cannot be cut."""
+        """Return a copy of a rank's rows, ``[n / count, K]``; None if they cannot be split."""
         if not self.divides(count):
             return None
         tensors = self.tensors
@@ -212,18 +223,21 @@ class PackedWeight:
 
     @property
     def divided(self) -> dict[str, Tensor]:
-        """The tensors that belong to rows, by name, each in one dimension: what ranks gather."""
+        """The tensors that belong to rows, by name, as 1-d tensors; ranks gather these."""
         tensors = self.tensors
         present = {name: tensors[name] for name in self.DIVIDED}
         return {name: tensor.view(-1) for name, tensor in present.items() if tensor is not None}
 
     def with_divided(self, divided: Mapping[str, Tensor], dtype: torch.dtype) -> Self:
-        """Return the weight with other tensors of rows, as ``divided`` names them."""
+        """Return the weight with other tensors of rows, by the names in ``divided``."""
         return self.with_tensors({**self.tensors, **divided}, dtype=dtype)
 
     def without_rows(self, device: torch.device) -> Self:
-        """Return the weight with the tensors of rows on the meta device, the others on ``device``:
-        what ``with_divided`` needs once rows are gathered from elsewhere."""
+        """Return the weight with its tensors of rows on the meta device and the others on
+        ``device``.
+
+        ``with_divided`` adds the rows again after they are gathered.
+        """
         tensors = self.tensors
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -234,15 +248,17 @@ class PackedWeight:
 
     @property
     def why_not_saved(self) -> str | None:
-        """Why no files of transformers can hold the weight, continuing "has layers …"; None where
-        they can."""
+        """Reason why transformers' files cannot hold the weight, or None.
+
+        It continues a sentence that begins with "has layers …".
+        """
         return f"in {self.label}, which no file but that it was loaded from holds"
 
     def stored(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors that a state dict holds of the weight, by name.
+        """Return the weight's tensors in a state dict, by name.
 
         Args:
-            name: of the weight, ``model.layers.0.mlp.up_proj.weight``.
+            name: name of the weight, such as ``model.layers.0.mlp.up_proj.weight``.
         """
         tensors = {
             name if part == "codes" else f"{name}.{part}": tensor
@@ -251,7 +267,7 @@ class PackedWeight:
         return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
     def read_stored(self, name: str, stored: Mapping[str, Tensor]) -> Self:
-        """Return the weight that ``stored`` wrote, of the same format.
+        """Return a weight of the same format from the tensors that ``stored`` returned.
 
         Raises:
             ValueError: a tensor is missing or does not fit.
@@ -273,15 +289,15 @@ class PackedWeight:
 
     @classmethod
     def reads(cls, described: Mapping[str, Any]) -> bool:
-        """Return True if a ``quantization_config`` says that a checkpoint is in this format."""
+        """Return whether this ``quantization_config`` is of a checkpoint in this format."""
         return False
 
     @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Return the weights of this format among the tensors of a checkpoint.
+        """Return the weights of this format among the tensor names of a checkpoint.
 
         Returns:
-            by the name of each weight the names of its tensors, the codes first.
+            By name of each weight, the names of its tensors, with the codes first.
         """
         return {}
 
@@ -289,18 +305,18 @@ class PackedWeight:
     def stored_shape(
         cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of the dense weight that a checkpoint's weight stands for.
+        """Return the shape and dtype of the dense weight that a checkpoint's tensors represent.
 
         Args:
-            name: of the weight.
-            shapes: of its tensors in the checkpoint, by name.
-            read: gives such a tensor by its name.
+            name: name of the weight.
+            shapes: shapes of its tensors in the checkpoint, by name.
+            read: returns one of these tensors by its name.
         """
         raise NotImplementedError
 
     @classmethod
     def read(cls, name: str, stored: Mapping[str, Tensor]) -> Self:
-        """Return a weight from the tensors of a checkpoint, whose memory it shares.
+        """Return a weight from the tensors of a checkpoint, sharing their memory.
 
         Raises:
             ValueError: a tensor is missing, is damaged, or does not fit the others; the message
@@ -316,14 +332,18 @@ class PackedWeight:
     def quantization_config(
         self, model: nn.Module, paths: Collection[str]
     ) -> dict[str, Any] | None:
-        """Return ``quantization_config`` of a model whose layers at ``paths`` are stored so; None
-        where no files hold this format or they need none."""
+        """Return the ``quantization_config`` of a model whose layers at ``paths`` are stored in
+        this format.
+
+        It is None if no files hold this format or they need no such field.
+        """
         return None
 
 
 def format_of_files(described: Mapping[str, Any]) -> type[PackedWeight] | None:
-    """Return the format of a checkpoint with this ``quantization_config``; None where no packed
-    format is of that kind."""
+    """Return the packed format of a checkpoint with this ``quantization_config``; None if not
+    packed.
+    """
     formats = [known for known in PACKED_FORMATS.values() if known.reads(described)]
     return formats[0] if formats else None
 
@@ -337,19 +357,23 @@ def _parsed(settings: str) -> tuple[type[PackedWeight], tuple[str, ...]]:
 def weight_from(
     settings: str, tensors: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> PackedWeight:
-    """Return the weight that ``PackedWeight.settings`` describes, over its present tensors."""
+    """Return the weight that ``settings`` (``PackedWeight.settings``) describes.
+
+    Args:
+        tensors: its present tensors, in order.
+    """
     format_class, options = _parsed(settings)
     return format_class.of_tensors(options, tensors, shape, dtype)
 
 
 class PackedBase(Storage):
-    """Linear layers of one input whose weights are packed, each by itself, one below the other.
+    """Linear layers with a common input whose weights are packed one by one.
 
     Args:
         packed: weight of each layer; its codes are the layer's parameter.
-        columns: R, padding columns and rows for adapters, as ``Dense`` has them.
-        ranks: of the adapters of each layer: bases that share a buffer write theirs to the same
-            places of it.
+        columns: R, padding columns and rows for adapters, as in ``Dense``.
+        ranks: adapter ranks of the layers. They are part of the buffer's key, so that bases that
+            share a buffer place their adapters at the same columns.
     """
 
     def __init__(self, packed: Sequence[PackedWeight], columns: int = 0, ranks: Sequence[int] = ()):
@@ -381,7 +405,7 @@ class PackedBase(Storage):
         return self.buffer.input_gradient(dy)
 
     def filled(self) -> Tensor:
-        """Return W in the shared buffer, ``[N, K]``: valid until another weight is written there."""
+        """Return W in the shared buffer, ``[N, K]``, valid until another weight is written."""
         if not self._shared.holds(self):
             self._shared.fill(self)
         return self.buffer.matrix
@@ -390,7 +414,7 @@ class PackedBase(Storage):
         return None
 
     def into(self, out: Tensor) -> Tensor:
-        """Write W to ``out``, ``[N, K]``, rows dense, by a launch for each layer; return it."""
+        """Write W to ``out``, ``[N, K]`` with dense rows, in one launch per layer; return it."""
         for part, place in zip(self.packed, out.split([part.shape[0] for part in self.packed])):
             part.into(place)
         return out
@@ -401,7 +425,7 @@ class PackedBase(Storage):
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Most bytes that a packed value takes; the shared buffers are beside it."""
+        """Return an upper bound of the bytes per packed value, without the shared buffers."""
         return float(itemsize)
 
     @property
@@ -410,7 +434,10 @@ class PackedBase(Storage):
 
 
 class _Buffer:
-    """Dense values of one weight after the other; freed with the last base that uses it."""
+    """Buffer for the dense values of one weight at a time.
+
+    It is freed with the last base that uses it.
+    """
 
     _known: ClassVar[weakref.WeakValueDictionary[tuple, _Buffer]] = weakref.WeakValueDictionary()
 

@@ -1,10 +1,10 @@
-"""Modules whose weights are packed, whatever the format, and the operator of their products.
+"""Modules with packed weights, and the operator of their products.
 
-    y = x Wᵀ + b,   dx = dy W        W dequantised for each product, and gone after it
+    y = x Wᵀ + b,   dx = dy W        W is dequantised for each product and freed after it
 
-The fused decoder layers read what a layer holds (``packed``) and multiply by themselves. Called as
-a module, a layer is one operator of ``torch.library``, ``chronicals::packed_linear``, which
-``torch.compile`` sees as a whole.
+The fused decoder layers read a layer's weight (``packed``) and multiply themselves. A layer that is
+called as a module runs one ``torch.library`` operator, ``chronicals::packed_linear``, which
+``torch.compile`` does not trace into.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chronicals.quantization.packed import PackedWeight, weight_from
 class PackedModule(nn.Module):
     """A module with packed weights: a linear layer, or the experts of a layer.
 
-    What casts the module casts ``dtype``, the type that values are dequantised to, never codes or
+    Casting the module changes ``dtype``, the dtype of the dequantised values, but never codes or
     scales.
     """
 
@@ -32,46 +32,48 @@ class PackedModule(nn.Module):
 
     @property
     def weights(self) -> dict[str, PackedWeight]:
-        """The packed weights by the names of their parameters; of experts each ``[E · N, K]``."""
+        """The packed weights by the names of their parameters; experts' are ``[E · N, K]``."""
         raise NotImplementedError
 
     def dequantised(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of the packed parameters and their values, in the shapes of the plain module."""
+        """Yield the names and values of the packed parameters, in the plain module's shapes."""
         raise NotImplementedError
 
     def plain(self) -> nn.Module:
-        """Return the plain frozen module of the dequantised weights."""
+        """Return the plain frozen module with the dequantised weights."""
         raise NotImplementedError
 
     @property
     def first_weight(self) -> PackedWeight:
-        """One of its packed weights, which are all of one format."""
+        """The first of its packed weights; all have the same format."""
         return next(iter(self.weights.values()))
 
     @property
     def recipe(self) -> Any:
-        """See ``PackedWeight.recipe``."""
+        """Recipe of its weights; see ``PackedWeight.recipe``."""
         return self.first_weight.recipe
 
     @property
     def format(self) -> str:
-        """The format in words."""
+        """Name of the format for logs."""
         return self.first_weight.label
 
     @property
     def values(self) -> int:
-        """Number of weights that the codes stand for."""
+        """Number of weights that the codes represent."""
         return sum(weight.values for weight in self.weights.values())
 
     @property
     def bytes(self) -> int:
-        """Memory of the packed weights."""
+        """Bytes of the packed weights."""
         return sum(weight.bytes for weight in self.weights.values())
 
     @property
     def why_not_saved(self) -> str | None:
-        """Why no files of transformers hold the module, after the name of ``named_in``; None where
-        they can."""
+        """Reason why transformers' files cannot hold the module, or None.
+
+        It continues a sentence that begins with ``named_in``.
+        """
         raise NotImplementedError
 
     def named_in(self, path: str, model: str) -> str:
@@ -79,7 +81,7 @@ class PackedModule(nn.Module):
         return model
 
     def values_of_token(self, routed: float) -> float:
-        """Number of values that a token is multiplied by.
+        """Return the number of values that a token is multiplied by.
 
         Args:
             routed: ratio of the experts that a token visits.
@@ -100,19 +102,19 @@ class PackedModule(nn.Module):
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
-    """Paths and modules of ``model`` whose weights are packed, in its order."""
+    """Yield the paths and modules of ``model`` with packed weights, in its order."""
     for path, module in model.named_modules():
         if isinstance(module, PackedModule):
             yield path, module
 
 
 def packed_weight(layer: Any) -> PackedWeight | None:
-    """Return the weight of a packed linear layer; None for every other module."""
+    """Return the weight of a packed linear layer; None for any other module."""
     return layer.packed if isinstance(layer, PackedLinear) else None
 
 
 def is_linear(layer: Any) -> bool:
-    """Return True for ``nn.Linear`` and its subclasses, and for packed linear layers."""
+    """Return whether ``layer`` is an ``nn.Linear`` (or subclass) or a packed linear layer."""
     return isinstance(layer, nn.Linear | PackedLinear)
 
 
@@ -122,15 +124,17 @@ def product_dtype(layer: nn.Linear | PackedLinear) -> torch.dtype:
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """Paths and linear layers of ``model`` whose weight is packed, in its order."""
+    """Yield the paths and packed linear layers of ``model``, in its order."""
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield path, module
 
 
 def packed_words(model: nn.Module) -> str:
-    """Return the packed modules of ``model`` in words, "14 linear layers in nf4 in blocks of 64
-    and the experts of 2 layers in …"; "" where there are none."""
+    """Describe the packed modules of ``model``; empty if there are none.
+
+    For example "14 linear layers in nf4 in blocks of 64 and the experts of 2 layers in …".
+    """
     modules = [module for _, module in packed_modules(model)]
     layers = [module.format for module in modules if isinstance(module, PackedLinear)]
     experts = [module.format for module in modules if not isinstance(module, PackedLinear)]
@@ -208,10 +212,10 @@ class PackedLinear(PackedModule):
         dtype: torch.dtype | None = None,
         update: Callable[[Tensor], Tensor] | None = None,
     ) -> nn.Linear:
-        """Return a plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
+        """Return a plain frozen layer with the dequantised weight, rounded to ``self.dtype``.
 
         Args:
-            dtype: of weight and bias; by default the one that each has.
+            dtype: dtype of weight and bias; by default they keep theirs.
             update: see ``PackedWeight.with_update``.
         """
         packed = self.packed
@@ -256,7 +260,7 @@ class PackedLinear(PackedModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load into the memory that is there."""
+        """Copy a state dict into the existing tensors."""
         stored = {name: tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
         bias = stored.pop(f"{prefix}bias", None)
         try:
@@ -291,7 +295,7 @@ def packed_linear(
         tensors: the present tensors of W, in the order of ``PackedWeight.tensors``.
         settings: ``PackedWeight.settings``.
         outputs: n.
-        dtype: that W is dequantised to.
+        dtype: dtype to which W is dequantised.
     """
     weight = weight_from(settings, tensors, (outputs, x.shape[-1]), dtype)
     return F.linear(x, weight.dense().to(x.dtype))
@@ -336,7 +340,7 @@ def _(
 
 
 class _Differentiated(torch.autograd.Function):
-    """``packed_linear`` with the gradient of x; the weight is frozen."""
+    """Autograd function of ``packed_linear`` with the gradient of x; the weight is frozen."""
 
     @staticmethod
     def forward(

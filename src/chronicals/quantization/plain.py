@@ -1,4 +1,6 @@
-"""A frozen weight in 16 or 32 bits with the life of a packed one, for whoever asks any weight."""
+"""A frozen 16- or 32-bit weight with the interface of ``PackedWeight``, for code that takes any
+weight.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +76,10 @@ class PlainWeight(PackedWeight):
 
 
 def frozen_weight(layer: nn.Module, dtype: torch.dtype | None = None) -> PackedWeight | None:
-    """Return the weight of a plain or packed linear layer; None of any other module.
+    """Return the weight of a plain or packed linear layer; None for any other module.
 
     Args:
-        dtype: to which a weight that is not packed is cast.
+        dtype: dtype to which a weight that is not packed is cast.
     """
     if type(layer) is nn.Linear:
         weight = layer.weight.detach()

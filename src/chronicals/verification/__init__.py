@@ -1,6 +1,4 @@
-"""This run against fp32; whether the kernels compute what they should on this machine, and what
-it has.
-"""
+"""Comparison of a run with fp32, tests of the kernels on this machine, and machine facts."""
 
 from typing import Any
 
@@ -27,6 +25,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Say which package is too old where that is why ``name`` is not there."""
+    """Raise an error; if a package is too old for ``name`` to exist, it says which."""
     check_versions()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

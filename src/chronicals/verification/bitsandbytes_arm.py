@@ -1,9 +1,8 @@
-"""An arm that is nobody's but the field's, for a base in 4 bits: transformers, bitsandbytes and
-PEFT in a plain loop.
+"""A comparison arm without our code, for a base in 4 bits: transformers, bitsandbytes and PEFT.
 
-The base is loaded anew from its checkpoint with a ``BitsAndBytesConfig``, the adapters are PEFT's,
-with the A and B of the run at every step. So it shows what no arm of ours can: that the weights are
-those that others make of the checkpoint.
+The base is loaded from its checkpoint with a ``BitsAndBytesConfig``. The adapters are PEFT's, with
+the run's A and B at every step. Unlike our own arms, it shows that the quantised weights are those
+that other libraries make of the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,33 +39,34 @@ from chronicals.verification.reference import PlainArm
 ARM = "transformers + bitsandbytes + PEFT"
 
 OF_ROUNDING = 0.13
-"""Relative; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
+"""Relative distance that rounding explains; NF4 in blocks of 64 changes Gaussian numbers by 0.09.
+"""
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
-"""Trained tensors of an adapter."""
+"""Names of an adapter's trained tensors."""
 
 
 class NotRun(Exception):
-    """Why there is no such arm; the message continues a sentence."""
+    """Reason why this arm cannot run; the message continues a sentence."""
 
 
 class BitsAndBytesArm(PlainArm):
-    """A model of transformers over layers of bitsandbytes, with PEFT's adapters.
+    """A transformers model with bitsandbytes layers and PEFT adapters.
 
     Args:
-        model: the user's, before anything is done to it; the layers in 4 bits are its, or those its
-            weights become.
-        fp32: the arm in fp32, whose trained weights this one has by the same names.
-        config: of the run.
+        model: the user's model, before the run changes it. Its layers are in 4 bits, in our format
+            or that of bitsandbytes.
+        fp32: the fp32 arm; this arm has trained weights of the same names.
+        config: configuration of the run.
 
     Attributes:
-        differs: by path, how far a weight is from ours, relative to it, where that is more than
-            rounding.
-        notes: what this arm takes from ours.
+        differs: relative distance of a weight from ours by path, for weights that differ by more
+            than rounding.
+        notes: what this arm copies from our model.
 
     Raises:
-        NotRun: a package is missing, the checkpoint is not known or cannot be loaded so, or it
-            computes something else.
+        NotRun: a package is missing, the checkpoint is unknown or cannot be loaded this way, or the
+            model is not the one in the checkpoint.
     """
 
     def __init__(self, model: Any, fp32: PlainArm, config: ChronicalsConfig):
@@ -107,7 +107,7 @@ class BitsAndBytesArm(PlainArm):
 
 
 def wants_bitsandbytes(model: Any) -> bool:
-    """Whether it has layers in 4 bits, ours or bitsandbytes'."""
+    """Return whether ``model`` has layers in 4 bits, in our format or that of bitsandbytes."""
     return has_4bit_layers(model) or has_foreign_layers(model)
 
 
@@ -133,8 +133,9 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
 
 
 def _cast(base: Any, dtype: torch.dtype) -> None:
-    """Dense weights, and what packed ones are dequantised to, as a model of ours is cast after
-    it was quantised.
+    """Cast dense weights, and set the dtype to which packed ones are dequantised.
+
+    Our models do the same if they are cast after quantisation.
     """
     for parameter in base.parameters():
         if parameter.is_floating_point():
@@ -145,8 +146,10 @@ def _cast(base: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _take_experts(base: Any, model: Any) -> dict[str, float]:
-    """Copy the values of the model's experts in 4 bits; by name, how far they are from those of
-    the checkpoint.
+    """Copy the dequantised values of the model's 4-bit experts into ``base``.
+
+    Returns:
+        The relative distance of each from the values in the checkpoint, by name.
     """
     found = {}
     for path, experts in quantised_experts(model).items():
@@ -161,19 +164,22 @@ def _take_experts(base: Any, model: Any) -> dict[str, float]:
 
 @torch.no_grad()
 def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[str, float], int]:
-    """By how much weights of bitsandbytes' layers differ from ours, where that is more than
-    rounding.
+    """Compare the weights of bitsandbytes' layers with ours.
 
-    A number half-way between two codes is rounded to one or the other by the last bit of a scale.
-    That changes gradients by more than fp32 rounds them, so layers which differ by that alone take
-    our codes; how many do is returned, too.
+    A number half-way between two codes is rounded by the last bit of a scale, so two correct
+    quantisers may disagree there. That changes gradients by more than fp32 rounding does. Layers
+    that differ by this only therefore take our codes.
 
     Args:
-        trained: weights that the model may have other values of, and experts.
+        trained: names of weights that may differ from the checkpoint, and of experts.
+
+    Returns:
+        The relative distance of the weights that differ by more than rounding, by path; and the
+        number of layers that took our codes.
 
     Raises:
-        NotRun: other layers are in 4 bits, others than those in 4 bits differ, or a product is not
-            by the weight that the codes and scales stand for.
+        NotRun: the sets of 4-bit layers differ, other weights differ, or a layer does not multiply
+            by the weight that its codes and scales represent.
     """
     theirs = quantised_layers(base)
     ours = quantised_layers(model)
@@ -209,7 +215,7 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
 
 
 def _take(layer: Any, ours: Any) -> None:
-    """Copy the codes and scales of a layer of ours, or of another one of bitsandbytes."""
+    """Copy the codes and scales of ``ours``, a layer of either library, into ``layer``."""
     own = _packed(ours)
     place = weight_of_layer(layer)
     place.codes.copy_(own.codes.view(-1))
@@ -219,26 +225,26 @@ def _take(layer: Any, ours: Any) -> None:
 
 
 def _packed(layer: Any) -> Any:
-    """The weight of a layer of ours or of bitsandbytes."""
+    """Return the packed weight of a layer of either library."""
     own = packed_weight(layer)
     return weight_of_layer(layer) if own is None else own
 
 
 def _same(theirs: torch.Tensor, ours: torch.Tensor | None) -> bool:
-    """In the narrower of their types."""
+    """Return whether two tensors are equal after a cast to the narrower dtype."""
     return ours is not None and (
         torch.equal(theirs, ours.to(theirs)) or torch.equal(theirs.to(ours), ours)
     )
 
 
 def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The relative distance; 0 where that is of rounding."""
+    """Return the relative distance, or 0 if it is at most ``AGREES``."""
     off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
     return 0.0 if off <= AGREES else off
 
 
 def _adapted(base: Any, fp32: PlainArm, fields: Mapping[str, Any]) -> Any:
-    """PEFT's adapters at the same paths."""
+    """Attach PEFT's adapters at the paths of the fp32 arm's adapters."""
     import peft
 
     paths = [name.removesuffix(".lora_A") for name in fp32.trained if name.endswith(".lora_A")]
@@ -264,7 +270,7 @@ def _adapted(base: Any, fp32: PlainArm, fields: Mapping[str, Any]) -> Any:
 
 
 def _trained_as(trained: Mapping[str, nn.Parameter], model: Any) -> dict[str, nn.Parameter]:
-    """PEFT's parameters by our names."""
+    """Return PEFT's parameters by our names."""
     theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = {}
     for name in trained:

@@ -1,39 +1,39 @@
 """Comparison of three arms: how far a run may deviate from fp32.
 
-For each module, g is what chronicals computes (a gradient or an update), f the same by plain
-transformers in fp32, and p by plain transformers in the run's own dtype. Squares are summed over
-the elements of the module before anything is divided.
+For each module, g is what chronicals computes (a gradient or an update), f is the same by plain
+transformers in fp32, and p the same by plain transformers in the run's own dtype. Squares are
+summed over the elements of the module before anything is divided.
 
     deviation = ‖g − f‖ / ‖f‖        allowed = max(1.5 · ‖p − f‖ / ‖f‖, floor)
 
 **Steps.** The plain arm's deviation is that of all steps summed together. Ours is the lower of that
 and the median of the single steps. A fault is in every step and raises both. A rounding that sends
 a token to another expert, or a small gradient (an adapter whose B has just left zero), makes one
-step an outlier and raises one of the two. Against faults in few steps, all our steps summed
+step an outlier and raises only one of the two. To find faults in few steps, all our steps summed
 together may deviate by at most ``OUTLIERS`` times what is allowed.
 
 **Scale.** ‖p − f‖ / ‖f‖ of one module depends on a few random roundings. The scale of a module is
-therefore the largest of its own, the quadratic mean over its kind (the same part of every layer),
-and the median of all modules. For experts and their routers it is that of the worst one in its
-worst step, because it is chance in both arms which tokens, experts and steps a rounding affects. If
-‖f‖ of a module is below ``NEAR_ZERO`` of what it would have in proportion to its elements, that
-value replaces ‖f‖: a gradient that is zero except for rounding (the bias of keys) has no relative
-error.
+therefore the largest of three: its own, the quadratic mean over its kind (the same part of every
+layer), and the median of all modules. For experts and their routers it is that of the worst one in
+its worst step, because chance decides in both arms which tokens, experts and steps a rounding
+affects. If ‖f‖ of a module is below ``NEAR_ZERO`` of what it would have in proportion to its
+elements, that value replaces ‖f‖: a gradient that is zero except for rounding (the bias of keys)
+has no relative error.
 
-**Floors**, for roundings that p does not show:
-    eps of the run's dtype: two roundings of half a spacing, because g may be stored once more than
-    p; ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, by half a spacing in
-    each of about ``ROUNDED``
-        operations a layer, forward and backward together, which add up as a random walk. ``WALK``
-        is sixteen of these halves: g − f holds two such walks, and sums over tokens cancel (up to
-        five were seen);
-    for an update, eps32 · ‖w‖ / ‖Δw‖, since Δw is the difference of two weights rounded in fp32;
-    for an update, d + sqrt(UNCLEAR · d), where d is the deviation of the module's gradient or what
-    is allowed for it (which
-        has a row of its own). AdamW passes d on through its moments. It also divides each element
-        of a gradient by its own size, so an element that is k roundings from zero changes by 1 / k;
-        of normally distributed elements a fraction of 0.8 dk roundings is there. Elements below
-        ``CLEAR`` are left out; the squares of the others add up to 0.8 / CLEAR roundings.
+**Floors** cover roundings that p does not show:
+
+- eps of the run's dtype: two roundings of half a spacing, because g may be stored once more than p.
+- ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, by half a spacing in each
+  of about ``ROUNDED`` operations per layer (forward and backward), which add up as a random walk.
+  ``WALK`` is sixteen of these halves: g − f holds two such walks, and sums over tokens cancel (up
+  to five were seen).
+- For an update, eps32 · ‖w‖ / ‖Δw‖, because Δw is the difference of two weights rounded in fp32.
+- For an update, d + sqrt(UNCLEAR · d). d is the deviation of the module's gradient, or what is
+  allowed for it if that is larger; the gradient has its own row. AdamW passes d on through its
+  moments. It also divides each element of a gradient by its own size, so an element that is k
+  roundings from zero changes by 1 / k. Of normally distributed elements, a share of 0.8 dk is
+  within k roundings of zero. Elements below ``CLEAR`` are left out; the squares of the others add
+  up to 0.8 / CLEAR roundings.
 
 For the optimizer alone, f is what torch's AdamW makes of our gradients, and only floors are
 allowed: that of a difference of two weights, and the random walk through an update, which has fewer
@@ -53,19 +53,21 @@ from chronicals.verification.modules import Modules
 ALLOWED = 1.5
 OUTLIERS = 4.0
 NEAR_ZERO = 1e-2
-WALK = 8.0
-ROUNDED = 32
+WALK = 8.0  # sixteen roundings of half a spacing
+ROUNDED = 32  # operations per layer that round, forward and backward
 MISSING = 0.9
-"""A module of ours that is zero is missing if its deviation exceeds this; 1 is all of f."""
+"""Deviation above which a module of ours that is all zero counts as missing; 1 is all of f."""
 
 CHANCE = 3.0
-"""Standard deviations by which a mean over documents may deviate, given the plain arm's spread
-over documents.
+"""Allowed deviation of a mean over documents, in standard deviations.
+
+The standard deviation is that of the plain arm over documents.
 """
 
 CLEAR = 4.0
-"""An element of a gradient has a reliable sign if it is at least this many standard deviations
-of its rounding from zero.
+"""Distance from zero at which the sign of a gradient element is reliable.
+
+The unit is the standard deviation of its rounding error.
 """
 
 UNCLEAR = 0.8 / CLEAR
@@ -75,16 +77,16 @@ TINY = 1e-300
 
 @dataclass(frozen=True)
 class Deviation:
-    """One module's gradient or update.
+    """Deviation of one module's gradient or update.
 
     Attributes:
-        quantity: ``gradient``, ``update``, or ``optimizer``: the update beside that of torch's
-            AdamW from our gradients.
+        quantity: ``gradient``, ``update``, or ``optimizer``: our update compared with that of
+            torch's AdamW from our gradients.
         module: its path.
-        deviation: our relative Frobenius distance from fp32: the median of the steps, or of all
-            steps together if lower.
-        overall, plain: ours and the plain arm's, all steps summed together; for the optimizer there
-            is no plain arm.
+        deviation: our relative Frobenius distance from fp32: the median of the steps, or that of
+            all steps together if lower.
+        overall, plain: distance of ours and of the plain arm, all steps summed together; the
+            optimizer has no plain arm.
         allowed: the limit of ``deviation``; that of ``overall`` is ``OUTLIERS`` times as high.
         cosine, norm_ratio: between ours and fp32, all steps together.
     """
@@ -100,16 +102,14 @@ class Deviation:
 
     @property
     def ratio(self) -> float:
-        """The deviation over what is allowed; above 1 the module fails. Infinite where a figure
-        is not finite.
-        """
+        """Deviation over its limit; above 1 the module fails. Infinite if not finite."""
         if self.missing or not math.isfinite(self.overall) or not math.isfinite(self.allowed):
             return math.inf
         return max(self.deviation, self.overall / OUTLIERS) / self.allowed
 
     @property
     def missing(self) -> bool:
-        """Whether ours is zero in every element and step, and the other arms are not."""
+        """True if ours is zero in every element and step, and the other arms are not."""
         return self.norm_ratio == 0 and self.overall > MISSING > self.plain
 
     def to_dict(self) -> dict:
@@ -118,7 +118,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of one step in the three arms, and by how much ours may differ from fp32."""
+    """Loss of one step in the three arms, and the allowed difference of ours from fp32."""
 
     step: int
     ours: float
@@ -128,7 +128,7 @@ class StepLoss:
 
     @property
     def ratio(self) -> float:
-        """The difference from fp32 over what is allowed."""
+        """Difference from fp32 over the allowed difference."""
         difference = abs(self.ours - self.fp32)
         return (
             difference / self.allowed
@@ -141,7 +141,7 @@ class StepLoss:
 
 
 def _as_json(row: Deviation | StepLoss) -> dict:
-    """The fields for JSON; numbers that are not finite become null."""
+    """Return the fields for JSON; numbers that are not finite become null."""
     values = {**asdict(row), "share_of_allowed": row.ratio}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -150,20 +150,21 @@ def _as_json(row: Deviation | StepLoss) -> dict:
 
 
 def rounding_walk(layers: int) -> float:
-    """Relative error of fp32 itself after a backward pass through ``layers`` layers; see the
-    module's docstring.
+    """Return the relative error of fp32 after a backward pass through ``layers`` layers.
+
+    The module's docstring derives it.
     """
     return WALK * torch.finfo(torch.float32).eps * math.sqrt(ROUNDED * layers)
 
 
 class Tally:
-    """Sums over the elements of each module, one row for each step, kept on the device until they
-    are read.
+    """Sums over the elements of each module, one row per step, kept on the device until they are
+    read.
 
     Args:
-        quantity: what is summed, for the table.
+        quantity: the summed quantity, for the table.
         modules: the modules, one row each.
-        device: of the tensors that are added.
+        device: device of the added tensors.
     """
 
     def __init__(self, quantity: str, modules: Modules, device: torch.device):
@@ -179,7 +180,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, weight: str, ours: Tensor, plain: Tensor, fp32: Tensor) -> None:
-        """Three tensors of the shape of ``weight``."""
+        """Add the values of ``weight`` in the three arms, tensors of its shape."""
         first, count = self.modules.places[weight]
         g, p, f = (x.detach().float().reshape(count, -1) for x in (ours, plain, fp32))
         parts = (f * f, (g - f).square(), (p - f).square(), g * f, g * g)
@@ -188,7 +189,7 @@ class Tally:
         ).double()
 
     def sums(self) -> Tensor:
-        """float64 ``[steps, M, 5]``: ‖f‖², ‖g − f‖², ‖p − f‖², g · f, ‖g‖²."""
+        """Return ‖f‖², ‖g − f‖², ‖p − f‖², g · f and ‖g‖², float64 ``[steps, M, 5]``."""
         return (
             torch.stack(self.steps).cpu()
             if self.steps
@@ -196,10 +197,10 @@ class Tally:
         )
 
     def deviations(self, floor: float | Tensor) -> list[Deviation]:
-        """Every module's, worst first.
+        """Return the deviation of every module, worst first.
 
         Args:
-            floor: least deviation that is allowed: one number, or one for each module ``[M]``.
+            floor: smallest limit: one number, or one for each module ``[M]``.
         """
         each = self.sums()
         together = each.sum(0)
@@ -221,8 +222,9 @@ class Tally:
         )
 
     def _relative(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``, a near-zero ‖f‖ replaced as the
-        module's docstring says.
+        """Return ‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``.
+
+        A near-zero ‖f‖ is replaced as the module's docstring says.
         """
         fp32 = sums[..., 0]
         sizes = self.modules.sizes
@@ -231,14 +233,15 @@ class Tally:
         return (sums[..., 1] / base).sqrt(), (sums[..., 2] / base).sqrt()
 
     def _scale(self, plain: Tensor, plain_each: Tensor) -> Tensor:
-        """``[M]``: the largest of a module's own deviation, the quadratic mean of its kind, and the
-        median of all modules.
+        """Return the scale of each module, ``[M]``.
 
-        For routed modules the kind's is their largest in any step.
+        It is the largest of the module's own deviation, the quadratic mean of its kind, and the
+        median of all modules. Routed modules use the largest deviation of any routed module in any
+        step instead of the mean of their kind.
 
         Args:
             plain: deviations of the plain arm, all steps together, ``[M]``.
-            plain_each: by step, ``[steps, M]``.
+            plain_each: the same by step, ``[steps, M]``.
         """
         routed = self.modules.routed
         members: dict[str, list[int]] = {}
@@ -252,8 +255,10 @@ class Tally:
 
 
 def _median_where(values: Tensor, counts: Tensor) -> Tensor:
-    """``[M]``: the lower median over the steps of ``values[steps, M]`` where ``counts``; zero
-    for a module without one.
+    """Return the lower median over steps of ``values`` ``[steps, M]`` where ``counts`` is true,
+    ``[M]``.
+
+    It is zero for a module without a step that counts.
     """
     return (
         torch.where(counts, values, torch.nan)
@@ -265,8 +270,12 @@ def _median_where(values: Tensor, counts: Tensor) -> Tensor:
 def update_floors(
     gradients: list[Deviation], modules: Modules, weights: Tensor, changes: Tensor
 ) -> Tensor:
-    """``[M]``: the floors of updates, from the deviations of the gradients, ‖w‖ ``[M]`` and ‖Δw‖
-    ``[M]``.
+    """Return the floors of updates, ``[M]``.
+
+    Args:
+        gradients: deviations of the gradients.
+        weights: ‖w‖ ``[M]``.
+        changes: ‖Δw‖ ``[M]``.
     """
     off = {row.module: max(row.allowed, row.overall) for row in gradients}
     d = (
@@ -278,28 +287,30 @@ def update_floors(
 
 
 def optimizer_floors(weights: Tensor, changes: Tensor) -> Tensor:
-    """``[M]``: the floors of updates that start from equal gradients, from ‖w‖ ``[M]`` and ‖Δw‖
-    ``[M]``.
+    """Return the floors of updates that start from equal gradients, ``[M]``.
+
+    Args:
+        weights: ‖w‖ ``[M]``.
+        changes: ‖Δw‖ ``[M]``.
     """
     return rounding_walk(1) + _of_a_difference(weights, changes)
 
 
 def _of_a_difference(weights: Tensor, changes: Tensor) -> Tensor:
-    """Relative error of Δw where it is the difference of two weights rounded in fp32."""
+    """Return the relative error of Δw as the difference of two weights rounded in fp32."""
     return torch.finfo(torch.float32).eps * weights / changes.clamp(min=TINY)
 
 
 def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> list[StepLoss]:
-    """Each step's loss, with the allowed difference from fp32.
+    """Return each step's loss with its allowed difference from fp32.
 
-    Allowed is ``ALLOWED`` times the larger of two: the plain arm's difference (quadratic mean over
-        the steps), and ``CHANCE``
-    standard deviations of the mean over the step's documents, by the plain arm's differences in
-    single documents.
+    The allowed difference is ``ALLOWED`` times the larger of two figures: the plain arm's
+    difference (quadratic mean over the steps), and ``CHANCE`` standard deviations of the mean over
+    the step's documents, estimated from the plain arm's differences in single documents.
 
     Args:
-        found: for each step our loss; the sums of fp32 and of the plain arm over the targets of
-            each document, float64 ``[documents]``; and the number of targets.
+        found: for each step: our loss, the sums of fp32 and of the plain arm over the targets of
+            each document, float64 ``[documents]``, and the number of targets.
         walk: relative error of fp32 itself.
     """
     typical = math.sqrt(
@@ -315,8 +326,10 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
 
 
 def wrong_losses(losses: list[StepLoss]) -> list[StepLoss]:
-    """The steps that fail: all above what is allowed if more than half are, else those above
-    ``OUTLIERS`` times it.
+    """Return the steps whose loss is wrong.
+
+    These are all steps above their limit if more than half are, else those above ``OUTLIERS`` times
+    it.
     """
     exceeding = [row for row in losses if row.ratio > 1]
     return (
@@ -327,8 +340,10 @@ def wrong_losses(losses: list[StepLoss]) -> list[StepLoss]:
 
 
 def decided(fp32: Tensor, plain: Tensor, walk: float) -> Tensor:
-    """Which elements of a gradient exceed their rounding. AdamW's first update is the sign,
-    which rounding would decide.
+    """Return a bool mask of the gradient elements that exceed their rounding error.
+
+    Only these are compared: AdamW's first update is the sign of an element, which rounding would
+    decide for the others.
     """
     present = fp32 != 0
     count = present.sum().clamp(min=1)

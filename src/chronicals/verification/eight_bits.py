@@ -1,10 +1,10 @@
-"""Linear layers and experts with operands rounded to FP8, in plain torch: for the plain arm of a
-run that has FP8 products.
+"""Linear layers and experts with operands rounded to FP8, in plain torch.
 
-Every operand is scaled by its amax over the largest number of e4m3 and rounded; products are fp32.
-It shares no code with the kernels. Here each weight of a linear layer has a scale of its own; there
-the weights of a merged product share one. Of experts each has a scale, and each row of what it
-multiplies; the gradients of their weights are products of what is not rounded.
+They are for the plain arm of a run with FP8 products and share no code with the kernels. Every
+operand is scaled by its amax over the largest e4m3 number and rounded; products are fp32. Each
+weight of a linear layer has its own scale here, whereas the kernels share one scale among the
+weights of a merged product. Of experts, each weight has a scale, and so does each input row; the
+gradients of their weights are computed from unrounded operands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def rounded(x: Tensor, by_rows: bool = False) -> Tensor:
-    """``x`` as e4m3 with one scale represents it, or with one of each row, fp32."""
+    """Return ``x`` rounded to e4m3 and back, in fp32, with one scale or with one per row."""
     most = x.abs().amax(-1, keepdim=True) if by_rows else x.abs().max()
     scale = most.float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
     return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
@@ -47,13 +47,13 @@ class _RoundedProduct(torch.autograd.Function):
 
 
 def rounded_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x Wᵀ``, ``[..., N]``, with rounded operands, in the backward pass too."""
+    """Return ``x Wᵀ``, ``[..., N]``, with operands rounded in the forward and the backward pass."""
     y: Tensor = _RoundedProduct.apply(x, weight)
     return y
 
 
 def round_products(layer: nn.Linear) -> None:
-    """Let ``layer`` compute with rounded operands; its bias is added as it is."""
+    """Make ``layer`` compute with rounded operands; its bias is added unrounded."""
     layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 
@@ -79,8 +79,10 @@ class _ExpertProduct(torch.autograd.Function):
 
 
 def round_experts(layer: nn.Module) -> None:
-    """Let experts as transformers defines them (``use_experts_implementation``) compute with
-    rounded operands, one after the other."""
+    """Make transformers' experts compute with rounded operands, one expert after another.
+
+    ``layer`` is a module with ``use_experts_implementation``.
+    """
     layer.forward = partial(_through_experts, layer)  # type: ignore[method-assign]
 
 
@@ -96,8 +98,9 @@ def _through_experts(layer: Any, x: Tensor, experts: Tensor, shares: Tensor) -> 
 
 
 def _of_expert(layer: Any, name: str, expert: int, rows: Tensor) -> Tensor:
-    """One of its two products; what an adapter has put in place of the weight adds its
-    difference, unrounded.
+    """Return one of an expert's two products with rounded operands.
+
+    An adapter replaces the weight; its difference from the weight is added unrounded.
     """
 
     def upright(weight: Tensor) -> Tensor:

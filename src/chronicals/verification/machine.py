@@ -40,11 +40,11 @@ PURPOSES = {
     "mlflow": "curves in MLflow",
     "export": "models as GGUF",
 }
-"""What each extra of the package is for."""
+"""Purpose of each extra of the package."""
 
 
 def inspect_machine() -> dict[str, str | int]:
-    """Hardware, versions, and the backends that would be used."""
+    """Return the hardware, the versions and the backends that would be used."""
     facts: dict[str, str | int] = {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cores": os.cpu_count() or 1,
@@ -72,8 +72,10 @@ def inspect_machine() -> dict[str, str | int]:
 
 
 def missing_extras() -> dict[str, str]:
-    """Extras with a package that is missing or too old: what each is for, and the command that
-    installs it.
+    """Return the extras of which a package is missing or too old.
+
+    Returns:
+        By extra: what is wrong, what it is for, and the command that installs it.
     """
     lacking = {}
     for extra, purpose in PURPOSES.items():
@@ -85,13 +87,15 @@ def missing_extras() -> dict[str, str]:
 
 
 def untested_versions() -> list[str]:
-    """Required packages whose installed version is outside the range that chronicals admits."""
+    """Return messages for required packages whose version is outside the supported range."""
     return [words for requirement in _requirements() if (words := _wrong(requirement))]
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """Requirements on this machine: the required ones, or those of an extra. Empty if chronicals
-    is not an installed package."""
+    """Return the required packages on this machine, or those of an extra.
+
+    The list is empty if chronicals is not an installed package.
+    """
     try:
         listed = [Requirement(text) for text in importlib.metadata.requires("chronicals") or []]
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +107,7 @@ def _requirements(extra: str = "") -> list[Requirement]:
 
 
 def _wrong(requirement: Requirement) -> str | None:
-    """What is wrong with the installed version of a package, or None."""
+    """Return a message if the installed version of a package does not fit, else None."""
     version = _version(requirement.name)
     if version is None:
         return f"{requirement.name} is not installed"

@@ -1,5 +1,6 @@
-"""Which weights form a module of the table: those of a layer, of one expert, or one matrix of an
-adapter.
+"""Grouping of weights into modules, the rows of the comparison table.
+
+A module is a layer, one expert of a stack, or one matrix of an adapter.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from torch import Size
 
 
 def plain_name(name: str) -> str:
-    """What a weight is called in the model without adapters; a matrix of an adapter keeps its
-    name.
-    """
+    """Return the name of a weight in the model without adapters; adapter matrices keep theirs."""
     return (
         name
         if ".lora_" in name
@@ -28,14 +27,14 @@ class Modules:
     """The modules of a model's trained weights.
 
     Attributes:
-        names: a path for each module: that of the layer that owns the weights, ``….experts.3`` for
-            one of several experts in a tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
-        kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A``
+        names: path of each module: that of the layer that owns the weights, ``….experts.3`` for one
+            of several experts in a tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
+        kinds: the same without the indices of layers and experts, ``….layers.*.q_proj``; ``lora_A``
             for every adapter's A.
-        routed: bool ``[M]``, whether a module belongs to a block with experts that are trained.
-        sizes: float64 ``[M]``, elements of each.
-        places: for the name of a weight the index of its first module, and how many modules share
-            it along its first dimension.
+        routed: bool ``[M]``, True if a module belongs to a block with trained experts.
+        sizes: float64 ``[M]``, number of elements.
+        places: by name of a weight: the index of its first module, and the number of modules that
+            share it along its first dimension.
     """
 
     names: list[str]
@@ -46,7 +45,7 @@ class Modules:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Size]) -> Modules:
-        """From the shapes of the weights by name."""
+        """Group weights, given their shapes by name."""
         names: dict[str, int] = {}
         sizes: list[int] = []
         places = {}

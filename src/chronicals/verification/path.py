@@ -1,6 +1,4 @@
-"""The path of training, one step at a time, with its gradients and fp32 weights held still to be
-looked at.
-"""
+"""The training path, run step by step, with access to gradients and fp32 weights."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from chronicals.verification.modules import plain_name
 
 @dataclass(frozen=True)
 class Made:
-    """What one step of training computed.
+    """Results of one training step.
 
     Attributes:
-        loss: of the whole step.
-        applied: False where a gradient was not finite and the update was left out.
-        gradients: by the name of the weight, before clipping, in the type they came in but for
-            fp16's loss scale.
+        loss: loss of the whole step.
+        applied: False if a gradient was not finite and the update was skipped.
+        gradients: by name of the weight, before clipping, in their own dtype, with fp16's loss
+            scale divided out.
     """
 
     loss: float
@@ -36,14 +34,13 @@ class Made:
 
 
 class TrainingPath:
-    """The session of training, stepped without graphs, because gradients are copied before the
-    update.
+    """The session of training, without CUDA graphs, because gradients are copied before the update.
 
     Args:
-        model: on its device; it is trained by the steps.
-        config: of the run.
-        total_steps: of the whole run.
-        tokenizer: of the model.
+        model: the model on its device; steps train it.
+        config: configuration of the run.
+        total_steps: number of steps of the whole run.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(
@@ -60,11 +57,11 @@ class TrainingPath:
         model.train()
 
     def rate_factor(self, number: int) -> float:
-        """Of the schedule at step ``number``, from 0."""
+        """Return the learning-rate factor of the schedule at step ``number``, from 0."""
         return rate_factor(self.config, number, self.total_steps)
 
     def step(self, step: Step, number: int) -> Made:
-        """Train once, within ``stepping``."""
+        """Train one step; call it in the context of ``stepping``."""
         set_learning_rate(self.session.optimizer, self.rate_factor(number))
         gradients: dict[str, Tensor] = {}
 
@@ -81,7 +78,10 @@ class TrainingPath:
 
     @torch.no_grad()
     def weight(self, name: str) -> Tensor:
-        """A copy of a trained weight in fp32: one in bf16 with the half that its master adds."""
+        """Return a copy of a trained weight in fp32.
+
+        A bf16 weight is joined with the low half that its master keeps.
+        """
         parameter = self.trained[name]
         optimizer = self.session.optimizer
         low = optimizer.state_of(parameter).get("low") if parameter in optimizer.state else None

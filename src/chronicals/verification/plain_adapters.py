@@ -1,6 +1,4 @@
-"""Adapters and trained tokens in plain torch: the formulas of papers as hooks around a model of
-transformers.
-"""
+"""Adapters and trained token rows in plain torch: the papers' formulas as hooks on a model."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ from chronicals.models import beside_text, is_within
 
 FEW_TOKENS = 4
 FIRST_TOKEN = 3
-"""Of a forward pass that shows which layers a class calls."""
+"""Length and token id of a forward pass that shows which layers a class calls."""
 
 
 class PlainAdapters:
-    """Those of one model.
+    """The adapters of one model.
 
     Attributes:
-        trained: all that is trained, by the names of the run's parameters.
+        trained: everything that is trained, by the names of the run's parameters.
     """
 
     def __init__(self, model: Any, device: torch.device):
@@ -36,8 +34,10 @@ class PlainAdapters:
         self.trained: dict[str, nn.Parameter] = {}
 
     def attach(self, fields: Mapping[str, Any]) -> None:
-        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen. With
-        ``use_dora`` the rows of ``W + scale · B A`` are as long as a trained vector says."""
+        """Freeze the model and attach ``x ↦ layer(x) + scale · B (A x)`` to every targeted layer.
+
+        With ``use_dora`` each row of ``W + scale · B A`` is rescaled to a trained length.
+        """
         self.model.requires_grad_(False)
         paths = targeted(self.model, fields["target_modules"], fields["layers"])
         for name, parameter in self.model.named_parameters():
@@ -75,7 +75,9 @@ class PlainAdapters:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
     def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
-        """``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``, where e is the scale of the class."""
+        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``, with e the class's embedding
+        scale.
+        """
         a = nn.Parameter(torch.zeros(rank, layer.num_embeddings, device=self.device))
         b = nn.Parameter(torch.randn(layer.embedding_dim, rank, device=self.device))
         self.trained[f"{path}.lora_embedding_A"], self.trained[f"{path}.lora_embedding_B"] = a, b
@@ -88,9 +90,7 @@ class PlainAdapters:
         layer.register_forward_hook(add)
 
     def _adapt_parameters(self, fields: Mapping[str, Any]) -> None:
-        """Each layer runs with ``W[e] + scale · B[e] A[e]`` in the place of a targeted
-        parameter.
-        """
+        """Make layers run with ``W[e] + scale · B[e] A[e]`` instead of a targeted parameter W."""
         named = [name for name, _ in self.model.named_parameters()]
         named = [
             n
@@ -123,8 +123,10 @@ class PlainAdapters:
             _put_in_place(layer, name, a, b, scale, experts, transposed)
 
     def _train_rows(self, asked: Any) -> None:
-        """Tokens whose rows of the embedding are trained, and of the head where that is the same
-        weight; or by their names.
+        """Train the rows of some tokens in the embedding, and in the head if it is tied to it.
+
+        Args:
+            asked: token ids of the embedding, or a dictionary of token ids by layer name.
         """
         ends = {
             path: layer
@@ -165,9 +167,12 @@ def _put_in_place(
     experts: int,
     transposed: bool,
 ) -> None:
-    """While the layer runs it finds the adapted parameter before its own; A is ``[experts ·
-    rank, in]``, with the ranks of an expert together, B ``[out, rank · experts]``, with the
-    experts of a rank together."""
+    """Replace parameter ``name`` by the adapted one while the layer runs.
+
+    Args:
+        a: A, ``[experts · rank, in]``, grouped by expert.
+        b: B, ``[out, rank · experts]``, grouped by rank.
+    """
 
     def before(layer: nn.Module, _: Any) -> None:
         weight = layer.get_parameter(name)
@@ -188,8 +193,9 @@ def _put_in_place(
 
 @torch.no_grad()
 def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
-    """Those of the layers that a class does not call where it is called itself: it reads their
-    weights, as Mamba does.
+    """Return those of ``paths`` whose layer is not called although its owner is.
+
+    Such an owner reads the weight of the layer instead, as Mamba does.
     """
     called: set[str] = set()
     owners = {path.rpartition(".")[0] for path in paths}
@@ -205,7 +211,7 @@ def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
 
 
 class _RowsInWeight(nn.Module):
-    """``W ↦ W`` with other rows for some tokens."""
+    """Parametrization ``W ↦ W`` with other rows for some tokens."""
 
     def __init__(self, ids: Tensor, rows: nn.Parameter):
         super().__init__()
@@ -217,8 +223,11 @@ class _RowsInWeight(nn.Module):
 
 
 class _AdaptedWeight(nn.Module):
-    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose; its
-    rows are as long as ``lengths`` says, if there are any."""
+    """Parametrization ``W ↦ W + scale · B A``, transposed for a Conv1D, whose weight is ``[in,
+    out]``.
+
+    If ``lengths`` are given, the rows are rescaled to these lengths (DoRA).
+    """
 
     def __init__(
         self,
@@ -248,8 +257,10 @@ class _AdaptedWeight(nn.Module):
 
 
 def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Parameter | None) -> Any:
-    """fp32 matrices, products in the type of the layer's input: PEFT's layer in a trainer that
-    computes in that type.
+    """Return a forward hook that adds an adapter to a linear layer.
+
+    The matrices are fp32 and the products in the dtype of the layer's input, like PEFT's layer in a
+    trainer that computes in that dtype.
     """
 
     def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -270,7 +281,7 @@ def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Paramet
 
 
 def adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
-    """What is said of the adapters that are there already, or of those that the run will attach."""
+    """Return the fields of the adapters that ``model`` has, or that the run will attach."""
     if hasattr(model, "chronicals_lora"):
         return vars(model.chronicals_lora)
     named = (
@@ -291,7 +302,7 @@ def adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
 
 
 def rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
-    """Of the adapter at a path."""
+    """Return the rank and the scale of the adapter at ``path``."""
     found = {name: fields[name] for name in ("rank", "alpha")}
     for name in found:
         for key, value in reversed(fields[f"{name}_pattern"].items()):
@@ -304,8 +315,11 @@ def rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
 def targeted(
     model: Any, wanted: list[str] | str | None, layers: Collection[int] | None = None
 ) -> list[str]:
-    """Paths of the linear layers and embeddings that the options ask to adapt, in a model
-    without adapters.
+    """Return the paths of the linear layers and embeddings to adapt, in a model without adapters.
+
+    Args:
+        wanted: ``target_modules``: suffixes of paths, a regular expression, or ``all-linear``.
+        layers: indices of the layers to adapt; None for all.
     """
     if layers is not None:
         found = [(path, re.search(r"\.(\d+)\.", path)) for path in targeted(model, wanted)]

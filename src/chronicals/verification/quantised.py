@@ -1,9 +1,9 @@
-"""Linear layers with quantised weights as plain torch: the dense weight that a layer multiplies by,
-and the dtype of its product; and stacked experts, whose values are dequantised by the definition.
+"""Linear layers with quantised weights, and packed experts, as plain torch.
 
-The dense weight is what the layer returns for the identity matrix. That of the backward pass may
-differ: bitsandbytes rounds it to the dtype the weight had before it was quantised, and that of the
-forward pass to the dtype of the product.
+The dense weight of a layer is its output for the identity matrix. The weight of its backward pass
+may differ: bitsandbytes rounds that one to the dtype the weight had before quantisation, and that
+of the forward pass to the dtype of the product. Experts are dequantised by the definition of their
+format.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from chronicals.quantization import PackedExperts, packed_experts
 from chronicals.verification.modules import plain_name
 
 ROWS = 1024
-"""Rows of the identity that a layer multiplies at a time."""
+"""Number of rows of the identity that a layer multiplies at a time."""
 
 AGREES = 0.004
-"""Relative tolerance for a product of random rows: bf16 deviates by 0.001, inputs in 8 bits by
-0.006.
+"""Relative tolerance for a product of random rows.
+
+bf16 deviates by 0.001, inputs rounded to 8 bits by 0.006.
 """
 
 
 def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Linear layers whose weights are not floats of at least 16 bits, by their paths without
-    adapters.
+    """Return the linear layers whose weights are not floats of at least 16 bits.
+
+    Keys are their paths in the model without adapters.
     """
     found = {}
     for path, layer in model.named_modules():
@@ -46,13 +48,14 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def quantised_experts(model: nn.Module) -> dict[str, PackedExperts]:
-    """Packed stacked experts, by their paths without adapters."""
+    """Return packed stacked experts by their paths in the model without adapters."""
     return {plain_name(path): module for path, module in packed_experts(model)}
 
 
 def weights_of_experts(path: str, experts: PackedExperts) -> dict[str, Tensor]:
-    """By the names of their class's parameters in the model: the values that codes stand for,
-    and biases.
+    """Return the dequantised weights and the biases of packed experts.
+
+    Keys are the parameter names of the plain class in the model.
     """
     found = {f"{path}.{name}": parameter.detach() for name, parameter in experts.named_parameters()}
     for name in experts.stacked:
@@ -61,11 +64,10 @@ def weights_of_experts(path: str, experts: PackedExperts) -> dict[str, Tensor]:
 
 
 def dense_weight(path: str, layer: nn.Module) -> Tensor:
-    """``[out, in]``, fp32: the weight by which ``layer`` multiplies in the forward pass.
+    """Return the weight that ``layer`` multiplies by in the forward pass, fp32 ``[out, in]``.
 
     Raises:
-        ConfigurationError: the layer rounds its inputs too, so its product is not that of a weight
-            alone.
+        ConfigurationError: the layer also rounds its inputs, so it is not a product with a weight.
     """
     wide, _ = linear_shape(layer)  # type: ignore[misc]
     device = next(layer.parameters()).device
@@ -89,8 +91,9 @@ def dense_weight(path: str, layer: nn.Module) -> Tensor:
 
 
 def multiply_as(own: nn.Module, plain: Any) -> None:
-    """Let the linear layer ``plain`` multiply as the quantised ``own`` does, in the dtype of its
-    products if it sets one.
+    """Make the linear layer ``plain`` multiply like the quantised layer ``own``.
+
+    It uses the dtype of ``own``'s products if that sets one.
     """
     plain.forward = partial(
         _forward, plain, _weight_of_gradients(own), getattr(own, "compute_dtype", None)
@@ -98,7 +101,7 @@ def multiply_as(own: nn.Module, plain: Any) -> None:
 
 
 def _weight_of_gradients(layer: nn.Module) -> Tensor:
-    """``[out, in]``, fp32: the weight by which gradients are multiplied in the backward pass."""
+    """Return the weight that the backward pass multiplies gradients by, fp32 ``[out, in]``."""
     wide, narrow = linear_shape(layer)  # type: ignore[misc]
     parts = []
     with _without_bias(layer), torch.enable_grad():
@@ -110,8 +113,9 @@ def _weight_of_gradients(layer: nn.Module) -> Tensor:
 
 @contextmanager
 def _without_bias(layer: Any) -> Iterator[None]:
-    """Within: no bias; training mode, because in evaluation mode bitsandbytes changes the layout
-    of weights on some CPUs.
+    """Remove the bias and set training mode in the context.
+
+    In evaluation mode bitsandbytes changes the layout of weights on some CPUs.
     """
     training = layer.training
     bias = layer.bias

@@ -1,13 +1,16 @@
-"""The plain arms: transformers' own modules and attention, each document a row, one division by the
-step's count.
+"""The plain arms: a run computed by transformers and torch alone, as a reference.
 
-Nothing here is shared with the path of training: the model is made anew from its class and
-configuration, and so are the frozen models of the objective; adapters are two products in a hook
-(or one in the weight, where a class reads that instead of calling the layer), the loss is the
-objective's definition from the models' own logits in fp32, the update is torch's AdamW at the rates
-that the schedules are defined by. Documents and what is trained in them come from the store, not
-from a Batch. Where the configuration asks for a router loss, the class itself gives it, of each
-pack's documents as the padded rows of one batch.
+Each document is a row, attention is that of transformers, and the loss is divided once by the
+counts of the step. Nothing is shared with the training path:
+
+- The model and the objective's frozen models are created anew from their class and configuration.
+- Adapters are two products in a hook, or one in the weight if a class reads the weight instead of
+  calling the layer.
+- The loss is the objective's definition, from the model's own logits in fp32.
+- The update is torch's AdamW, with learning rates from the definition of the schedule.
+- Documents and their trained tokens come from the store, not from a Batch.
+- If the configuration asks for a router loss, the class computes it, with each pack's documents as
+  the padded rows of one batch.
 """
 
 from __future__ import annotations
@@ -40,16 +43,18 @@ from chronicals.verification.quantised import (
 
 ROW_TOKENS = 4096
 LOGITS = 2**28
-"""Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole
-attention weights of so many tokens, exist at once. One document is never divided."""
+"""Limits of a forward pass: tokens of padded rows, and elements of logits.
+
+Logits and attention weights of all these tokens exist at once. A single document is never split.
+"""
 
 
 class MaskedDocument(NamedTuple):
-    """A document by itself, behind the prompt that it shares with others.
+    """A single document, with the prompt that it shares with others in front.
 
     Attributes:
-        ids, trained: as ``TokenStore.whole_document`` gives them.
-        side, label: of these columns of the store.
+        ids, trained: as ``TokenStore.whole_document`` returns them.
+        side, label: values of these columns of the store.
     """
 
     ids: np.ndarray
@@ -62,18 +67,19 @@ Item = list[MaskedDocument]
 
 
 def is_mismatched(document: MaskedDocument) -> bool:
-    """Whether it is the answer to another prompt beside a judged one."""
+    """Return whether ``document`` is the answer to another prompt, stored with a judged answer."""
     return document.side == 1 and document.label >= 0
 
 
 def count_targets(document: MaskedDocument) -> int:
-    """Its tokens that are trained; the first is predicted by none."""
+    """Return the number of trained tokens, without the first, which nothing predicts."""
     return int(document.trained[1:].sum())
 
 
 def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """What a step's sums are divided by, by the names of ``Step.counts``, counted anew from its
-    items.
+    """Return the counts that a step's sums are divided by, computed anew from its items.
+
+    The names are those of ``Step.counts``.
     """
     items = [item for pack in packs for item in pack]
     firsts = [next(document for document in item if document.side == 0) for item in items]
@@ -93,7 +99,7 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
 
 
 def _divided(terms: Terms, counts: Mapping[str, float]) -> Tensor:
-    """What an item adds to the loss of its step."""
+    """Return the contribution of an item to the loss of its step."""
     parts = [
         term.coefficient * term.sum / (counts[term.per] or 1)
         for term in terms.values()
@@ -103,26 +109,25 @@ def _divided(terms: Terms, counts: Mapping[str, float]) -> Tensor:
 
 
 class PlainArm:
-    """A model of transformers as it comes, and plain adapters where the run has them.
+    """A plain transformers model, with plain adapters if the run has adapters.
 
     Args:
-        model: the user's, whose class, configuration and weights are taken; before anything is done
-            to it.
+        model: the user's model, before the run changes it; its class, configuration and weights are
+            used.
         device: where to compute.
-        config: of the run; its LoRA fields say what is adapted.
-        objective: of the run, whose definition is minimised.
-        alone: every document in a forward pass of its own, instead of padded rows.
-        usual_attention: the attention that transformers takes where nothing is said, instead of
-            eager: on a card it keeps no scores, and so rounds where every attention that keeps none
-            does.
+        config: configuration of the run; its LoRA fields say what is adapted.
+        objective: objective of the run; its definition is minimised.
+        alone: if true, each document has its own forward pass, instead of padded rows.
+        usual_attention: if true, use transformers' default attention instead of eager. On a GPU it
+            does not store the scores, so it rounds at the same places as every fused attention.
 
     Raises:
-        ConfigurationError: the class cannot be made with eager attention, or a quantised layer is
-            no plain product.
+        ConfigurationError: the class cannot be created with eager attention, or a quantised layer
+            does more than multiply by a weight.
 
     Attributes:
-        pad_token_id: of a reward model, whose class takes the score of the last other token; None
-            of a language model.
+        pad_token_id: of a reward model, whose class takes the score of the last token that is not
+            padding; None for a language model.
     """
 
     pad_token_id: int | None = None
@@ -178,8 +183,11 @@ class PlainArm:
             )
 
     def use_types_of(self, model: Any, autocast: torch.dtype | None) -> None:
-        """Keep every weight in the type it has in ``model``, the run's, quantised ones in that
-        of their products; gradients of several passes meet in fp32."""
+        """Cast every weight to its dtype in ``model``, the run's; quantised ones to that of their
+        products.
+
+        Gradients of several passes are accumulated in fp32.
+        """
         _take_types(self.model, model)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -187,14 +195,14 @@ class PlainArm:
         self.autocast = autocast
 
     def take_frozen(self, frozen: Mapping[str, Any], own_types: bool) -> None:
-        """Make the objective's frozen models anew.
+        """Create the objective's frozen models anew.
 
         Args:
-            frozen: transformers' models by name.
-            own_types: in the types that they have, instead of fp32.
+            frozen: transformers models by name.
+            own_types: if true, keep their dtypes instead of fp32.
 
         Raises:
-            ConfigurationError: one has adapters, or cannot be made with eager attention.
+            ConfigurationError: one has adapters, or cannot be created with eager attention.
         """
         for name, model in frozen.items():
             if any("lora_" in path for path, _ in model.named_parameters()):
@@ -210,8 +218,9 @@ class PlainArm:
 
     @torch.no_grad()
     def take_bases(self, model: Any) -> None:
-        """Take the weights of adapted layers from ``model``, the run's, whose adapters began
-        with a part of them.
+        """Copy the base weights of adapted layers from ``model``, the run's.
+
+        This is needed if the adapters started with a part of the weight, which the base then lacks.
         """
         for path, layer in model.named_modules():
             if getattr(layer, "lora_start_A", None) is not None:
@@ -224,7 +233,7 @@ class PlainArm:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take fp32 values for what is trained; a weight that is not given is left as it was."""
+        """Copy fp32 values into the trained weights; weights that are not given stay unchanged."""
         for name, parameter in self.trained.items():
             if name in weights:
                 parameter.copy_(weights[name])
@@ -232,17 +241,17 @@ class PlainArm:
     def differentiate(
         self, packs: Sequence[Sequence[Item]], counts: Mapping[str, float], scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward and backward over a whole step.
+        """Run forward and backward over a whole step.
 
         Args:
             packs: the items of each pack.
-            counts: of the step, by name.
-            scale: factor on the loss while it is differentiated (fp16).
+            counts: counts of the step, by name.
+            scale: loss scale (fp16).
 
         Returns:
-            Each item's part of the loss times all targets, float64 ``[items]`` on the host, with
-            its part of the router loss; the gradients of the loss by name, in the types they come
-            in, but for ``scale``.
+            Each item's part of the loss, with its part of the router loss, times the number of
+            targets of the step, float64 ``[items]`` on the host; and the gradients by name, in
+            their own dtype, without the loss scale.
         """
         items = [item for pack in packs for item in pack]
         found = torch.zeros(len(items), dtype=torch.float64)
@@ -271,7 +280,7 @@ class PlainArm:
 
     @torch.no_grad()
     def _known(self, items: Sequence[Item], counts: Mapping[str, float]) -> dict[str, Tensor]:
-        """What the objective must know of the whole step, ``[1]`` by name."""
+        """Return what the objective must know of the whole step, ``[1]`` by name."""
         if type(self.objective).known_definition is Objective.known_definition:
             return {}
         sums: dict[str, Tensor] = {}
@@ -284,8 +293,9 @@ class PlainArm:
         return {name: total[None] for name, total in sums.items()}
 
     def _forward_passes(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Items by decreasing length, as many together as the limits allow when padded to the
-        longest.
+        """Yield the items of each forward pass, as indices, longest items first.
+
+        A pass takes as many items as the limits allow when padded to the longest.
         """
         tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
@@ -295,9 +305,7 @@ class PlainArm:
             order = order[many:]
 
     def _router_losses(self, packs: Sequence[Sequence[Item]], scale: float) -> float:
-        """Backward of the mean over the packs of what the class itself adds for its routers, and
-        its value.
-        """
+        """Backpropagate the class's own router loss, averaged over packs, and return its value."""
         value = 0.0
         for pack in packs:
             own = (document for item in pack for document in item if not is_mismatched(document))
@@ -322,7 +330,9 @@ class PlainArm:
         return value
 
     def _rows(self, documents: list[MaskedDocument]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, mask of what is no padding, and bool of what is trained: a row a document."""
+        """Return token ids, attention mask, and a bool mask of trained tokens, with a row per
+        document.
+        """
         width = max(len(document.ids) for document in documents)
         ids = torch.full((len(documents), width), self.pad_token_id or 0)
         mask = torch.zeros_like(ids)
@@ -334,7 +344,7 @@ class PlainArm:
         return ids.to(self.device), mask.to(self.device), trained.to(self.device)
 
     def _scored(self, items: list[Item]) -> list[list[ScoredDocument]]:
-        """The documents of some items, in one forward pass."""
+        """Run the documents of some items in one forward pass."""
         documents = [document for item in items for document in item]
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -360,7 +370,7 @@ class PlainArm:
         return [[next(scored) for _ in item] for item in items]
 
     def _with_scores(self, items: list[Item], scores: Tensor) -> list[list[ScoredDocument]]:
-        """The documents of some items with their scores ``[N, 1]``."""
+        """Return the documents of some items with their scores ``[N, 1]``."""
         nothing = scores.new_zeros(0, 0)
         left = iter(scores.float().squeeze(-1).unbind())
         return [
@@ -377,8 +387,8 @@ class PlainArm:
 
 
 def _take_types(plain: nn.Module, model: Any) -> None:
-    """Keep every weight of ``plain`` in the type it has in ``model``, quantised ones in that of
-    their products.
+    """Cast every weight of ``plain`` to its dtype in ``model``; quantised ones to that of their
+    products.
     """
     types = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
     for path, experts in quantised_experts(model).items():
@@ -393,16 +403,19 @@ def _take_types(plain: nn.Module, model: Any) -> None:
 
 
 def _takes_sdpa(model: Any) -> bool:
-    """Whether torch's attention computes what the class does: not where scores are capped, which
-    it leaves out.
+    """Return whether SDPA computes what the class does.
+
+    It does not if attention scores are capped, because SDPA omits the cap.
     """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return bool(getattr(model, "_supports_sdpa", False)) and not capped
 
 
 def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
-    """A model of the same class, configuration and weights, in fp32, with eager attention or
-    SDPA and without dropout; of one with a score the classifier."""
+    """Return a model of the same class, configuration and weights in fp32, without dropout.
+
+    Attention is eager or SDPA. For a model with a score, the class is the classifier.
+    """
     score = score_of(model)
     kind, config = (
         (type(model), copy.deepcopy(model.config)) if score is None else classifier_of(model)
@@ -448,9 +461,11 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
 
 
 def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
-    """In words what ``model`` holds beside its weights that its configuration does not give:
-    rotary frequencies that were cast with the weights, by ``model.bfloat16()``, turn every
-    position by a wrong angle."""
+    """Return a message for each buffer of ``model`` that differs from what its configuration gives.
+
+    For example, ``model.bfloat16()`` also casts rotary frequencies, which then rotate every
+    position by a wrong angle.
+    """
     own = dict(model.named_buffers())
     found = []
     for name, right in fresh.named_buffers():
@@ -468,10 +483,10 @@ def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
 
 
 def without_dropout(model: nn.Module) -> list[str]:
-    """Set every dropout of ``model`` to zero; in words what was not zero before.
+    """Set every dropout of ``model`` to zero, and return messages about those that were not zero.
 
-    A dropout is a layer of that kind, or a number that a module keeps under a name with ``drop`` in
-    it.
+    A dropout is a dropout layer, or a number stored in a module under a name that contains
+    ``drop``.
     """
     found: dict[float, list[str]] = {}
     for path, layer in model.named_modules():
@@ -493,13 +508,13 @@ def without_dropout(model: nn.Module) -> list[str]:
 
 
 def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
-    """The learning rate of each step of a run of so many, as a share of the peak.
+    """Return the learning rate of each of ``steps`` steps, as a share of the peak.
 
-    In a warm-up of n steps it rises by 1 / n a step, to the peak; one that was not asked for takes
-    a tenth of the run at most. Then it goes, with what is left of the steps, from the peak towards
-    ``min_lr_ratio``, which the step after the last would have: along half a wave of the cosine, or
-    in a line; wsd in a line over its share of all steps, and before that, as constant always, it
-    stays.
+    A warm-up of n steps rises by 1 / n per step, up to the peak. A default warm-up takes at most a
+    tenth of the run. Over the remaining steps the rate falls from the peak towards
+    ``min_lr_ratio``, which the step after the last would have: along half a cosine wave, or
+    linearly. ``wsd`` falls linearly over its share of all steps and is constant before.
+    ``constant`` does not fall.
     """
     warmup = (
         config.warmup_steps
@@ -521,12 +536,13 @@ def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
 
 
 class PlainAdamW:
-    """torch's AdamW with states of its own over fp32 copies, which are set before every update.
+    """torch's AdamW with its own states over fp32 copies of weights, which are set before each
+    update.
 
     Args:
         weights: fp32 tensors by name.
-        config: rates, decay, clipping.
-        lora: whether these are adapters, so that B may learn faster.
+        config: learning rates, weight decay and clipping.
+        lora: True if these are adapters, so that B may have a higher learning rate.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: ChronicalsConfig, lora: bool):
@@ -551,8 +567,10 @@ class PlainAdamW:
     def update(
         self, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], factor: float
     ) -> None:
-        """One update of ``weights`` from the values ``before``; ``factor`` is of
-        ``scheduled_rates``.
+        """Set the weights to ``before`` and update them once.
+
+        Args:
+            factor: learning-rate factor, from ``scheduled_rates``.
         """
         with torch.no_grad():
             for name, parameter in self.weights.items():
@@ -569,7 +587,7 @@ class PlainAdamW:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """fp32 products in fp32, not in TF32."""
+    """Compute fp32 products in fp32, not TF32, in the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,6 +1,6 @@
-"""Every kernel against its definition in fp64, on this machine, with fresh random inputs.
+"""Test every kernel on this machine against its definition in fp64, with random inputs.
 
-The error of a kernel is compared with that of the plain operation in the same dtype: it may be at
+The error of a kernel is compared with that of the plain operation in the same dtype. It may be at
 most ``ALLOWED`` times as large, or two roundings of the dtype if that is larger.
 """
 
@@ -69,7 +69,7 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Largest relative Frobenius error against fp64 among the result and the gradients."""
+    """Result for one kernel: the largest relative Frobenius error of its result and gradients."""
 
     name: str
     runs_as: str
@@ -82,10 +82,10 @@ class SelfTest:
 
 
 def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
-    """Compare what would run here with its definition.
+    """Compare the kernels that would run here with their definitions.
 
     Args:
-        only: names of kernels that are compared with an operation, such as ``rmsnorm``; by default
+        only: names of kernels, such as ``rmsnorm``, that are compared with an operation; by default
             everything is tested.
 
     Raises:
@@ -134,12 +134,12 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
 
 
 Case = tuple[str, Function, Function, tuple[Tensor, ...]]
-"""Its name, ours, the plain one and their inputs."""
+"""Name, our function, the plain function, and their inputs."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Random inputs that several kernels take, T tokens each."""
+    """Random inputs of T tokens that several kernels share."""
 
     device: torch.device
     gate: Tensor
@@ -192,7 +192,7 @@ def _elementwise(drawn: _Drawn) -> list[Case]:
 
 
 def _of_heads(drawn: _Drawn) -> list[Case]:
-    """Losses of the head, and the merged product."""
+    """Return the cases of the losses of the head and of the merged product."""
     targets = drawn.targets
     random = drawn.random
     inputs = (drawn.hidden, drawn.weight)
@@ -302,7 +302,7 @@ def _attention(drawn: _Drawn) -> list[Case]:
 
 
 def _together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
-    """All results as one flat tensor."""
+    """Return a function whose result is all results of ``function`` as one flat tensor."""
     return lambda *given: torch.cat([x.flatten() for x in function(*given)])
 
 
@@ -314,7 +314,7 @@ def _compare(
     inputs: tuple[Tensor, ...],
     definition: Function | None = None,
 ) -> SelfTest:
-    """Compare result and gradients with ``definition`` in fp64, which is ``plain`` by default."""
+    """Compare result and gradients with ``definition`` in fp64; by default this is ``plain``."""
     exact_inputs = tuple(x.double() for x in inputs)
     definition = definition or plain
     upstream = torch.randn_like(definition(*exact_inputs))
@@ -354,9 +354,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 def _compare_dropped(
     runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: float = 0.1
 ) -> SelfTest:
-    """The three products of an adapter under dropout, compared with products of the reference's
-    dropped-out tensors.
-    """
+    """Compare an adapter's three products under dropout with products of dropped-out tensors."""
     seed = draw_seed(x)
 
     def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
@@ -375,7 +373,7 @@ def _compare_dropped(
 
 
 def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
-    """Compare the change of bf16 weights with a master by one update."""
+    """Compare the change of bf16 weights with a master after one update."""
 
     def change_of_weight(update: Callable[..., None], dtype: torch.dtype) -> Tensor:
         weight, mean, square = (x.to(dtype, copy=True) for x in start)
@@ -404,7 +402,7 @@ def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
 
 
 def _outputs(function: Function, inputs: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:
-    """The result and the gradients of all inputs."""
+    """Return the result of ``function`` and the gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]

@@ -1,21 +1,21 @@
-"""A run against plain transformers in fp32: the same steps, losses, gradients and updates, module
-by module.
+"""Verify a run against plain transformers in fp32, step by step and module by module.
 
-Three arms compute every step from the same weights, those that the path of training has at that
-moment:
+Three arms compute every step from the same weights, those of the training path at that step:
 
-    ours    the path of training with the user's options: packs, kernels, accumulation, adapters, clipping, schedule
-    fp32    plain transformers: eager attention, a document a row, one mean over the step, torch's AdamW at the rates of
-            the schedule, which ours must have at every step of the whole run
-    plain   the same in the run's own types, with the attention transformers takes by itself, which is the scale of what
-            rounding does (of an fp32 run: a document a pass, eager)
+- ours: the training path with the user's options, such as packs, kernels, accumulation, adapters,
+  clipping and schedule.
+- fp32: plain transformers with eager attention, a document per row, one mean over the step, and
+  torch's AdamW. Its learning rates come from the definition of the schedule; ours must equal them
+  at every step of the whole run.
+- plain: the same in the run's own dtypes, with transformers' default attention. It shows how large
+  rounding errors are. For an fp32 run it uses eager attention and one pass per document.
 
-For a base in 4 bits a fourth shows what others make of it (``bitsandbytes_arm``): its weights must
-be ours, its losses and gradients are set beside fp32 as ours are.
+If the base is in 4 bits, a fourth arm uses other libraries (``bitsandbytes_arm``). Its weights must
+equal ours, and its losses and gradients are compared with fp32 like ours.
 
-Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its
-own. What one does with gradients is also compared by itself, at fp32's roundings in every type:
-torch's AdamW, with states of its own, takes ours.
+Each arm keeps its own optimizer states, so only these differ by more than one step's rounding. The
+optimizer is also tested separately: torch's AdamW with its own states gets our gradients, and the
+updates must agree to fp32 rounding in every dtype.
 """
 
 from __future__ import annotations
@@ -76,21 +76,22 @@ MOST = 20
 PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4", "bitsandbytes", "peft")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN_SCALE = 2.0**12
-"""Loss scale of the plain arm in fp16: below what overflows, above what underflows, in a model
-that trains.
+"""Loss scale of the plain arm in fp16.
+
+In a model that trains, it is low enough not to overflow and high enough not to underflow.
 """
 
 RATE = 1e-9
-"""Share of the peak by which a learning rate may be off, in fp64."""
+"""Allowed error of a learning rate as a share of the peak, in fp64."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What transformers, bitsandbytes and PEFT compute of the same steps.
+    """Results of transformers, bitsandbytes and PEFT on the same steps.
 
     Attributes:
-        losses: a row for each step, theirs in the place of ours.
-        gradients: a row for each module, likewise, worst first.
+        losses: a row for each step, with their loss in place of ours.
+        gradients: a row for each module, with their gradient in place of ours, worst first.
     """
 
     losses: list[StepLoss]
@@ -104,16 +105,17 @@ class Beside:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and what failed.
+    """Result of a verification.
 
     Attributes:
         losses: a row for each step.
         gradients, updates: a row for each module, worst first.
-        optimizer: the same of the updates that torch's AdamW makes of our gradients.
-        failures: in words, empty if the run is as exact as plain transformers in its own type.
-        notes: what was done differently from the run, by name.
-        facts: the run, the machine, the versions.
-        bitsandbytes: of a base in 4 bits, where that arm ran; a note says why it did not.
+        optimizer: the same for our updates compared with those of torch's AdamW from our gradients.
+        failures: messages; empty if the run is as exact as plain transformers in its own dtype.
+        notes: messages about what was done differently from the run.
+        facts: the run, the machine and the versions.
+        bitsandbytes: results of the bitsandbytes arm for a base in 4 bits; if it did not run, a
+            note says why.
     """
 
     losses: list[StepLoss]
@@ -152,16 +154,17 @@ def verify(
     steps: int = FEWEST,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Train ``model`` for a few steps with ``config`` beside the plain arms. The model is changed:
-    load it anew to train.
+    """Train ``model`` for a few steps with ``config``, and compare each step with the plain arms.
+
+    The model is changed: load it again before training.
 
     Args:
         train_dataset, eval_dataset: as ``ChronicalsTrainer.train`` takes them.
-        steps: 5 to 20; fewer where the run has fewer.
-        progress: called with the steps done and the steps in all.
+        steps: 5 to 20; a shorter run is compared as a whole.
+        progress: called after each step with the number of steps done and of all steps.
 
     Raises:
-        ConfigurationError: the run cannot be honoured, or not be compared; the message names the
+        ConfigurationError: the run is not possible or cannot be compared; the message names the
             field.
         DataError: the data would make training wrong.
     """
@@ -212,7 +215,11 @@ def verify(
 
 
 def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
-    """Raises ConfigurationError where a run cannot be compared."""
+    """Return the objective of the run.
+
+    Raises:
+        ConfigurationError: the run cannot be compared.
+    """
     if not FEWEST <= steps <= MOST:
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
     require_one_process("verify")
@@ -223,8 +230,11 @@ def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
 
 
 def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, list[str]]:
-    """The run without what draws random numbers or rounds states, which the plain arms do not;
-    in words what that changes.
+    """Return the configuration without random numbers and rounded states, which the plain arms
+    lack.
+
+    Returns:
+        The configuration, and messages about what was changed.
     """
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
@@ -254,11 +264,11 @@ def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, li
 
 @dataclass(frozen=True)
 class _Arms:
-    """What the path of training is compared with.
+    """The arms that the training path is compared with.
 
     Attributes:
-        config: of the run.
-        others: bitsandbytes', where there is a base in 4 bits.
+        config: configuration of the run.
+        others: the bitsandbytes arm, for a base in 4 bits.
     """
 
     config: ChronicalsConfig
@@ -275,7 +285,9 @@ class _Arms:
         objective: Objective,
         notes: list[str],
     ) -> _Arms:
-        """Of the model before the run changes it; ``notes`` gets what differs."""
+        """Create the arms from the model before the run changes it; messages are added to
+        ``notes``.
+        """
         exact = config.mixed_precision == "fp32"
         fp32 = PlainArm(model, device, config, objective)
         plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
@@ -288,11 +300,11 @@ class _Arms:
         return cls(config, fp32, plain, others)
 
     def follow(self, path: TrainingPath, further: Mapping[str, Any], notes: list[str]) -> None:
-        """Take what the run has made of its model: types, starting values, frozen models, losses of
-        routers.
+        """Take over what the run made of its model: dtypes, initial values, frozen models, router
+        losses.
 
         Args:
-            further: frozen models, by name, that the objective's definition needs beside the run's.
+            further: more frozen models, by name, that only the objective's definition needs.
         """
         model = path.model
         session = path.session
@@ -319,7 +331,7 @@ class _Arms:
 def _others(
     model: Any, fp32: PlainArm, config: ChronicalsConfig
 ) -> tuple[BitsAndBytesArm | None, list[str]]:
-    """The arm of bitsandbytes for a base in 4 bits, or in words why there is none."""
+    """Return the bitsandbytes arm for a base in 4 bits, or None, and messages."""
     if not wants_bitsandbytes(model):
         return None, []
     try:
@@ -330,8 +342,9 @@ def _others(
 
 
 def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
-    """The items of each pack of the step that begins at ``position``, each document by itself,
-    from the store.
+    """Return the items of each pack of the step that begins at ``position``, read from the store.
+
+    Each document is returned separately.
     """
     sides, labels = (store.columns.get(name) for name in (SIDE_COLUMN, LABEL_COLUMN))
     packs = []
@@ -351,7 +364,7 @@ def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list
 
 
 class _Comparison:
-    """The arms, and the sums over the steps done so far."""
+    """The arms, and the sums over the steps compared so far."""
 
     def __init__(self, path: TrainingPath, arms: _Arms, rates: list[float], device: torch.device):
         self.path = path
@@ -378,8 +391,9 @@ class _Comparison:
         self.skipped: list[int] = []
 
     def _weights(self) -> dict[str, Tensor]:
-        """fp32 values of everything that should be trained: ours, or the plain arm's where ours
-        has none.
+        """Return fp32 values of everything that should be trained.
+
+        If our path does not train a weight, its value is that of the fp32 arm.
         """
         own = self.fp32.trained
         return {
@@ -422,7 +436,7 @@ class _Comparison:
         plain: dict[str, Tensor],
         exact: dict[str, Tensor],
     ) -> None:
-        """Gradients of one step; one that is not there is zero."""
+        """Add the gradients of one step; a missing gradient counts as zero."""
         for name, weight in weights.items():
             nothing = torch.zeros((), device=self.device).expand_as(weight)
             tally.add(name, *(gradients.get(name, nothing) for gradients in (ours, plain, exact)))
@@ -520,7 +534,7 @@ class _Comparison:
         return failures
 
     def _wrong_rates(self) -> list[str]:
-        """Of all steps of the run."""
+        """Return a message for each step of the run with a wrong learning rate."""
         pairs = [(self.path.rate_factor(number), rate) for number, rate in enumerate(self.rates)]
         by = f"by lr_scheduler={self.config.lr_scheduler!r}"
         return [
@@ -531,8 +545,10 @@ class _Comparison:
 
 
 def _failures_beside(beside: Beside, differs: Mapping[str, float]) -> list[str]:
-    """Where bitsandbytes has other weights, or most of its steps or gradients are further from
-    fp32 than rounding takes them: then fp32 is not what others understand by this run."""
+    """Return messages if bitsandbytes has other weights, or most of its steps or gradients are off.
+
+    If they differ from fp32 by more than rounding, other libraries understand this run differently.
+    """
     found = [
         f"{path}: the weight of {ARM} is another, by {off:.1%}" for path, off in differs.items()
     ]

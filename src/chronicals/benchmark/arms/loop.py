@@ -1,4 +1,4 @@
-"""The plain loop over padded rows: forward, backward, clip, update. The reference and the peers train by it."""
+"""The plain loop over padded rows (forward, backward, clip, update) of reference and peers."""
 
 from __future__ import annotations
 

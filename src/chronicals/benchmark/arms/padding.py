@@ -1,4 +1,4 @@
-"""A step's documents as micro-batches of padded rows, sorted by length so that little is padding."""
+"""A step's documents as micro-batches of padded rows, sorted by length to save padding."""
 
 from __future__ import annotations
 

@@ -3,15 +3,16 @@
 With log π(y|x) the sum over an answer's tokens and |y| their number, of a micro-batch with G pairs:
 
     DPO     1/G Σ − log σ(β (log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x)))
-    ORPO    − Σ log π(y_w|x) / Σ |y_w|  −  λ/G Σ log σ(log p_w/(1 − p_w) − log p_l/(1 − p_l)),   log p = log π(y|x) / |y|
+    ORPO    − Σ log π(y_w|x) / Σ |y_w|  −  λ/G Σ log σ(log p_w/(1 − p_w) − log p_l/(1 − p_l)),
+            log p = log π(y|x) / |y|
 
 A step is the mean over its micro-batches: one, or those of a peer's trainer. π_ref is the model
 before the first step. TRL has the prompt's tokens in the first term of ORPO, too.
 
 If arms train weights in bf16, forward passes here have weights rounded to bf16, and updates are
-added to fp32 weights: an update of 5e-8 does not change a bf16 number for many steps. Each loss, and
-for adapters the gradients' norm, is also computed in plain bf16, because DPO's loss is a difference
-of sums over hundreds of tokens, in which rounding shows.
+added to fp32 weights: an update of 5e-8 does not change a bf16 number for many steps. Each loss,
+and for adapters the gradients' norm, is also computed in plain bf16, because DPO's loss is a
+difference of sums over hundreds of tokens, in which rounding shows.
 """
 
 from __future__ import annotations

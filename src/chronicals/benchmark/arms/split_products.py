@@ -102,7 +102,7 @@ class _SplitProduct(torch.autograd.Function):
 
 
 def _times(x: Tensor, right: Tensor, terms: int) -> Tensor:
-    """``x [..., K]`` times ``right [K, N]``."""
+    """Return ``x [..., K]`` times ``right [K, N]``."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     first = (flat.view(torch.int32) & FIRST_BITS).view(torch.float32)
     with _in_tf32():

@@ -84,7 +84,7 @@ def judged_completion(
 
 
 def with_answer_of(row: Record, other: Record) -> Record:
-    """Return the prompt of one row with the answer of another, as ``judged_completion`` gives them."""
+    """Return the prompt of one row with the answer of another, both from ``judged_completion``."""
     prompt, (_, answer) = in_one_form(row["prompt"], [row["completion"], other["completion"]])
     return {**row, "prompt": prompt, "completion": answer}
 

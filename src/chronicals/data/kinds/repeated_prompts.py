@@ -43,7 +43,7 @@ def _other_fields(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def holds(messages: list[Any], question: list[Any]) -> bool:
-    """Return whether ``question`` stands in ``messages``, side by side; an empty one always does."""
+    """Return whether ``question`` is a contiguous part of ``messages``; True if it is empty."""
     spoken = comparable(messages)
     asked = comparable(question)
     starts = range(len(spoken) - len(asked) + 1)

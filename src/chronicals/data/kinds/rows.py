@@ -41,7 +41,7 @@ from chronicals.data.reading.row_fields import (
 )
 
 ROW_KINDS = (*dict.fromkeys(kind for kind, _ in KIND_FIELDS),)
-"""Names of the kinds. A token store holds a kind as its place here: the order is part of the file."""
+"""Names of the kinds. Token stores hold a kind as its index here, so the order is fixed."""
 
 DOCUMENT_KINDS = ("chat", "completion", "instruction", "text", "tokens")
 """The kinds of which each row is one document."""
@@ -85,7 +85,7 @@ class NormalRow(NamedTuple):
 
     @classmethod
     def of(cls, record: Record, kind: str, where: str) -> NormalRow:
-        """Normalise a row of ``kind``, one of ``DOCUMENT_KINDS``.
+        """Return a row of ``kind``, one of ``DOCUMENT_KINDS``, in its normal form.
 
         Raises:
             DataError: as ``normalise``.
@@ -239,7 +239,7 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
 
 
 def _normal_tools(tools: Any, where: str) -> list[Any] | None:
-    """Return the tools that a row offers; None for none, which templates tell from an empty list."""
+    """Return the tools that a row offers, or None; templates treat an empty list otherwise."""
     if not is_filled(tools):
         return None
     listed = read_json(tools, "tools", where)

@@ -44,7 +44,8 @@ _OTHER_OBJECTIVES = {
         "columns={'completion': 'THEIR_ANSWER', 'label': 'THEIR_LABEL'}"
     ),
 }
-"""By (kind that the objective takes, kind of the row): what the row is, and what to do."""
+"""Error text by (kind that the objective takes, kind of the row): what the row is, and what to do.
+"""
 
 
 def refuse_halves(record: Record, where: str, kinds: Collection[str]) -> None:

@@ -64,7 +64,8 @@ def build_store(
     seed: int = 0,
     processes: int | None = None,
 ) -> TokenStore:
-    """Return the store of ``source``: opened if it was made before, otherwise tokenised and written.
+    """Return the store of ``source``: opened if it was made before, otherwise tokenised and
+    written.
 
     Args:
         source: what ``read_records`` reads.

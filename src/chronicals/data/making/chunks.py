@@ -13,7 +13,7 @@ from chronicals.data.reading.records import BadRow, Line, Record, Unparsed
 
 CHUNK_ROWS = 512
 CHUNK_LETTERS = 1 << 22
-"""A chunk ends at so many rows, or at so many letters or given token ids."""
+"""Limits of a chunk: rows, and letters (or given token ids)."""
 
 
 @dataclass(frozen=True)

@@ -235,8 +235,8 @@ def fit(
 
     A row of one document may be split. Its pieces overlap by one token, so that every target keeps
     its place in exactly one of them. Of an item whose documents are together too long, the longest
-    are cut to one length. A shared prompt is never cut; if it leaves no room for an answer, the item
-    is dropped. An answer to another prompt gets the room that is left beside the judged one.
+    are cut to one length. A shared prompt is never cut; if it leaves no room for an answer, the
+    item is dropped. An answer to another prompt gets the room that is left beside the judged one.
 
     Args:
         item: the documents of a row, a shared prompt last.

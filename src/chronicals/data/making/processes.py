@@ -54,7 +54,7 @@ BYTES_FOR_HELP = 1 << 24
 """Size of the files from which on it starts others at once."""
 
 MAX_TOKENIZING_PROCESSES = 32
-"""Processes by default. With more, they wait for the one that reads the rows and writes the store."""
+"""Default number of processes. More would wait for the one that reads rows and writes."""
 
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 """Quota and period of a container (cgroup v2)."""
@@ -225,7 +225,7 @@ class TokenizingProcesses:
             self._doubt("the tokenizer that save_pretrained writes is another")
 
     def _doubt(self, reason: str) -> None:
-        """Say once why this process goes on by itself."""
+        """Log once why this process continues without the others."""
         with self._changing:
             if not (self._ended or self._doubted):
                 self._doubted = True

@@ -40,7 +40,10 @@ from chronicals.data.tokens.conversation import chosen, messages_of
 from chronicals.data.tokens.template import Tokenizer
 
 REPEATED_PROMPT_WORDS = 3
-"""A completion that begins with a prompt of fewer words may well be a greeting returned."""
+"""Shortest prompt, in words, whose repetition in a completion is reported.
+
+A completion that begins with a shorter prompt may be a returned greeting.
+"""
 
 
 class Draft(NamedTuple):

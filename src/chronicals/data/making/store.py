@@ -1,9 +1,9 @@
 """Token store: an Arrow IPC file, memory-mapped, named by the hash of everything that made it.
 
-Each row of the file is a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), how
-many of its positions predict a trained token (``targets``), the number of the ``row`` it came from,
-a ``hash`` of that row's tokens, and the ``kind`` of that row. Documents that belong together, as
-the two answers of a preference do, follow each other as one *item*. Further columns then say the
+Each row of the file is a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8),
+how many of its positions predict a trained token (``targets``), the number of the ``row`` it came
+from, a ``hash`` of that row's tokens, and the ``kind`` of that row. Documents that belong together,
+as the two answers of a preference do, follow each other as one *item*. Further columns then say the
 place of a document in its item (``side``), how many tokens of their common prompt stand before it
 (``shared``), and how the row judges its answer (``label``). The gate's report lies beside the file
 as JSON. A store is written aside and renamed, so a file that has the name is whole.

@@ -21,18 +21,19 @@ The room that is left in a pack is then at most this many filler documents.
 """
 
 ENTRY_SHARES = 8
-"""Entries of the bounds come in multiples of this share of the most that can be.
+"""The number of bounds is rounded up to a multiple of 1 / ``ENTRY_SHARES`` of its maximum.
 
-FlashAttention-4's backward holds 128 rows more for each entry.
+Few numbers then occur, and few entries are unused: FlashAttention-4's backward allocates 128 more
+rows for each entry.
 """
 
 FILLER_DOCUMENT = -1
-"""In the place of a document's number."""
+"""Document number of filler."""
 
 MAX_SEQLEN_FACT = 0
 ENTRIES_FACT = 1
 TRAINED_FACT = 2
-"""Places in the facts of a micro-batch: ``max_seqlen``, entries of its bounds, targets."""
+"""Indices into the facts of a micro-batch: ``max_seqlen``, entries of its bounds, targets."""
 
 
 class PackedDocuments(NamedTuple):

@@ -1,7 +1,7 @@
 """Program that compiles all numba functions of a run's data, so that the run finds them compiled.
 
-Compiling takes some ten seconds, once. ``chronicals.precompilation`` runs ``main`` as a process of its
-own while the run imports its libraries.
+Compiling takes some ten seconds, once. ``chronicals.precompilation`` runs ``main`` as a process of
+its own while the run imports its libraries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chronicals.data.reading.gate import DataReport
 
 
 def main() -> None:
-    """Assemble one step of two documents: this calls, and so compiles, what any run calls."""
+    """Assemble one step of two documents, which compiles every function that a run calls."""
     numbers = np.arange(2)
     # A store's arrays lie in a file and are read-only; numba compiles such arrays apart.
     content = bytes(16)

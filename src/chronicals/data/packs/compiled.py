@@ -1,9 +1,9 @@
 """Decorator for functions that numba compiles, and the place of their machine code on disk.
 
 numba's own cache holds the code of everything that a function calls and the values of the constants
-that it reads, but checks the function's own file only. So the code lies in a folder that is named by
-a hash of all sources it may have been compiled from: after any change it is compiled again. If no
-folder can be written, nothing is kept.
+that it reads, but checks the function's own file only. So the code lies in a folder that is named
+by a hash of all sources it may have been compiled from: after any change it is compiled again. If
+no folder can be written, nothing is kept.
 """
 
 from __future__ import annotations

@@ -26,19 +26,19 @@ from chronicals.data.packs.packing import PackPlan
 from chronicals.data.packs.parts import SPLIT
 
 NOBODY = -2
-"""In the place of a rank's number: filler, which is not dealt."""
+"""Rank number of filler, which no rank gets."""
 
 
 class RankShare(NamedTuple):
     """The share of a rank.
 
     Attributes:
-        rows: int64 ``[T / c]``, where each of its tokens stands in the micro-batch, or
+        rows: int64 ``[T / c]``, the position of each of its tokens in the micro-batch, or
             ``FILLER_DOCUMENT``.
-        positions: int64 ``[T / c]``, of filler; zero elsewhere.
-        documents: int64 ``[N]``, the documents that it has, or has chunks of, by their place in the
-            micro-batch, or ``FILLER_DOCUMENT``.
-        bounds: int32 ``[N + 1]``, of these, in its own tokens.
+        positions: int64 ``[T / c]``, position ids of filler; zero elsewhere.
+        documents: int64 ``[N]``, the documents that it holds whole or in chunks, by their index in
+            the micro-batch, or ``FILLER_DOCUMENT``.
+        bounds: int32 ``[N + 1]``, bounds of these documents in its own tokens.
         longest: bound on the length of any document, filler and split ones included.
         split: the split documents; None if there are none.
     """

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 PREFETCHED_BYTES = 1 << 26
 PREFETCHED_STEPS = (2, 64)
-"""Steps that are prefetched take so much memory, but are at least and at most so many."""
+"""Memory of the prefetched steps in bytes, and the smallest and largest number of these steps."""
 
 ASSEMBLY_CALLS = 4
 """Calls that assemble the prefetched steps, several steps each.

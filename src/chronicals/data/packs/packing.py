@@ -336,11 +336,11 @@ STRATEGIES = {
     "first-fit": _first_fit_decreasing,
     "in-order": _next_fit,
 }
-"""Functions from sizes to documents and offsets of a plan, by name.
+"""Packing functions by name; they return the documents and offsets of a plan.
 
-They take (sizes, width of a pack, most documents in a pack, rooms, taken). The last two are room and
-number of documents of packs that exist already, which come first in the plan. ``in-order`` goes back
-to no pack and takes ``NO_PACKS``.
+Their arguments are sizes, width of a pack, most documents in a pack, rooms, and taken. The last two
+are the room left in packs that exist already and their numbers of documents; these packs come first
+in the plan. ``in-order`` does not return to earlier packs and takes ``NO_PACKS``.
 """
 
 NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)

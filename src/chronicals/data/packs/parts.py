@@ -19,7 +19,7 @@ from chronicals.data.packs.compiled import compiled
 from chronicals.data.packs.packing import NO_PACKS, STRATEGIES, PackPlan, documents_of, plan_packs
 
 SPLIT = -1
-"""In the place of a part's number: a document of which every part has two chunks."""
+"""Part number of a document that is split, so that every part has two chunks of it."""
 
 IN_ORDER = "in-order"
 """The strategy that keeps the order of documents."""

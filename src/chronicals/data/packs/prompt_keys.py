@@ -1,4 +1,4 @@
-"""Keys that the documents of a Batch attend to if answers share a prompt (``shared_prompts.py``)."""
+"""Keys that documents attend to if answers share a prompt (``shared_prompts.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from chronicals.data.making.shared_prompts import IS_SHARED
 from chronicals.data.packs.assembly import width_bucket
 
 KEY_SHARES = 16
-"""Keys are filled up to a multiple of such a share of a Batch's tokens: few numbers then occur."""
+"""The number of keys is rounded up to a multiple of 1 / ``KEY_SHARES`` of a Batch's tokens.
+
+Few numbers then occur.
+"""
 
 
 def shared_keys(

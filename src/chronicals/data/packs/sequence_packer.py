@@ -1,4 +1,4 @@
-"""Packing of tokenised rows into rows of one length, for training loops other than this package's."""
+"""Packing of tokenised rows into rows of one length, for other training loops."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ class SequencePacker:
     def create_attention_mask(
         self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True
     ) -> Tensor:
-        """Return a mask, bool ``[B, 1, S, S]``: True if the row's position may attend to the column's.
+        """Return a mask, bool ``[B, 1, S, S]``: True if the row's position may attend to the
+        column's.
 
         A position attends to its own document, with ``causal`` no further than itself. Padding
         attends to itself only, so that no row of the softmax is empty; nothing attends to padding.

@@ -1,7 +1,7 @@
 """Formats of files: each is a function from a path to rows with their places.
 
-Memory does not grow with the file. A row that cannot be read is handed on as ``BadRow``; a file that
-cannot be read raises ``DataError``.
+Memory does not grow with the file. A row that cannot be read is handed on as ``BadRow``; a file
+that cannot be read raises ``DataError``.
 """
 
 from __future__ import annotations

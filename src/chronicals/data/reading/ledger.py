@@ -1,7 +1,7 @@
 """Ledger of a data set: the rows that were read, by kind, and how many of them are trained.
 
-It is made once, when the data are opened; the log, the report and ``train --check`` render it. Every
-row is either trained, held out or left out.
+It is made once, when the data are opened; the log, the report and ``train --check`` render it.
+Every row is either trained, held out or left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Ledger:
         return f"{read:,} rows ({self.kinds}){became}" if read else "0 rows"
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return a row for each kind in ``LEDGER_COLUMNS``, and one of sums if there are several."""
+        """Return a row per kind in ``LEDGER_COLUMNS``, and one of sums if there are several."""
         rows = []
         for kind in sorted(self.read):
             why = ", ".join(

@@ -42,7 +42,7 @@ REQUESTED_KIND_FIELDS = [
         for answer in ("completion", "response", "output", "answer", *CONVERSATION_FIELDS)
     ),
 ]
-"""The same for kinds that an objective asks for. Other objectives ignore a ``label`` beside a chat."""
+"""The same for kinds that an objective asks for; others ignore a chat's ``label``."""
 
 ALL_KIND_FIELDS = frozenset().union(*(fields for _, fields in REQUESTED_KIND_FIELDS))
 """Every field that may identify a kind."""

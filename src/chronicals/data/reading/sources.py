@@ -175,7 +175,7 @@ def _drawn(text: str, share: float) -> bool:
 
 
 def _rows(part: DataSource) -> Iterator[Unparsed]:
-    """Yield every row of a source once, with renamed columns, its place behind the source's name."""
+    """Yield every row of a source once: columns renamed, the source's name before its place."""
     for place, record in _read(part):
         if part.columns:
             record = _renamed(parsed(record), part.columns)
@@ -217,8 +217,8 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
 def _fields_of_other_kinds(named: Mapping[str, str]) -> frozenset[str]:
     """Return fields that would identify another kind of row than the names ``named`` do.
 
-    A prompt by itself identifies none: its answers keep their names. Answers that are compared leave
-    the prompt its name.
+    A prompt by itself identifies none: its answers keep their names. Answers that are compared
+    leave the prompt its name.
     """
     if {"responses", "scores"} <= named.keys():
         return frozenset({"chosen", "rejected"})

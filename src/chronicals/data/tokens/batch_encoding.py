@@ -1,14 +1,15 @@
-"""Encoding of many rows at once: the tokens that ``Tokenizer.encode`` gives for each, by one call of
-the fast tokenizer's own threads.
+"""Encoding of many rows at once: the tokens that ``Tokenizer.encode`` gives for each, by one call
+of the fast tokenizer's own threads.
 
 Only the whole rendering of a conversation is tokenised. The bounds of its answers are found in its
-text. With T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before p:
+text. With T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before
+p:
 
     T(x) = T(up to s) + T(from s on)   added tokens are cut out before anything else sees the text
     T(x[:p]) is a prefix of T(x)       if T(from s to p), by itself, is what T(x) holds from s on
 
-So the bound's place among the tokens is that of s plus the length of T(from s to p). This is a short
-text such as ``<|im_start|>assistant\\n``, the same in every row, and is tokenised once.
+So the bound's place among the tokens is that of s plus the length of T(from s to p). This is a
+short text such as ``<|im_start|>assistant\\n``, the same in every row, and is tokenised once.
 
 Some rows are not decided so: a bound inside a token, another rendering of the last turn under a
 tokenizer that normalises, roles other than the assistant, any refusal. They are left to
@@ -81,7 +82,7 @@ class BatchEncoder:
         self._byte_pairs: BytePairs | None = None
 
     def on_one_core(self) -> None:
-        """Tokenise in the caller's own thread from now on, by tiktoken where it gives the same ids."""
+        """Tokenise in the caller's thread from now on, by tiktoken if it gives the same ids."""
         self.encoder.template.copy_globals_once()
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
@@ -266,7 +267,7 @@ class BatchEncoder:
                 prove(chat.through, number, number + 1, False)
 
     def _shared(self, text: str | DataError, whole: str) -> Shared | None:
-        """Return the common beginning of a part's rendering and the whole; None for a refused part."""
+        """Return the common beginning of a part's rendering and the whole; None if refused."""
         if isinstance(text, DataError):
             return None
         if whole.startswith(text):
@@ -314,7 +315,7 @@ class BatchEncoder:
     def _answer(
         self, chat: RenderedChat, number: int, row: CutText, where: str
     ) -> tuple[int, int] | None:
-        """Return what ``trained_span`` gives for a message, or None if the text does not decide it."""
+        """Return the span as ``trained_span`` does, or None if the text does not decide it."""
         before = chat.before.get(number)
         if before is None or not before.entire:
             return None
@@ -371,7 +372,9 @@ class BatchEncoder:
         return None
 
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
-        """Yield what is rendered up to and with an answer, alone and followed by a stand-in."""
+        """Yield what is rendered up to and including an answer: first by itself, then with a next
+        message.
+        """
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if chat.is_early(number):
             conversation = chat.conversation
@@ -385,10 +388,10 @@ class Shared:
     """The common beginning of a text and the rendering of a whole conversation.
 
     Attributes:
-        letters: their number.
-        entire: the text has no others.
-        exact: the tokens of the two texts differ as the texts do: what follows in either does not
-            change the ids of the common letters.
+        letters: number of letters in common.
+        entire: True if the text has no other letters.
+        exact: True if the tokens of the two texts differ just as the texts do: what follows in
+            either does not change the ids of the common letters.
     """
 
     letters: int
@@ -402,9 +405,8 @@ class RenderedChat:
 
     Attributes:
         whole: the text.
-        before: by number of answer, what the template writes before it.
-        through: by number of answer, for those that are not the last message, what it writes of the
-            conversation up to and with them.
+        before: by index of answer, the text that the template writes before it.
+        through: by index of answer, the text up to and including it; not for the last message.
     """
 
     conversation: Conversation

@@ -1,4 +1,4 @@
-"""A tokenizer's own chat template, unedited: its renderings, its form of messages, its stop token."""
+"""A tokenizer's own chat template: its renderings, its form of messages, its stop token."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def dialect(self) -> Dialect:
-        """Form of messages that it takes, found by rendering an answer and a call in either form."""
+        """Form of messages that it takes, found by rendering an answer and a call in each form."""
 
         def shows(messages: list[Message]) -> bool:
             try:

@@ -38,7 +38,7 @@ TEMPLATE_FOLDER = Path(__file__).parent.parent / "templates"
 """Folder of the Jinja files of ``FAMILIES``."""
 
 END_OF_TEXT = "eos_token"
-"""In ``FAMILIES``, the tokenizer's own end of text."""
+"""Stop token in ``FAMILIES`` that stands for the tokenizer's own end of text."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ CONTINUED_TEXTS = ("a", "7", "the")
 
 
 class Continuation:
-    """Tokenises texts that go on after others.
+    """Tokenizer of texts that continue other texts.
 
     Attributes:
-        mark: stands before such a text; empty if the tokenizer puts nothing before a text.
+        mark: short text put before such a text; empty if the tokenizer puts nothing before a text.
         mark_ids: its token ids.
     """
 

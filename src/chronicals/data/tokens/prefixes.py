@@ -1,8 +1,8 @@
 """Renderings of the first messages of a long conversation, without rendering each of these parts.
 
-A template is a program that is run on a list of messages. On the first i of them it does the same as
-on all, until it first looks at message i or at the end of the list. Suppose that it looks there only
-by going on in its one loop over the messages. Then:
+A template is a program that is run on a list of messages. On the first i of them it does the same
+as on all, until it first looks at message i or at the end of the list. Suppose that it looks there
+only by going on in its one loop over the messages. Then:
 
 - The text that it has written by then is common to both renderings.
 - The text that it writes from there on, behind the loop, depends on nothing but its namespaces, if
@@ -12,7 +12,8 @@ by going on in its one loop over the messages. Then:
 All of this is observed while the template runs, on lists and namespaces that record their use.
 Nothing is proved for templates that look ahead, at the length or from the end, that loop within a
 macro or a buffer, or that keep what they see elsewhere. The latter may be the position of an
-iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a namespace.
+iterator: a lazy filter that is not consumed where it stands, ``loop`` itself, or one in a
+namespace.
 """
 
 from __future__ import annotations
@@ -158,16 +159,17 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Run:
-    """A rendering that is watched.
+    """A rendering that is observed.
 
     Attributes:
-        text: the whole of it.
-        places: for each message the letters written when the loop first took it; None if it was
-            seen otherwise.
-        states: of the namespaces at that time.
-        ended: letters written when the loop met the end; None if the end was seen otherwise.
-        looked_again: messages were looked at after that.
-        compared: letters of ``text`` that are known to be those of the whole.
+        text: the whole text.
+        places: for each message, the number of letters written when the loop first took it; None if
+            it was read in another way.
+        states: states of the namespaces at these moments.
+        ended: number of letters written when the loop reached the end; None if the end was read in
+            another way.
+        looked_again: True if messages were read after that.
+        compared: number of letters of ``text`` that are known to equal those of the whole.
     """
 
     def __init__(

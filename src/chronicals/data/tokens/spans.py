@@ -7,15 +7,16 @@ R(·) are the ids that the template renders, and i is the message. For an answer
     trained = [start, last stop token before end]          the stop token included
 
 A turn that calls tools may end otherwise (``<|call|>``): then with the special token that ends
-R(messages[:i + 1]). For a message of anybody else, R' is rendered with another content in its place:
+R(messages[:i + 1]). For a message of anybody else, R' is rendered with another content in its
+place:
 
     start   = common prefix of R(messages) and R'
     content = from start to their common suffix            must be the content and nothing else
     trained = [start, first special token after content]   must belong to R(messages[:i + 1]), and
                                                            follow the content at once
 
-Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. A conversation for which
-this does not hold is refused by name.
+Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. A conversation for
+which this does not hold is refused by name.
 """
 
 from __future__ import annotations

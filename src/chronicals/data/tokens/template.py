@@ -30,13 +30,13 @@ from chronicals.data.tokens.texts import check_text, without_double_beginning, w
 __all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
 
 FINGERPRINT_TEXT = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
-"""Text that tokenizers of one vocabulary split in different ways.
+"""Text that tokenizers with the same vocabulary split in different ways.
 
-For tokenizers in Python nothing else shows their way.
+For tokenizers in Python nothing else shows how they split.
 """
 
 STORED_TRAIN_ON: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
-"""Words for ``train_on`` in fingerprints, of which the names of stores are made."""
+"""Values of ``train_on`` as written in fingerprints, which are part of the names of stores."""
 
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained."""

@@ -1,4 +1,4 @@
-"""Plain texts before and after the tokenizer: checked, with one beginning and no end of their own."""
+"""Plain texts before and after tokenisation: checked, with one beginning and no end."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from chronicals.formats.gguf.rotation import (
 from chronicals.formats.gguf.vocabulary import SPECIAL_TOKEN_KEYS
 
 MEANINGLESS_KEYS = ("rope.scaling.finetuned", "tensor_data_layout")
-"""Settings that change nothing of what is computed."""
+"""Settings that do not change what is computed."""
 
 BIAS_TENSORS = {
     "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
@@ -190,7 +190,7 @@ def _check_rotation(settings: ArchitectureSettings, config: Any, family: Family)
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Return whether a setting asks for nothing; LongRoPE is told by its tensors."""
+    """Return whether a setting has no effect; LongRoPE is recognised by its tensors."""
     return value in (0, 0.0, "none", False) or (key == "rope.scaling.type" and value == "longrope")
 
 

@@ -143,7 +143,7 @@ def _all_layers_full(config: Any) -> list[str]:
 
 
 def _full_each(period: int) -> Callable[[Any], list[str]]:
-    """Every ``period``-th layer sees all tokens; the others have a window."""
+    """Return a function that gives every ``period``-th layer full attention, others a window."""
 
     def layer_types(config: Any) -> list[str]:
         return [
@@ -155,10 +155,10 @@ def _full_each(period: int) -> Callable[[Any], list[str]]:
 
 
 def _query_scale(largest: int) -> Callable[[Any], int]:
-    """Queries are scaled by the width of their heads.
+    """Return a function that computes ``query_pre_attn_scalar``, the width that scales queries.
 
-    In the largest model of a family, which llama.cpp knows by its number of layers, they are scaled
-    by the hidden width of a head.
+    It is the width of a head. In the largest model of a family, which llama.cpp recognises by its
+    number of layers, it is the hidden size over the number of heads.
     """
 
     def query_pre_attn_scalar(config: Any) -> int:
@@ -170,7 +170,7 @@ def _query_scale(largest: int) -> Callable[[Any], int]:
 
 
 def _rotated_layers(config: Any) -> list[int]:
-    """SmolLM3: every fourth layer has no positions (1: rotated, 0: not)."""
+    """Return 1 for each layer with rotary positions, else 0: SmolLM3 has none in every fourth."""
     return [int((n + 1) % 4 != 0) for n in range(config.num_hidden_layers)]
 
 
@@ -181,7 +181,10 @@ def _context_within_window(config: Any) -> int:
 
 
 def _mrope_sections(config: Any) -> list[int]:
-    """Pairs of a head that rotate with time, height and width; llama.cpp has a fourth position."""
+    """Return the numbers of rotated pairs of a head for time, height, width and a fourth position.
+
+    The fourth exists only in llama.cpp.
+    """
     sections = list(config.rope_parameters["mrope_section"])
     return sections + [0] * (4 - len(sections))
 

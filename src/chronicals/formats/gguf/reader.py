@@ -20,7 +20,7 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 """A folder with one of these holds a model of transformers, whatever GGUF files it has as well."""
 
 PROJECTOR_MARK = "mmproj"
-"""Part of the names of files that read images, which lie beside those of language models."""
+"""Part of the file names of image projectors, which are in the same folders as language models."""
 
 
 def require_gguf() -> None:

@@ -28,5 +28,6 @@ BY_EXPRESSIONS: dict[tuple[str, ...], str] = {
 """
 
 WITHOUT_MERGED_WORDS = {"llama-bpe": "dbrx"}
-"""Name of the same split with ``ignore_merges`` false: a word that is a token is still made by merges.
+"""Name of the same split with ``ignore_merges`` false: a word that is a token is still made by
+merges.
 """

@@ -41,7 +41,7 @@ BLANK_STEPS: dict[tuple[str, str], str] = {
     (" ", BLANK): "",
     (rf"\A{BLANK}", BLANK * 2): "prefix before blanks",
 }
-"""Effect on blanks of a replacement, by the expression or text that is replaced and its new text."""
+"""Effect on blanks of a replacement, by the expression or text and its replacement."""
 
 
 @dataclass(frozen=True)

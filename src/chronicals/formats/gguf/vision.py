@@ -65,7 +65,7 @@ VISION_TENSORS = {
 """``gguf.MODEL_TENSOR`` of a tensor, by its name without the suffix."""
 
 LLAVA_PROJECTOR = {"multi_modal_projector.linear_1": 0, "multi_modal_projector.linear_2": 2}
-"""Layers of LLaVA's projector, numbered as in its first programs: the activation between them is 1."""
+"""Layers of LLaVA's projector by index in its original module; 1 is the activation."""
 
 _QKV = re.compile(rf"visual\.{_BLOCK}attn\.qkv")
 FULL_PRECISION_VISION = ("v.position_embd.weight", "v.class_embd")

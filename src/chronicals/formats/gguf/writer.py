@@ -47,8 +47,8 @@ FILE_TYPES = {
 """Names of these kinds in ``gguf.LlamaFileType``."""
 
 EXPERTS_KINDS = {"mxfp4": "Q8_0"}
-"""Kinds whose type is that of stacked experts alone, and the type of the other weights, as llama.cpp
-has them.
+"""Kinds whose type is that of stacked experts alone, and the type of the other weights, as
+llama.cpp has them.
 """
 
 LLAMA_CPP_KINDS = (

@@ -1,1 +1,1 @@
-"""Prediction of experts: traces of routers, heads that learn from them, and how well they predict."""
+"""Expert prediction: router traces, heads that are trained on them, and their recall."""

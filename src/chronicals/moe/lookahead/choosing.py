@@ -1,17 +1,17 @@
-"""How a router chooses its k experts from its logits z.
+"""The rule by which a router chooses its k experts from its logits z.
 
     s = softmax(z), sigmoid(z), sqrt(softplus(z)) or z       scores
-    v = s + c                                                 c: a correction that balances loads and is no part of the weights
-                                                              (DeepSeek-V3: arXiv 2412.19437,
-                                                              equation 16)
-    of G groups of experts those with the largest values are kept, and the k largest v in them are
-    chosen; a group's value is the largest v of its experts (DeepSeek-V2: arXiv 2405.04434, section
-    2.2.2), or the sum of the two largest (DeepSeek-V3)
+    v = s + c        c: a correction that balances loads; weights do not include it
+                     (DeepSeek-V3: arXiv 2412.19437, equation 16)
 
-Which of these a class does is not read from its name: it is the one that gives the experts that
-were recorded from the logits that were recorded beside them.
+With G groups of experts, the groups with the largest values are kept, and the k largest v in them
+are chosen. The value of a group is the largest v of its experts (DeepSeek-V2: arXiv 2405.04434,
+section 2.2.2), or the sum of the two largest (DeepSeek-V3).
 
-Shapes: T tokens, E experts, G groups, k experts of a token.
+The rule of a model class is not derived from its name. It is the rule that reproduces the recorded
+experts from the logits recorded with them.
+
+Shapes: T tokens, E experts, G groups, k experts per token.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda z: F.softplus(z).sqrt(),
     "logits": lambda z: z,
 }
-"""Scores of logits ``[..., E]``, rounded as in the classes; ``router_losses.SCORES`` has
-logarithms of all but the last.
+"""Scores of logits ``[..., E]``, rounded as the model classes round them.
+
+``router_losses.SCORES`` has the logarithms of all but the last.
 """
 
 EXPLAINED = 0.95
-"""Least share of recorded choices that a rule must give in every layer; not all, for scores in
-16 bits are rounded.
+"""Share of the recorded choices that a rule must reproduce in every layer.
+
+It is below 1 because scores in 16 bits are rounded.
 """
 
 SAMPLE = 1024
-"""Tokens that rules are tried on, where there are so many."""
+"""Number of tokens on which the rules are compared, if that many were recorded."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A rule by which experts are chosen.
+    """A rule that chooses experts.
 
     Attributes:
         scores: a key of ``FORMULAS``.
-        corrected: whether a correction is added to scores.
-        groups, kept_groups: G, and how many are chosen from.
-        best_of_group: of how many of its best experts a group's value is the sum.
+        corrected: True if a correction is added to the scores.
+        groups, kept_groups: G, and how many groups are kept.
+        best_of_group: number of best experts whose sum is the value of a group.
     """
 
     scores: str = "softmax"
@@ -66,10 +68,11 @@ class Choice:
 
     @classmethod
     def found(cls, model: Any, recordings: Sequence[Recorded]) -> Self:
-        """The rule of a mixture, from what was recorded of it, best of ``SAMPLE`` tokens or more.
+        """Find the rule of ``model`` from recordings of it, preferably of at least ``SAMPLE``
+        tokens.
 
         Raises:
-            ValueError: no rule known here gives the experts that were chosen.
+            ValueError: no known rule reproduces the chosen experts.
         """
         corrections = [layer.correction for layer in mixture_layers(model)]
         parts = ((recorded.logits, recorded.experts, recorded.weights) for recorded in recordings)
@@ -90,7 +93,7 @@ class Choice:
 
     @classmethod
     def _candidates(cls, config: Any, corrections: Sequence[Tensor | None]) -> list[Self]:
-        """Those with all that the model has first."""
+        """Return the rules to try, first those that use every feature of the model."""
         text = config.get_text_config()
         groups, kept = (getattr(text, name, None) or 1 for name in ("n_group", "topk_group"))
         grouped = [(groups, kept, best) for best in (2, 1)] if groups > 1 else []
@@ -106,9 +109,15 @@ class Choice:
     def _explains(
         self, layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor | None]]
     ) -> tuple[float, float]:
-        """Of layers' logits, experts, weights and corrections: the share of the choices that are
-        this rule's, in the layer where it is least, then how near the weights are to its scores:
-        0 is equal."""
+        """Return how well this rule explains the recorded choices; larger is better.
+
+        Args:
+            layers: logits, experts, weights and correction of each layer.
+
+        Returns:
+            The share of choices it reproduces in its worst layer, and minus the mean distance
+            between the recorded weights and its own.
+        """
         share = list[Tensor]()
         beside = list[Tensor]()
         for logits, experts, weights, correction in layers:
@@ -120,17 +129,19 @@ class Choice:
             ours = FORMULAS[self.scores](wide(logits)).gather(-1, experts)
             theirs, ours = (x / x.sum(-1, keepdim=True) for x in (wide(weights), ours))
             beside.append((theirs - ours).abs().mean())
+        # rounded, so that rules which differ by rounding alone tie and the first candidate wins
         return float(torch.stack(share).min()), -round(float(torch.stack(beside).mean()), 3)
 
     @property
     def in_order(self) -> bool:
-        """Whether the experts with the largest logits are chosen."""
+        """True if the experts with the largest logits are chosen."""
         return not self.corrected and self.groups == 1
 
     def values(self, logits: Tensor, correction: Tensor | None) -> Tensor:
-        """``[..., E]``: what the choice compares, before groups are left out, over the slope that
-        scores have where all logits are 0, so that it differs about as logits do. Where logits
-        alone decide the order it is they.
+        """Return the values v that the choice compares, before groups are excluded, ``[..., E]``.
+
+        They are divided by the slope of the scores at zero logits, so that they differ about as
+        much as logits do. If the order depends on the logits only, the logits are returned.
 
         Args:
             logits: ``[..., E]``.
@@ -143,7 +154,7 @@ class Choice:
         if self.corrected:
             assert correction is not None
             values = values + wide(correction)
-        slopes = {
+        slopes = {  # derivative of each score at zero logits; that of softmax is about 1 / E
             "softmax": 1 / logits.shape[-1],
             "sigmoid": 0.25,
             "sqrtsoftplus": 0.3,
@@ -152,25 +163,27 @@ class Choice:
         return values / slopes[self.scores]
 
     def of_groups(self, values: Tensor) -> Tensor:
-        """``[..., G]`` of ``values`` ``[..., E]``."""
+        """Return the values of the groups, ``[..., G]``, from those of experts, ``[..., E]``."""
         return (
             values.unflatten(-1, (self.groups, -1)).topk(self.best_of_group, dim=-1).values.sum(-1)
         )
 
     def kept(self, values: Tensor) -> Tensor:
-        """bool ``[..., G]``: the groups that are chosen from."""
+        """Return a bool mask ``[..., G]`` of the groups that are kept."""
         of_groups = self.of_groups(values)
         return torch.zeros_like(of_groups, dtype=torch.bool).scatter(
             -1, of_groups.topk(self.kept_groups).indices, True
         )
 
     def of_experts(self, groups: Tensor, experts: int) -> Tensor:
-        """``[..., E]``: of each expert what is said of its group, ``[..., G]``."""
+        """Repeat values of groups, ``[..., G]``, for each of their experts, ``[..., E]``."""
         return groups.repeat_interleave(experts // self.groups, dim=-1)
 
     def order(self, logits: Tensor, correction: Tensor | None) -> Tensor:
-        """``[..., E]``: the larger, the sooner an expert is chosen. Those of groups that are
-        left out come after all others.
+        """Return values ``[..., E]`` that rank experts as the router does: the largest is chosen
+        first.
+
+        Experts of excluded groups rank below all others.
         """
         values = self.values(logits, correction)
         if self.groups == 1:
@@ -179,8 +192,10 @@ class Choice:
         return values - span * ~self.of_experts(self.kept(values), values.shape[-1])
 
     def log_scores(self, logits: Tensor) -> Tensor:
-        """``[..., E]``, up to a constant of the token: their softmax is the share of each score
-        in the sum of all. Plain logits stand for themselves."""
+        """Return log s ``[..., E]``, up to a constant for each token, so that softmax normalises s.
+
+        If scores are plain logits, their softmax is used.
+        """
         return log_scores(logits, "softmax" if self.scores == "logits" else self.scores)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Heads for a frozen mixture, distilled from what its routers did.
+"""Train lookahead heads for a frozen mixture by distillation from its recorded routers.
 
-    loss = mean over layers, distances and tokens of the loss of a head, of the layer-ahead heads
-    and of the token-ahead head
+    loss = mean of the head losses over layers, distances and tokens, of the layer-ahead heads
+           + the same mean of the token-ahead head
 
-A head predicts logits z′ of a router that had logits z and chose the experts S, by the scores s and
-the values v of its class (``choosing.py``):
+A head predicts z′ for a router that had logits z and chose the experts S. With the scores s and the
+values v of the model's class (``choosing.py``), its loss is
 
-    KL(softmax(log s(z) / T) ‖ softmax(log s(z′) / T)) + the ranking and the set term of v(z′) over
-    S
+    KL(softmax(log s(z) / T) ‖ softmax(log s(z′) / T))
+    + the ranking term and the set term of v(z′) over S
 
-For routers that choose the largest logits and weigh by their softmax it is the lookahead loss of
-``router_losses.py``. Where groups limit the choice, the two terms compare experts of the kept
-groups alone, and the same two terms compare groups.
+For routers that choose the largest logits and weigh experts by their softmax, this is the lookahead
+loss of ``router_losses.py``. If groups limit the choice, the two terms compare only experts of kept
+groups, and the same two terms are added for the groups.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Distillation:
-    """Settings.
+    """Settings of a distillation.
 
     Attributes:
-        learning_rate: peak, of AdamW; it falls to 0 by a cosine.
-        passes: over a trace.
-        rows: tokens of a step.
-        temperature, ranking, of_set, margin: of the loss of a head.
-        seed: of new heads, and of the order in which parts of a trace come.
+        learning_rate: peak learning rate of AdamW; it falls to 0 along a cosine.
+        passes: number of passes over a trace.
+        rows: tokens per step.
+        temperature, ranking, of_set, margin: parameters of the head loss.
+        seed: seed of the new heads and of the order of the parts of a trace.
     """
 
     learning_rate: float = 3e-3
@@ -59,24 +59,25 @@ class Distillation:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
 
     def steps_of(self, tokens: int) -> int:
-        """On a recording of so many tokens; a last part of one token makes none."""
+        """Return the number of steps for ``tokens`` tokens; a last step of one token is skipped."""
         return -(-(tokens - 1) // self.rows) if tokens % self.rows == 1 else -(-tokens // self.rows)
 
 
 def distil(
     predictor: ExpertPredictor, recordings: Iterable[Recorded], steps: int, how: Distillation
 ) -> list[float]:
-    """Train the heads of ``predictor`` on recordings with features, which may be elsewhere than the
-    heads.
+    """Train the heads of ``predictor`` on recordings with features.
+
+    The recordings may be on another device than the heads.
 
     Args:
-        steps: how many there will be, for the schedule; fewer recordings end it earlier.
+        steps: expected number of steps, for the schedule; fewer recordings end it earlier.
 
     Returns:
         The loss of each step.
 
     Raises:
-        ValueError: there is nothing to train on, or a loss is not a number.
+        ValueError: there is no recording, or a loss is not finite.
     """
     heads = [
         p
@@ -89,6 +90,7 @@ def distil(
     for recorded in recordings:
         recorded = recorded.to(predictor.gates.device)
         for n in range(how.steps_of(len(recorded))):
+            # warm-up over a twentieth of the steps, then a cosine to 0
             factor = learning_rate_factor(
                 "cosine", min(len(found), steps - 1), steps, max(1, steps // 20), 0.0, 0.2
             )
@@ -111,10 +113,10 @@ def distil(
 
 
 def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: Distillation) -> Tensor:
-    """Of all heads on recordings with features."""
+    """Return the loss of all heads on recordings with features."""
 
     def of(predicted: Tensor, layer: int, first: int = 0) -> Tensor:
-        """Of predictions for layer ``layer`` and the tokens from ``first`` on."""
+        """Return the losses of predictions for layer ``layer`` and the tokens from ``first`` on."""
         target = recorded.logits[layer, first:]
         experts = recorded.experts[layer, first:]
         return prediction_losses(
@@ -148,12 +150,12 @@ def prediction_losses(
     correction: Tensor,
     how: Distillation,
 ) -> Tensor:
-    """``[T]``: of each prediction.
+    """Return the loss of each prediction, ``[T]``.
 
     Args:
         predicted, target: z′ and z ``[T, E]``.
-        experts: int64 ``[T, k]``, those that were chosen.
-        correction: ``[E]`` of the router.
+        experts: int64 ``[T, k]``, the chosen experts.
+        correction: ``[E]``, the router's score correction.
     """
     terms = how.temperature, how.ranking, how.of_set, how.margin
     found = losses.divergences(

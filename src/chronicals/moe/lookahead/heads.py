@@ -1,22 +1,22 @@
-"""Heads that predict which experts will be chosen, before they are.
+"""Heads that predict which experts later layers and tokens will choose.
 
-Layer-ahead, of layer l and distance d = 0 … D, from x_l, the normed input of layer l before its
+Layer-ahead head of layer l and distance d = 0 … D, from x_l, the normed input of layer l before its
 attention:
 
-    z'_{l,d} = W_{l+d} x_l + b_{l+d} + U_{l,d} silu(V_l x_l) + u_{l,d}        W_{l+d}: the weight of the router of layer l + d
+    z'_{l,d} = W_{l+d} x_l + b_{l+d} + U_{l,d} silu(V_l x_l) + u_{l,d}
 
-With U and u zero it is that router applied early ("gate reuse": Fate, 2025, arXiv 2502.12224). No
-gradient reaches W.
+W_{l+d} and b_{l+d} are the weight and bias of the router of layer l + d. If U and u are zero, this
+is that router applied early ("gate reuse": Fate, 2025, arXiv 2502.12224). W gets no gradient.
 
-Token-ahead, of layer l and distance k = 1 … K, from the last hidden state of token t and the
+Token-ahead head of layer l and distance k = 1 … K, from the last hidden state of token t and the
 embedding of the next token:
 
-    z''_{k,l} = (P silu(Q [rms(h_t) ; rms(e_{t+1})] + q) + p)_{k,l}        the experts of layer l for token t + k
+    z''_{k,l} = (P silu(Q [rms(h_t) ; rms(e_{t+1})] + q) + p)_{k,l}
 
-Both parts of the input have a mean square of one, for embeddings are often much smaller than hidden
-states.
+It predicts the experts of layer l for token t + k. Both parts of the input are normed to a mean
+square of one, because embeddings are often much smaller than hidden states.
 
-Shapes: L layers with routers, E experts, D hidden, R rank, N = D + 1 distances.
+Shapes: L layers with routers, E experts, D hidden size, R rank, N = D + 1 distances.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from torch import Tensor, nn
 
 
 class LayerAhead(nn.Module):
-    """Layer-ahead heads of all layers; plain parameters, so that nothing takes them for layers of
-    the model.
+    """Layer-ahead heads of all layers.
+
+    The weights are plain parameters, not linear layers, so that quantisation and adapters skip
+    them.
 
     Args:
         layers: L.
@@ -50,13 +52,15 @@ class LayerAhead(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """As new: the prediction is gate reuse."""
+        """Initialise the heads so that they predict by gate reuse."""
         self.down.normal_(std=self.down.shape[-1] ** -0.5)
         self.up.zero_()
         self.bias.zero_()
 
     def distances(self, layer: int) -> int:
-        """How many predictions layer ``layer`` makes: of itself, and of those after it."""
+        """Return the number of predictions of layer ``layer``: its own experts and those of later
+        layers.
+        """
         return min(self.furthest, self.layers - 1 - layer) + 1
 
     def forward(
@@ -66,11 +70,13 @@ class LayerAhead(nn.Module):
         gates: Sequence[Tensor],
         biases: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """``[..., n, E]`` in fp32, n distances, from ``x`` ``[..., D]``.
+        """Predict router logits for n distances, fp32 ``[..., n, E]``.
 
         Args:
-            gates: ``[E, D]`` of the routers of all layers.
-            biases: ``[E]`` of these, where routers have some.
+            layer: index of the layer that predicts.
+            x: ``[..., D]``, its normed input.
+            gates: ``[E, D]``, the router weights of all layers.
+            biases: ``[E]`` each, the router biases of all layers, if any.
         """
         n = self.distances(layer)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -88,14 +94,14 @@ class LayerAhead(nn.Module):
 
 
 def _applied(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
-    """``[..., E]``: a router's logits, without a gradient to its weights."""
+    """Return the logits ``[..., E]`` of a router, without a gradient to its weights."""
     return F.linear(
         x, gate.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
     )
 
 
 class TokenAhead(nn.Module):
-    """Token-ahead head of all layers."""
+    """Token-ahead head for all layers."""
 
     def __init__(self, layers: int, hidden_size: int, num_experts: int, tokens: int, rank: int):
         super().__init__()
@@ -108,15 +114,18 @@ class TokenAhead(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """As new: predictions are close to equal for all experts."""
+        """Initialise the head so that its predictions are almost equal for all experts."""
         self.down.normal_(std=self.down.shape[-1] ** -0.5)
         self.up.normal_(std=0.02)
         self.down_bias.zero_()
         self.up_bias.zero_()
 
     def forward(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
-        """``[..., K, L, E]`` in fp32, from the last hidden state and the embedding of the token
-        after it, ``[..., D]`` each.
+        """Predict router logits of the next K tokens, fp32 ``[..., K, L, E]``.
+
+        Args:
+            hidden: ``[..., D]``, the last hidden state of a token.
+            next_embedding: ``[..., D]``, the embedding of the token after it.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         x = torch.cat(

@@ -1,4 +1,4 @@
-"""Which model something was made of: digests of its configuration and of its weights."""
+"""Digests of a model's configuration and weights, to recognise the model a trace was made of."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ OF_LOADING = {
     "attn_implementation",
     "experts_implementation",
 }
-"""Fields that say how a model is loaded, run or was saved, and not what it is; so do those that
-begin with ``_``.
+"""Configuration fields that say how a model is loaded, run or saved; the digest excludes them.
+
+It also excludes fields that begin with ``_``.
 """
 
 
 def config_digest(config: Any) -> str:
-    """sha256 of what a transformers configuration says of its model, hexadecimal."""
+    """Return the hexadecimal sha256 of the fields of a transformers configuration."""
     return hashlib.sha256(to_json(_sorted(config.to_dict())).encode()).hexdigest()
 
 
@@ -41,7 +42,7 @@ def _sorted(value: Any) -> Any:
 
 
 def checksum(model: Any) -> str:
-    """sha256 of all parameters and buffers by name, hexadecimal."""
+    """Return the hexadecimal sha256 of all parameters and buffers with their names."""
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(name.encode())

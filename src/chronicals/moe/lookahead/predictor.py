@@ -1,7 +1,6 @@
-"""Heads that predict the experts of a given mixture: its own, or heads that were distilled beside a
-frozen one.
+"""Predict the experts of a mixture, with its own heads or with heads distilled for a frozen model.
 
-On disk: ``predictor.safetensors`` (the heads, with copies of the routers that they build on) and
+On disk: ``predictor.safetensors`` (the heads, and copies of the routers they build on) and
 ``predictor.json``.
 """
 
@@ -30,10 +29,12 @@ PLAIN = Choice()
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Attributes:
-    furthest: the largest distance in layers.
-    tokens: the largest distance in tokens; 0 for no such head.
-    rank: of the layer-ahead heads, and width of the token-ahead head.
+    """Sizes of the heads.
+
+    Attributes:
+        furthest: the largest distance in layers.
+        tokens: the largest distance in tokens; 0 for no token-ahead head.
+        rank: rank of the layer-ahead heads, and width of the token-ahead head.
     """
 
     furthest: int = 3
@@ -47,13 +48,13 @@ class HeadSizes:
 
 
 class ExpertPredictor(nn.Module):
-    """Predicts the experts of L layers.
+    """Predictor of the experts of L layers.
 
     Args:
-        gates: ``[E, D]`` of each layer's router, which are copied and not trained.
-        biases: ``[E]`` of each, where routers have some.
-        choice: how the routers choose from their logits.
-        corrections: ``[E]`` of each, where they correct their scores.
+        gates: ``[E, D]``, the router weight of each layer; copied and not trained.
+        biases: ``[E]`` or None for each layer, the router biases.
+        choice: the rule by which the routers choose experts.
+        corrections: ``[E]`` or None for each layer, the score corrections.
     """
 
     gates: Tensor
@@ -89,10 +90,10 @@ class ExpertPredictor(nn.Module):
 
     @classmethod
     def beside(cls, model: Any, sizes: HeadSizes, choice: Choice = PLAIN) -> Self:
-        """New heads for a model, on its device: their first prediction is gate reuse.
+        """Create new heads for ``model`` on its device; at first they predict by gate reuse.
 
         Args:
-            choice: how its routers choose, as ``Choice.found`` says.
+            choice: the rule by which its routers choose, from ``Choice.found``.
         """
         layers = mixture_layers(model)
         corrections = [layer.correction if choice.corrected else None for layer in layers]
@@ -107,7 +108,7 @@ class ExpertPredictor(nn.Module):
 
     @classmethod
     def within(cls, model: Any) -> Self:
-        """The heads of a native model, which it shares with it."""
+        """Wrap the heads of a native model; the parameters are shared with it."""
         decoder = model.get_decoder()
         config = model.config
         made = cls.beside(
@@ -120,13 +121,15 @@ class ExpertPredictor(nn.Module):
         return made
 
     def layers(self, layer: int, features: Tensor) -> Tensor:
-        """``[..., n, E]``: logits of layer ``layer`` and the n - 1 after it, from its normed
-        input ``[..., D]``.
+        """Predict the logits of layer ``layer`` and the n - 1 after it, ``[..., n, E]``.
+
+        Args:
+            features: ``[..., D]``, the normed input of layer ``layer``.
         """
         return self.layer_ahead(layer, features, self.gates.unbind(), self.biases.unbind())
 
     def reuse(self, layer: int, features: Tensor) -> Tensor:
-        """As ``layers``, by the routers alone."""
+        """Predict like ``layers``, but by gate reuse only."""
         n = self.layer_ahead.distances(layer)
         x = features.to(self.gates.dtype)
         return (
@@ -135,21 +138,32 @@ class ExpertPredictor(nn.Module):
         )
 
     def order(self, layer: int, logits: Tensor) -> Tensor:
-        """``[..., E]``: the larger, the sooner layer ``layer`` chooses an expert that has these
-        logits, ``[..., E]``.
+        """Return values ``[..., E]`` that rank the experts of layer ``layer`` by its logits ``[...,
+        E]``.
+
+        The expert with the largest value is chosen first.
         """
         return self.choice.order(logits, self.corrections[layer])
 
     def tokens(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
-        """``[..., K, L, E]``: logits of all layers for the tokens after one, from its last
-        hidden state and the embedding of the next token."""
+        """Predict the logits of all layers for the next K tokens, ``[..., K, L, E]``.
+
+        Args:
+            hidden: ``[..., D]``, the last hidden state of a token.
+            next_embedding: ``[..., D]``, the embedding of the token after it.
+
+        Raises:
+            ValueError: there is no token-ahead head.
+        """
         if self.token_ahead is None:
             raise ValueError("tokens=0: there is no head that predicts the experts of later tokens")
         return self.token_ahead(hidden, next_embedding)
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Args:
-        about: what else ``predictor.json`` says, as where it was trained and its recalls.
+        """Write the heads and ``predictor.json`` to ``folder``.
+
+        Args:
+            about: further entries of ``predictor.json``, such as the training data and the recalls.
         """
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
@@ -165,7 +179,11 @@ class ExpertPredictor(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Raises ValueError where there is none, or one of another version."""
+        """Load the heads from ``folder``.
+
+        Raises:
+            ValueError: there is no predictor, or one of another version.
+        """
         try:
             said = json.loads((folder / SAID).read_text())
             weights = load_file(folder / WEIGHTS)

@@ -1,6 +1,4 @@
-"""How well experts are predicted: of the experts that a token's router chose, the share among so
-many that were predicted.
-"""
+"""Recall of expert predictions: the share of the chosen experts that were predicted."""
 
 from __future__ import annotations
 
@@ -17,14 +15,15 @@ from chronicals.moe.lookahead.recording import Recorded
 
 @dataclass
 class Recalls:
-    """Means over the tokens of recordings.
+    """Mean recalls over the tokens of recordings.
 
     Attributes:
-        k: experts of a token.
-        layer_ahead, layer_ahead_2k, gate_reuse: by layer and distance: recall among k and 2k
-            experts that heads predict, and among k that later routers choose early.
+        k: experts per token.
+        layer_ahead, layer_ahead_2k: recall among the first k and 2k experts that heads predict, by
+            layer and distance.
+        gate_reuse: the same among the first k that gate reuse predicts.
         token_ahead: by distance in tokens and layer; empty without such a head.
-        tokens: how many.
+        tokens: number of tokens measured.
     """
 
     k: int
@@ -35,7 +34,7 @@ class Recalls:
     tokens: int = 0
 
     def at(self, distance: int, name: str = "layer_ahead") -> list[float]:
-        """Of each layer that predicts so far ahead."""
+        """Return the recalls at ``distance``, one for each layer that predicts so far ahead."""
         return [row[distance] for row in getattr(self, name) if len(row) > distance]
 
     def mean(self, distance: int, name: str = "layer_ahead") -> float:
@@ -48,10 +47,10 @@ class Recalls:
 
 @torch.no_grad()
 def measure(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) -> Recalls:
-    """Of recordings with features.
+    """Measure the recalls of ``predictor`` on recordings with features.
 
     Raises:
-        ValueError: there is no token.
+        ValueError: the recordings hold no token.
     """
     sums = dict[tuple[str, int, int], Tensor]()
     counts = dict[tuple[str, int, int], int]()
@@ -102,8 +101,11 @@ def _of_tokens(predictor: ExpertPredictor, recorded: Recorded, k: int, add: Call
 
 
 def hits(predicted: Tensor, experts: Tensor, among: int) -> Tensor:
-    """``[T]``: which share of ``experts`` ``[T, k]`` is among so many with the largest
-    ``predicted`` ``[T, E]``.
+    """Return the share of the chosen experts that are among the first ``among`` predicted, ``[T]``.
+
+    Args:
+        predicted: ``[T, E]``; the largest are predicted first.
+        experts: int64 ``[T, k]``, the chosen experts.
     """
     first = predicted.topk(among, dim=-1).indices
     return (experts[..., None] == first[..., None, :]).any(-1).float().mean(-1)

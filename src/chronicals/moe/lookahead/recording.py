@@ -1,7 +1,8 @@
-"""What the routers of a mixture do on given documents, and what they could have been predicted
-from; the model is not changed.
+"""Record what the routers of a mixture do on documents, and the features that heads predict from.
 
-Shapes: L layers with routed experts, T tokens, k experts of a token, E experts, D hidden.
+The model is not changed.
+
+Shapes: L layers with routed experts, T tokens, k experts per token, E experts, D hidden size.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from chronicals.versions import remedy_for_routers
 
 @dataclass(frozen=True)
 class Recorded:
-    """Documents end to end; filler and documents without a target are left out.
+    """Recorded documents, one after another, without filler and without documents that have no
+    target.
 
     Attributes:
         token_ids: int64 ``[T]``.
-        documents: int64 ``[N + 1]``, bounds.
-        experts: int64 ``[L, T, k]``, those that were chosen, and ``weights`` ``[L, T, k]`` theirs.
-        logits: ``[L, T, E]`` of the routers.
-        features: ``[L, T, D]``, the normed inputs of the layers, before attention; None if they
-            were not asked for.
-        hidden: ``[T, D]``, last hidden states, and ``embeddings`` ``[T, D]`` of the tokens, with
-            the features.
+        documents: int64 ``[N + 1]``, document bounds.
+        experts: int64 ``[L, T, k]``, the chosen experts.
+        weights: ``[L, T, k]``, their weights.
+        logits: ``[L, T, E]``, router logits.
+        features: ``[L, T, D]``, normed inputs of the layers before attention; None if not recorded.
+        hidden: ``[T, D]``, last hidden states; None without features.
+        embeddings: ``[T, D]``, token embeddings; None without features.
     """
 
     token_ids: Tensor
@@ -60,7 +62,10 @@ class Recorded:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> Recorded:
-        """Itself where it is there already; from host memory to a card by way of pinned memory."""
+        """Return a copy on ``device``, or itself if it is there already.
+
+        Copies from host memory to a GPU go through pinned memory.
+        """
         if self.token_ids.device == device:
             return self
         pins = device.type == "cuda" and self.token_ids.device.type == "cpu"
@@ -72,7 +77,7 @@ class Recorded:
         return replace(self, **moved)
 
     def part(self, first: int, most: int) -> Recorded:
-        """``most`` tokens from ``first`` on, or as many as there are."""
+        """Return up to ``most`` tokens from token ``first`` on."""
         rows = slice(first, first + most)
         there = min(most, len(self) - first)
         bounds = (self.documents - first).clamp(0, there).unique()
@@ -86,7 +91,9 @@ class Recorded:
         return Recorded(documents=bounds, **found)
 
     def follows(self, distance: int) -> Tensor:
-        """bool ``[T - distance]``: whether token t + distance is of the document of token t."""
+        """Return bool ``[T - distance]``: True if tokens t and t + distance are in the same
+        document.
+        """
         places = torch.arange(len(self), device=self.documents.device)
         document = torch.searchsorted(self.documents[1:].contiguous(), places, right=True)
         return document[distance:] == document[: len(document) - distance]
@@ -95,13 +102,13 @@ class Recorded:
 def record(
     model: PresentedModel, batches: Iterable[Batch], features: bool = False
 ) -> Iterator[Recorded]:
-    """What the routers do on each Batch, on the device of the model.
+    """Record the routers on each Batch, on the model's device.
 
     Args:
-        features: whether also what heads predict from.
+        features: if true, also record what heads predict from.
 
     Raises:
-        ValueError: the model is no mixture that is known here.
+        ValueError: the model is not a known mixture.
     """
     layers = mixture_layers(model.model)
     for batch in batches:
@@ -157,7 +164,7 @@ def _recorded(
 
 @contextmanager
 def _before(module: nn.Module, see: Callable[[tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Within: ``see`` gets what ``module`` is called with."""
+    """Call ``see`` with the arguments of every call of ``module`` in the context."""
     hook = module.register_forward_pre_hook(partial(_tell, see), with_kwargs=True)
     try:
         yield
@@ -170,24 +177,24 @@ def _tell(see: Callable, _: nn.Module, args: tuple, named: dict[str, Any]) -> No
 
 
 def _input(args: tuple, named: dict[str, Any]) -> Tensor:
-    """The hidden states that a module is called with."""
+    """Return the hidden states argument of a module call."""
     return named["hidden_states"] if "hidden_states" in named else args[0]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A row a token."""
+    """Flatten to one row per token."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _bounds(batch: Batch, kept: Tensor) -> Tensor:
-    """Bounds of the documents among the tokens that are kept, whole documents each."""
+    """Return the document bounds among the kept tokens; a document is kept whole or not at all."""
     bounds = batch.cu_seqlens.tolist()
     lengths = [int(((kept >= a) & (kept < b)).sum()) for a, b in zip(bounds, bounds[1:])]
     return torch.tensor([0, *(n for n in lengths if n)], device=kept.device).cumsum(0)
 
 
 def _documents(batch: Batch) -> Iterator[Batch]:
-    """Each document with a target by itself, for models whose rows are padded."""
+    """Yield each document with a target as its own Batch, for models that take padded rows."""
     counted = Tokens.of(batch, None).counted
     bounds = batch.cu_seqlens.tolist()
     for a, b in zip(bounds, bounds[1:]):
@@ -206,17 +213,16 @@ def record_data(
     features: bool = False,
     tokens: int | None = None,
 ) -> Iterator[Recorded]:
-    """As ``record``, on data in the order in which training's packs are planned; a forward pass at
-    a time.
+    """Run ``record`` on data, in the order in which training packs it; one item per forward pass.
 
     Args:
-        source: what ``train`` takes as data.
-        config: pack width and batch size, and how rows are read.
-        tokens: end after so many; None for all.
+        source: data, as ``train`` takes it.
+        config: pack width, batch size and data settings.
+        tokens: stop after this many tokens; None for all.
 
     Raises:
         DataError: the data cannot be read.
-        ValueError: the model is no mixture that is known here.
+        ValueError: the model is not a known mixture.
     """
     mixture_layers(model)
     rows = embedding_table(model).shape[0]

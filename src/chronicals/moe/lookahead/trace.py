@@ -1,23 +1,28 @@
-"""Traces of routers on disk: ``trace.json`` beside ``trace-00000.npz``, ``trace-00001.npz`` … in
-one folder.
+"""Router traces on disk: ``trace.json`` and ``trace-00000.npz``, ``trace-00001.npz`` … in a folder.
 
-``trace.json``:
+Fields of ``trace.json``:
 
-    version 2    model, model_type   layers: numbers of the decoder layers with routed experts   num_experts, k, hidden_size
+    version        2
+    model, model_type
+    layers         indices of the decoder layers with routed experts
+    num_experts, k, hidden_size
     config_sha256, model_sha256      digests of the configuration and the weights (``identity.py``)
-    choice       how experts follow from logits (``choosing.py``), and features: whether the files have them
-    files        [{"name", "tokens", "documents"}]        tokens: of all
+    choice         the rule that chooses experts from logits (``choosing.py``)
+    features       true if the files hold features
+    files          [{"name", "tokens", "documents"}]
+    tokens         in all files together
 
-``docs/traces.md`` is for who reads them. Each file, NumPy arrays by name, little endian, of T
-tokens in N documents:
+``docs/traces.md`` documents the format for its readers. Each file holds little-endian NumPy arrays
+by name, for T tokens in N documents:
 
-    token_ids   int32   [T]             documents  int64    [N + 1], bounds of the documents
-    experts     uint8   [L, T, k]       uint16 where there are more than 256 experts
-    weights     float16 [L, T, k]       by which the outputs of the chosen experts are multiplied
-    logits      float16 [L, T, E]       of the routers
-    features    float16 [L, T, D]       optional: normed inputs of the layers, before attention
-    hidden      float16 [T, D]          with the features: last hidden states, and
-    embeddings  float16 [T, D]          of the tokens
+    token_ids   int32   [T]
+    documents   int64   [N + 1]     document bounds
+    experts     uint8   [L, T, k]   uint16 with more than 256 experts
+    weights     float16 [L, T, k]   factors of the outputs of the chosen experts
+    logits      float16 [L, T, E]   router logits
+    features    float16 [L, T, D]   optional: normed inputs of the layers before attention
+    hidden      float16 [T, D]      with the features: last hidden states
+    embeddings  float16 [T, D]      with the features: token embeddings
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ OPTIONAL = ("features", "hidden", "embeddings")
 
 @dataclass
 class TraceInfo:
-    """What ``trace.json`` holds."""
+    """Contents of ``trace.json``."""
 
     model: str
     model_type: str
@@ -70,8 +75,10 @@ class TraceInfo:
 
     @classmethod
     def of(cls, model: Any, k: int, features: bool, name: str = "") -> Self:
-        """Args:
-        name: of the model, a folder or a name; by default that of its configuration.
+        """Describe ``model`` for a new trace.
+
+        Args:
+            name: folder or name of the model; by default that in its configuration.
         """
         layers = mixture_layers(model)
         config = model.config.get_text_config()
@@ -91,11 +98,12 @@ class TraceInfo:
 
 
 class TraceWriter:
-    """Writes a trace, a file for each ``Recorded``; the index comes last, so a folder without one
-    is not whole.
+    """Writer of a trace, with one file for each ``Recorded``.
+
+    ``close`` writes the index last, so a folder without an index is not a complete trace.
 
     Args:
-        folder: made if it is not there; must not hold a trace.
+        folder: created if missing; must not hold a trace.
 
     Raises:
         ValueError: it holds one.
@@ -151,17 +159,19 @@ def record_trace(
     tokens: int | None = None,
     name: str = "",
 ) -> TraceInfo:
-    """Run a mixture over data, and write what its routers do. Where no rule known here gives the
-    experts that they choose, the trace has none, which is said.
+    """Run a mixture over data and write what its routers do as a trace.
+
+    If no known rule reproduces the chosen experts, the trace has no ``choice`` and a warning is
+    logged.
 
     Args:
-        source, config, features, tokens: of ``record_data``.
-        name: of the model, as ``TraceInfo.of`` takes it.
+        source, config, features, tokens: as for ``record_data``.
+        name: name of the model, as for ``TraceInfo.of``.
 
     Raises:
         DataError: the data cannot be read.
-        ValueError: the model is no mixture that is known here, there is no token, or the folder
-            holds a trace already.
+        ValueError: the model is not a known mixture, there is no token, or the folder already holds
+            a trace.
     """
     writer = TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name))
     sample = list[Recorded]()
@@ -179,10 +189,10 @@ def record_trace(
 
 
 class Trace:
-    """A trace on disk, which is read a part, a file, at a time.
+    """A trace on disk that is read one part (file) at a time.
 
     Raises:
-        ValueError: there is no whole trace, or one of another version.
+        ValueError: there is no complete trace, or one of another version.
     """
 
     def __init__(self, folder: Path):
@@ -202,16 +212,18 @@ class Trace:
         self.info = TraceInfo(**said)
 
     def part(self, number: int) -> Recorded:
-        """Part ``number`` in host memory; floats are in 16 bits, as they are stored.
+        """Read part ``number`` into host memory; floats stay in 16 bits.
 
         Raises:
-            ValueError: it is not what the index says.
+            ValueError: the file is damaged or does not match the index.
         """
         file = self.info.files[number]
         return _read(self.folder / file["name"], file["tokens"], self.info)
 
     def first(self, parts: Iterable[int], tokens: int) -> list[int]:
-        """As many of ``parts`` as have ``tokens`` in all; all where they have not."""
+        """Return the first of ``parts`` that together hold ``tokens`` tokens, or all if they hold
+        fewer.
+        """
         found = []
         seen = 0
         for number in parts:
@@ -222,16 +234,16 @@ class Trace:
         return found
 
     def check(self, model: Any, weights: str | None = None) -> str:
-        """Whether heads of ``model`` can be trained from it.
+        """Check that heads of ``model`` can be trained from this trace.
 
         Args:
-            weights: the checksum of the model, where it is known.
+            weights: the checksum of the model, if known.
 
         Returns:
-            That checksum.
+            The checksum of the model.
 
         Raises:
-            ValueError: it is of another model, or has no features.
+            ValueError: the trace is of another model, has no features, or has no known choice.
         """
         name = model.config._name_or_path or type(model).__name__
         theirs = self.info.model or self.info.model_type
@@ -264,10 +276,11 @@ class Trace:
 
 
 def read_trace(folder: Path) -> tuple[TraceInfo, Iterator[Recorded]]:
-    """What a folder holds; the second part reads a file at a time, in fp32 on the CPU.
+    """Return the index of a trace, and an iterator that reads one file at a time, in fp32 on the
+    CPU.
 
     Raises:
-        ValueError: there is no whole trace, or one of another version.
+        ValueError: there is no complete trace, or one of another version.
     """
     trace = Trace(folder)
     return trace.info, (_wide(trace.part(number)) for number in range(len(trace.info.files)))
@@ -300,5 +313,5 @@ def _read(path: Path, tokens: int, info: TraceInfo) -> Recorded:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """Integers in the type by which torch indexes."""
+    """Convert to a tensor; integers become int64, which torch can index with."""
     return torch.from_numpy(array if array.dtype.kind == "f" else array.astype(np.int64))

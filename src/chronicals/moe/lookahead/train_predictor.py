@@ -1,4 +1,4 @@
-"""From a mixture and data, or a trace, to heads that predict its experts, and how well they do."""
+"""Train heads that predict the experts of a mixture, from data or a trace, and measure them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from chronicals.moe.routers import experts_per_token
 
 @dataclass(frozen=True)
 class TrainedPredictor:
-    """Attributes:
-    losses: of the steps.
-    recalls: on held-out tokens.
-    tokens: that were trained on, each as often as it was gone over.
-    unchanged: the checksum of the model.
+    """Trained heads and their measurements.
+
+    Attributes:
+        losses: loss of each step.
+        recalls: recalls on held-out tokens.
+        tokens: number of tokens trained on, counted once per pass.
+        model: name of the model.
+        unchanged: checksum of the model, equal before and after.
     """
 
     predictor: ExpertPredictor
@@ -38,7 +41,7 @@ class TrainedPredictor:
     unchanged: str
 
     def about(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return a summary as plain JSON values."""
         return {
             "model": self.model,
             "model_sha256": self.unchanged,
@@ -60,16 +63,17 @@ def train_predictor(
     tokens: int,
     held_out_tokens: int,
 ) -> TrainedPredictor:
-    """Heads for ``model``, trained as it runs over ``data`` once, and measured as it runs over what
-    is held out; of neither is more kept than of one forward pass.
+    """Train heads while ``model`` runs once over ``data``, and measure them on held-out data.
+
+    Only the recording of one forward pass is in memory at a time.
 
     Args:
-        held_out: data; None keeps the first ``held_out_tokens`` of ``data`` for that.
-        tokens: to train on, at most.
+        held_out: held-out data; None holds out the first ``held_out_tokens`` of ``data``.
+        tokens: largest number of tokens to train on.
 
     Raises:
-        ValueError: the model is no mixture that is known here, there is too little data, or the
-            model was changed.
+        ValueError: the model is not a known mixture, there is too little data, or the weights of
+            the model changed.
     """
     if how.passes != 1:
         raise ValueError(
@@ -113,16 +117,17 @@ def train_from_trace(
     tokens: int,
     held_out_tokens: int,
 ) -> TrainedPredictor:
-    """Heads for ``model`` from a trace of it with features, which is read a part at a time. The
-    model does not run.
+    """Train heads for ``model`` from a trace of it with features, without running the model.
+
+    The trace is read one part at a time.
 
     Args:
-        held_out: the folder of another trace of it; None keeps the first parts of ``trace``, with
-            ``held_out_tokens`` in all.
-        tokens: of the trace to train on, at most, by whole parts.
+        held_out: folder of another trace of the model; None holds out the first parts of ``trace``
+            with ``held_out_tokens`` in all.
+        tokens: largest number of tokens to train on, rounded up to whole parts.
 
     Raises:
-        ValueError: a trace is not whole, is of another model or has no features; or there are too
+        ValueError: a trace is incomplete, is of another model or has no features, or there are too
             few tokens.
     """
     there = Trace(trace)
@@ -157,7 +162,7 @@ def _new_heads(model: Any, sizes: HeadSizes, choice: Choice, seed: int) -> Exper
 
 
 def _passes(trace: Trace, parts: Sequence[int], how: Distillation) -> Iterator[Recorded]:
-    """``parts`` in an order that is another in each pass."""
+    """Yield ``parts`` once per pass, shuffled anew in each."""
     generator = torch.Generator().manual_seed(how.seed)
     for _ in range(how.passes):
         for n in torch.randperm(len(parts), generator=generator).tolist():
@@ -165,7 +170,7 @@ def _passes(trace: Trace, parts: Sequence[int], how: Distillation) -> Iterator[R
 
 
 class _Counted:
-    """Recordings, whose tokens are counted as they go by."""
+    """Iterable over recordings that counts their tokens."""
 
     def __init__(self, recordings: Iterable[Recorded]):
         self.recordings = recordings
@@ -185,13 +190,13 @@ def _until(recordings: Iterator[Recorded], tokens: int) -> Iterator[Recorded]:
 
 
 def _drained(recordings: list[Recorded]) -> Iterator[Recorded]:
-    """The list is empty afterwards, so that none of them is kept."""
+    """Yield and remove the recordings of a list, so that none of them stays in memory."""
     while recordings:
         yield recordings.pop(0)
 
 
 def _after(recordings: Iterable[Recorded], tokens: int) -> Iterator[Recorded]:
-    """Those after the first that have so many tokens in all."""
+    """Skip the first recordings that hold ``tokens`` tokens in all, and yield the rest."""
     seen = 0
     for recorded in recordings:
         if seen >= tokens:
