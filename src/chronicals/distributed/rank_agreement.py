@@ -1,5 +1,6 @@
-"""Checks that all ranks train the same model in the same way. A rank that differs would add
-gradients of another model without any error.
+"""Checks that all ranks train the same model in the same way.
+
+A rank that differs would add gradients of another model, without any error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MACHINE_FIELDS = frozenset(
 """Fields of the configuration that may differ from rank to rank."""
 
 AT_A_TIME = 1 << 20
-"""Elements that are summed at a time: torch takes 8 bytes for each, and 8 for its position."""
+"""Elements that are summed at a time; torch takes 16 bytes for each, 8 of them for its position."""
 
 INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by the bytes of an element."""
