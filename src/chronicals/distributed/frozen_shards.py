@@ -326,7 +326,7 @@ class LinearInShards(PackedLinear):
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Apply ``fn`` to the bias and to the dtype of products; the rows stay in the unit's bytes."""
+        """Apply ``fn`` to the bias and to the dtype of products; rows stay in the unit's bytes."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         if self.bias is not None:
             self.bias.data = fn(self.bias.data)
@@ -455,7 +455,7 @@ def can_be_cut(layer: nn.Module, count: int) -> bool:
 
 
 def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the linear layers without trained parameters, each with its path in its decoder layer."""
+    """Yield each linear layer without trained parameters, with its path in its decoder layer."""
     for layer in layers:
         for path, child in list(layer.named_modules()):
             linear = is_linear(child) or isinstance(child, RowsRead)

@@ -142,7 +142,7 @@ def require_one_process(command: str) -> None:
 
 
 def warn_of_other_processes(command: str) -> None:
-    """Warn if ``command``, which runs in one process, was launched as several: all repeat the work."""
+    """Warn if ``command``, which needs one process, was launched as several: each does all work."""
     try:
         launch = Launch.found()
     except ConfigurationError:

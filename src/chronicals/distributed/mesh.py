@@ -344,7 +344,7 @@ def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:
-    """Set a text in the store for ``_heard``, in parts, since the store refuses values above 8 MiB."""
+    """Set a text in the store for ``_heard``, in parts: the store refuses values above 8 MiB."""
     parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
     for number, part in enumerate(parts):
         store.set(f"{key}/{number}", part)

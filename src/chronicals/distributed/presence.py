@@ -50,7 +50,7 @@ class Waiting:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Context manager around a wait of the main thread, the one that takes part in collectives."""
+        """Context manager around a wait of the main thread, which takes part in collectives."""
         before = self.since
         self.since = time.monotonic()
         try:
@@ -80,7 +80,7 @@ class Gone(NamedTuple):
         return cls(*json.loads(store.get(GONE))) if store.check([GONE]) else None
 
     def tell(self, store: dist.Store) -> Gone:
-        """Record this process as gone, unless another was recorded first; return the recorded one."""
+        """Record this process as gone, unless another was recorded before; return the record."""
         return Gone(*json.loads(store.compare_set(GONE, "", json.dumps(self))))
 
     def said(self, when: str = "") -> str:
@@ -102,7 +102,8 @@ class Presence:
         self.rank = rank
         self.count = count
         self.store = store
-        self._own = store.clone()  # type: ignore[attr-defined]  # the main thread may block in `store`, as for new groups
+        # A connection of its own: the main thread may block in the other, as for new groups.
+        self._own = store.clone()  # type: ignore[attr-defined]
         self._heard = {other: (-1, time.monotonic()) for other in range(count)}
         self._first: Gone | None = None
         self._began = time.monotonic()

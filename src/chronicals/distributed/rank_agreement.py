@@ -73,7 +73,7 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of tensors and their positions on this rank. Waits for the device."""
+    """Return a digest of the bits and positions of this rank's tensors. Waits for the device."""
     return fingerprint_over(tensors).places
 
 
@@ -104,8 +104,10 @@ def _digest(numbers: Tensor) -> str:
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:
-    """Return int64 ``[2]``: the sum of all bytes, and the sum of all elements as integers times their
-    positions, from 1. Sums wrap around.
+    """Return int64 ``[2]``: the sum of all bytes, and the sum of elements as integers times
+    positions.
+
+    Positions are from 1, and sums wrap around.
     """
     flat = tensor.reshape(-1)
     words = flat.view(

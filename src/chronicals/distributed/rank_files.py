@@ -144,7 +144,8 @@ class RankFiles:
         """Send one message to rank 0; if it has content, wait until rank 0 has read it."""
         key = f"{self._key}/{self.ranks.rank}"
         if content is not None:
-            self._store.set(f"{key}/content", content)  # type: ignore[arg-type]  # it takes bytes too
+            # It takes bytes too.
+            self._store.set(f"{key}/content", content)  # type: ignore[arg-type]
         self._store.set(key, json.dumps(what))
         while content is not None and self._store.check([key]):
             if self._store.check([f"{self._key}/over"]):
