@@ -1,4 +1,4 @@
-"""What runs of all that is asked for and permitted: one solver for the trainer and for plans."""
+"""Decision on all policies of a run: one solver for the trainer and for plans."""
 
 from __future__ import annotations
 

@@ -61,18 +61,19 @@ class Callback:
 
 
 class Callbacks:
-    """Tells the first rank's callbacks what happens.
+    """Calls the callbacks of rank 0 when something happens.
 
-    With several ranks, what a callback raises is kept until all ranks ask for it, so that none
-    waits for the first.
+    With several ranks, an exception of a callback is kept until all ranks call ``raise_anywhere``,
+    so that no rank waits for rank 0 in vain.
 
     Args:
-        callbacks: in the order in which they are told; on the first rank.
-        may_call_the_model: whether one of them may.
-        divided: the model, where its weights are divided among the ranks; calling it raises.
+        callbacks: callbacks of rank 0, called in this order.
+        may_call_the_model: True if one of them may call the model.
+        divided: the model, if its weights are divided among the ranks; a callback that calls it
+            gets an error.
 
     Attributes:
-        error: what a callback raised, and not yet all ranks.
+        error: exception of a callback that has not been raised on all ranks yet.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Callbacks:
         return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
-        """Raise what a callback raised, on the first rank, and TrainingError with its words on
-        the others; all must ask.
+        """Raise a callback's exception on rank 0, and TrainingError with its message on the other
+        ranks.
+
+        All ranks must call it.
         """
         if self.ranks.count == 1:
             return
@@ -161,11 +164,10 @@ def _needs_all(done: str) -> ConfigurationError:
 
 
 class MetricsFile(Callback):
-    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on
-    resume.
+    """Writer of ``metrics.jsonl``: one line for each step and each evaluation.
 
     Each line has the ``time`` at which it was written, in seconds since 1970 (UTC), and ``null``
-    for what is no number.
+    for NaN and infinity. A resumed run first removes the lines after its checkpoint.
     """
 
     def __init__(self, path: Path):
@@ -195,7 +197,9 @@ class MetricsFile(Callback):
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a ``metrics.jsonl``, with NaN for ``null``; a torn last line is left out."""
+    """Return the lines of a ``metrics.jsonl``, with NaN for ``null`` and without an incomplete last
+    line.
+    """
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:

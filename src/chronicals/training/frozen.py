@@ -1,6 +1,4 @@
-"""Frozen models that an objective needs beside the trained one, such as a teacher: from loading to
-release.
-"""
+"""Frozen models that an objective needs besides the trained one, such as a teacher."""
 
 from __future__ import annotations
 

@@ -15,12 +15,10 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
-"""What the system says of a lock that another process, or another part of this one, holds."""
+"""Error numbers of a lock that is held, by another process or in this one."""
 
 LOCK_FILE = "run.lock"
-"""Locked in place of the folder, where a file system (NFS) locks only files that are open for
-writing.
-"""
+"""File that is locked instead of the folder if the file system (NFS) locks only writable files."""
 
 
 class FolderInUse(Exception):

@@ -1,4 +1,4 @@
-"""Ends a run after the step at hand: by Ctrl-C or SIGTERM, or by ``ChronicalsTrainer.stop``."""
+"""End of a run after the current step: by Ctrl-C, SIGTERM or ``ChronicalsTrainer.stop``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Stop:
     """Request to end a run, from any rank.
 
     Attributes:
-        reason: why, in words; None while nobody asked.
-        save: whether a checkpoint is written first.
+        reason: reason for the user; None if nobody has asked.
+        save: True if a checkpoint is written first.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""ChronicalsTrainer: data, model and configuration in, a trained model out."""
+"""ChronicalsTrainer: takes data, model and configuration, and trains the model."""
 
 from __future__ import annotations
 
