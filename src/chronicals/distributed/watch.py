@@ -100,7 +100,7 @@ class RankWatch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Context manager around the optimizer step ``number``, in which ranks wait for each other."""
+        """Context manager around optimizer step ``number``, in which ranks wait for each other."""
         with self.limited(f"in step {number}", "a step"):
             yield
         self._place = f"after step {number}", time.monotonic()
@@ -337,7 +337,7 @@ def _described(about: dict[str, Any]) -> str:
 
 
 def _is_of_a_collective(error: Exception) -> bool:
-    """Return whether an exception comes from a collective or the store; gloo raises RuntimeError."""
+    """Return whether a collective or the store raised the error; gloo raises RuntimeError."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and "gloo" in str(error)
     )

@@ -353,13 +353,13 @@ CODES = "_chronicals_codes"
 
 
 def codes_here(weight: Tensor) -> Tensor:
-    """Return what this rank holds of a weight; of a packed one only the codes, without the scales."""
+    """Return what this rank holds of a weight; of a packed one only codes, without scales."""
     here = local(weight.detach())
     return here if (codes := getattr(weight, CODES, None)) is None else here[:codes]
 
 
 def divided_among(module: Any) -> int:
-    """Return the number of ranks that share a layer's frozen weight; 1 if every rank has all of it."""
+    """Return the number of ranks that share a layer's frozen weight; 1 if it is not divided."""
     among: int = getattr(getattr(module, "weight", None), PART, 1)
     return among
 

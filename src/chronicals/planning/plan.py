@@ -210,10 +210,10 @@ def _exposed_divided(
     summed = sent.all_reduce
     beside = 0.0
     afterwards = sent.embedding / near
-    if trains_layers(model):  # sums among copies, over another link, within the last backward pass
+    if trains_layers(model):  # sums among copies overlap with the last backward pass
         beside = min(summed, BACKWARD * computing / config.gradient_accumulation_steps * far)
         backward += sent.reduce_scatter
-    else:  # adapters
+    else:  # adapters are summed and gathered after the backward pass, without overlap
         afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
     passes = (forward, (1 - BACKWARD) * computing), (backward, BACKWARD * computing)
     hidden = sum(min(size, seconds * near) for size, seconds in passes)

@@ -367,7 +367,7 @@ BYTES: dict[str, Callable[[list[int]], int]] = {
     "all_to_all": max,
     "all_reduce": lambda sizes: 2 * sum(sizes),
 }
-"""Bytes that a collective sends, times W / (W − 1), from the sizes of its tensors.
+"""Sent bytes before the factor (W - 1) / W, from the sizes of a collective's tensors.
 
 That is its input or its output, the larger one; for an all-reduce both directions count.
 """

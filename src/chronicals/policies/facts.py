@@ -86,7 +86,7 @@ class Facts:
         backend = choose_backend(
             input_device(model),
             PRODUCT_TYPES[config.mixed_precision],
-            ModelShape.of(model.config).head_dim or 128,  # families without a single one
+            ModelShape.of(model.config).head_dim or 128,  # 128 if layers have different ones
             softcap=getattr(text, "attn_logit_softcapping", None) is not None,
             flash=config.use_flash_attention,
         )

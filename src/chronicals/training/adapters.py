@@ -224,7 +224,7 @@ def _check_that_pefts_learn(model: Any) -> None:
         )
     if not hasattr(model, "get_base_model") and hasattr(model, "active_adapters"):
         try:
-            model.active_adapters()  # which transformers asks for when it saves
+            model.active_adapters()  # transformers calls it to save the model
         except (ValueError, ImportError) as error:
             raise ConfigurationError(
                 f"PEFT's adapters could not be saved by {type(model).__name__}: {error}"
@@ -354,7 +354,7 @@ def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
     unlimited = config.lora_target_modules is None and config.lora_layers is None
     if name == "lora_target_parameters":
         return adapts_parameters(model, asked, config.lora_layers)
-    if name == "lora_modules_to_save":  # beside those that the run adds
+    if name == "lora_modules_to_save":  # ignoring heads that the run adds by itself
         return set(asked or ()) == {
             module for module in actual or () if not is_of_head(module) or module in (asked or ())
         }

@@ -28,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Override the events you need. All are called on the first rank only, between steps, while the
-    others wait however long, and may call the model, for example to generate; not where its weights
-    are divided among the ranks. An error that one raises ends the run on all ranks; to end it on
-    purpose call ``ChronicalsTrainer.stop``.
+    """Base class of callbacks; override the events you need.
+
+    All events are called on rank 0 only, between steps, while the other ranks wait without a limit.
+    They may call the model, for example to generate, unless its weights are divided among the
+    ranks. An exception ends the run on all ranks; to end it on purpose, call
+    ``ChronicalsTrainer.stop``.
     """
 
     def run_began(self, run: Run) -> None:
@@ -92,7 +94,7 @@ class Callbacks:
         self.error: BaseException | None = None
 
     def tell(self, event: Callable[[Callback], None]) -> None:
-        """Call ``event`` with each callback in order. Nothing more is told after an error."""
+        """Call ``event`` with each callback in order; after an exception no more events are sent."""
         if self.error is not None:
             return
         try:
@@ -127,8 +129,9 @@ class Callbacks:
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Return a context in which the run is in progress: callbacks that were told of its
-        beginning are told of its end.
+        """Return a context in which the run is in progress.
+
+        Callbacks whose ``run_began`` was called get ``run_ended`` at its end, however the run ends.
         """
         began: list[Callback] = []
 

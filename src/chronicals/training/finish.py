@@ -120,7 +120,7 @@ def finish(
             data = data_reports(run.output_dir)
             device = input_device(model)
             Report(title, facts, metrics, data, config, answers()).write(report, device)
-        except Exception as error:  # the model is there
+        except Exception as error:  # the model is written already, so the run has succeeded
             logger.error(
                 "%s: the report cannot be written (%s: %s)", report, type(error).__name__, error
             )

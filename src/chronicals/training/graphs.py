@@ -210,7 +210,7 @@ class GraphedStep:
         if not self.given_up:
             self._give_up("another process could not go on with graphs")
         if first:
-            self._set_gradients(None)  # those of the step before
+            self._set_gradients(None)  # they are the previous step's
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
         """Copy the values that differ between steps to the device."""
@@ -291,7 +291,7 @@ class GraphedStep:
             norm_tables(gradients_of(self.parameters))
             self.of_update = self._captured(
                 lambda: self.parts.update(None)
-            )  # this rank has a gradient of every weight
+            )  # None: this rank has a gradient of every weight
             self._set_gradients(self.gradients)
         if in_place and self.of_update is not None:
             graph, scalars = self.of_update
@@ -326,7 +326,8 @@ class GraphedStep:
         return None
 
     def _cannot_capture(self, reason: str) -> None:
-        self.optimizer.weights_moved()  # which were not written, though their versions say so
+        # A failed capture raises the versions of weights without writing them.
+        self.optimizer.weights_moved()
         self.failed = True
         logger.warning(
             "use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)",

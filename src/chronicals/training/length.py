@@ -247,7 +247,7 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
     ].tolist()
     name, value = (
         ("num_epochs", epochs) if epochs else ("max_steps", steps)
-    )  # of both, epochs were set and steps a default
+    )  # if the run has both, epochs were set and steps are the default
     if value and ranks.writer:
         logger.info(
             "neither max_steps nor num_epochs is set: %s=%d, as the run began with", name, value

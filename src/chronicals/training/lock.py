@@ -46,7 +46,7 @@ def _acquire(folder: Path) -> int | None:
     try:
         return _open_and_lock(folder, os.O_RDONLY)
     except OSError as error:
-        if error.filename is not None:  # it could not even be opened
+        if error.filename is not None:  # from open, not from the lock
             raise
     try:
         return _open_and_lock(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)

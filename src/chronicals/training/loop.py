@@ -66,7 +66,7 @@ class Loop:
 
     def hooks(self) -> StepHooks:
         """Return what the session's steps call, for ``Session.stepping``."""
-        if self.session.ranks.count == 1:  # one process has no watch
+        if self.session.ranks.count == 1:  # no watch needs to know of progress
             return StepHooks(self.saved.hold_update, self._wants_to_stop)
         compiling = partial(self.watch.alone, "compiling the first step")
         return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)

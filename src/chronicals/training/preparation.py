@@ -54,7 +54,7 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
         )
     device = input_device(model)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where kernels are launched
+        torch.cuda.set_device(device)  # Triton launches kernels on the current device
     return device
 
 

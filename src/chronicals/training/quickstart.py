@@ -130,7 +130,7 @@ class Preferences:
 def run_preferences(
     folder: Path, seed: int = 42, size: Size | None = None
 ) -> tuple[Quickstart, Preferences]:
-    """Run a quickstart, then DPO on pairs of the same answers; its model is the reference policy."""
+    """Run a quickstart, then DPO on pairs of its answers; its model is the reference policy."""
     size = size or default_size()
     done = run_quickstart(folder, seed, size)
     files = [

@@ -234,7 +234,7 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
         name: name for line in steps for name in line if name not in {*STEP_FIELDS, "time"}
     }
     rows = -(-len(panels) // 2)
-    high = 3 * rows  # inches, as margins and gaps are: to compute them takes as long as to draw
+    high = 3 * rows  # inches; margins are fixed, since a computed layout takes as long as drawing
     figure = Figure(figsize=(10, high))
     figure.subplots_adjust(
         left=0.08, right=0.99, bottom=0.5 / high, top=1 - 0.3 / high, wspace=0.22, hspace=0.36

@@ -150,7 +150,7 @@ def keep_anchor(
         with presented.attending_documents(), session.precision.autocast():
             anchor = Anchor.of(settings.anchor, presented, batch)
     (terms,) = (addition for addition in presented.additions if isinstance(addition, RouterTerms))
-    assert terms.routing.scores is not None  # by check_routers, for an anchor
+    assert terms.routing.scores is not None  # check_routers ensures it for an anchor
     anchor = replace(anchor, scores=terms.routing.scores)
     session.ranks.writer_does(lambda: anchor.write(output_dir), OSError)
     presented.additions = (*presented.additions, anchor)

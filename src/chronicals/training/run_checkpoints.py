@@ -150,7 +150,7 @@ class RunCheckpoints:
         if self.keeps_best and not self._has_best(run):
             run.forget_the_best()
         left = steps.left(run.position)
-        if left is not None:  # which may take more or fewer packs than those that were done
+        if left is not None:  # steps may have another number of packs than before
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
@@ -269,7 +269,7 @@ class RunCheckpoints:
         for name, parameter in checkpoint.trained(self.model):
             sent = optimizer.empty_states(parameter)
             for part, tensor in states.get(name, {}).items():
-                # Of an fp32 weight there is no lower half, though a divided one of bf16 wrote it.
+                # An fp32 weight has no lower half; a run with divided bf16 weights may store one.
                 if part in sent:
                     sent[part].copy_(tensor)
             self.ranks.same_weights(sent.values())
@@ -478,7 +478,7 @@ class RunCheckpoints:
             logger.warning("finishing the checkpoint that was begun")
         try:
             self._background.wait()
-        except Exception as error:  # the run has ended with an error of its own
+        except Exception as error:  # must not replace the run's own error
             logger.error("%s", error)
         if kind is not None and self._ended is not None and not self.ranks.writer:
             self._ended.wait()
@@ -534,7 +534,7 @@ class RunCheckpoints:
                 return True
             try:
                 checkpoint.load_weights(self._best(run), self.model)
-            except CheckpointError as error:  # before anything was copied
+            except CheckpointError as error:  # raised before any weight is changed
                 logger.error("%s; the model of the last step is written instead of the best", error)
                 return False
             return True

@@ -101,7 +101,7 @@ class Samples:
                     )
         except (
             Exception
-        ) as error:  # of the model's own code: whatever it is, the run needs no answers
+        ) as error:  # the model's own code may raise anything, and answers are optional
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
         return texts

@@ -105,7 +105,7 @@ def prepare(
     """
     ranks = ranks or Mesh()
     bring_frozen(objective, model, tokenizer, config)
-    torch.manual_seed(config.seed)  # adapters are the same on all ranks
+    torch.manual_seed(config.seed)  # so that all ranks draw the same adapters
     objective.prepare(model, tokenizer, config)
     heads = prepare_routers(model, objective.router)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL, heads)
@@ -132,7 +132,7 @@ def prepare(
     shards_whole = isinstance(optimizer, ShardedAdamW) and isinstance(
         optimizer.shards, WeightShards
     )
-    if not shards_whole:  # which are fp32, and gathered to where products find them
+    if not shards_whole:  # shards stay fp32, and FSDP gathers weights of a product adjacently
         precision.prepare(model, optimizer)
         fuse_weights(model)
     apply_policies(Stage.WEIGHTS, model, facts, decisions)
@@ -142,9 +142,9 @@ def prepare(
         config.gradient_accumulation_steps > 1 or ranks.count > 1 or decisions["tiled_mlp"].runs
     )
     if several and not shards_whole:
-        for parameter in parameters:  # in which several gradients are summed
+        for parameter in parameters:  # several gradients are summed in them
             parameter.grad_dtype = torch.float32
-    torch.manual_seed(config.seed + ranks.rank)  # dropout is not
+    torch.manual_seed(config.seed + ranks.rank)  # dropout differs between ranks
     return Session(
         model, config, objective, ranks, presented, decisions, optimizer, precision, parameters
     )
@@ -275,7 +275,7 @@ class Session:
         with ExitStack() as around:
             around.callback(_leave, self.model)
             around.enter_context(self.presented.attending_documents())
-            if self.presented.packed:  # of which all batches have as many tokens
+            if self.presented.packed:  # all packed batches have the same number of tokens
                 around.enter_context(looking_up_as_many(self.model))
             around.enter_context(frozen_attending(self.objective))
             called = (self.presented, *self.objective.frozen.values())
@@ -293,7 +293,7 @@ class Session:
             self._compiles = alone and all(
                 compiles_beforehand(config, m, in_backward) for m in called
             )
-            # gradients that a run that was broken off, or the caller, left behind
+            # Gradients may be left from an interrupted run or from the caller.
             self.model.zero_grad(set_to_none=True)
             yield
 

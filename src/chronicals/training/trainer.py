@@ -381,7 +381,7 @@ class ChronicalsTrainer:
     def _own_callbacks(self) -> list[Callback]:
         """Return the callbacks of every run."""
         return [
-            # Trackers come first: they read in the earlier metrics where they go on from.
+            # Trackers come first: they resume from the earlier metrics before the file is cut.
             *build_trackers(self.config),
             MetricsFile(self.output_dir / "metrics.jsonl"),
             ProgressBar(),
