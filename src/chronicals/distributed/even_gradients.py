@@ -42,7 +42,7 @@ def _complete(one: Any) -> None:
     whole = one.unsharded_param
     if whole.grad is not None or one.unsharded_accumulated_grad is not None:
         setattr(one.sharded_param, USED, True)
-    elif whole.untyped_storage().size():
+    elif whole.untyped_storage().size():  # 0 if the weight is not gathered
         whole.grad = torch.zeros_like(whole)
 
 

@@ -113,7 +113,7 @@ class Gathers:
         They are valid until the unit after the next is asked for. All ranks must ask in the same
         order. The host does not wait for the GPU.
         """
-        backward = torch._C._current_graph_task_id() != -1
+        backward = torch._C._current_graph_task_id() != -1  # autograd is running
         slot = unit.number % 2
         self._begin(unit)
         if self._flying[slot] is not None:
@@ -308,7 +308,7 @@ class LinearInShards(PackedLinear):
         end = max(begin + size for begin, size, _ in self.places.values())
         self.weight = nn.Parameter(self.unit.own[first:end], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
-        setattr(self.weight, CODES, next(iter(self.places.values()))[1])
+        setattr(self.weight, CODES, next(iter(self.places.values()))[1])  # codes come first
         self.rows = self.rows.without_rows(self.unit.own.device)
 
     @property

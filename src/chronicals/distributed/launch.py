@@ -123,7 +123,7 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
         "--standalone",
         f"--nproc-per-node={count}",
     ]
-    sys.stdout.flush()
+    sys.stdout.flush()  # execv would drop what is buffered
     os.execv(sys.executable, [*launcher, "-m", "chronicals.cli", *arguments])
 
 

@@ -126,7 +126,7 @@ class Presence:
         """
         self._over.set()
         self._thread.join(GRACE)
-        error = getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None)  # the interpreter sets it if nobody caught one
         words = "" if error is None else f"{type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._first = self._first or Gone(self.rank, "ended", words).tell(self._own)

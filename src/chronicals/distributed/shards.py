@@ -185,6 +185,7 @@ class Shards:
             held: the parameters that had a gradient on this rank.
         """
         self._land(0)
+        # Shares are disjoint, so squared norms add up over the ranks.
         square = gradient_norm(
             [share.grad for share in self.shares.values() if share.grad is not None]
         ).square()

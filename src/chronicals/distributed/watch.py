@@ -53,6 +53,7 @@ class RankWatch:
     def __enter__(self) -> RankWatch:
         if self.ranks.count > 1:
             WAITING.in_run = True
+            # A connection of its own: the main thread may block in the default store.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._key = f"chronicals/watch/{next(_runs)}"
             self._heard = {rank: (-1, time.monotonic()) for rank in range(self.ranks.count)}
@@ -142,8 +143,7 @@ class RankWatch:
             self._limited = limited
             self.passed()
 
-    # --- the thread
-    # ------------------------------------------------------------------------------------------------------
+    # --- methods of the thread
 
     def _watch(self) -> None:
         reason = None
@@ -284,8 +284,7 @@ class RankWatch:
         logging.shutdown()
         os._exit(1)
 
-    # --- errors
-    # ----------------------------------------------------------------------------------------------------------
+    # --- errors that ranks tell each other
 
     def _announce(self, words: str) -> None:
         """Record an error of this rank for the others, unless another rank recorded one first."""

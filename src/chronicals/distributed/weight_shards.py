@@ -122,6 +122,7 @@ def shard_weights(
         _fill(unit, names, place, count, device, dtype, read)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         _let_stay(unit, unit is model)
+        # Gradients are summed, not averaged: the loss is divided by the counts of all ranks.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         sum_evenly(unit)
@@ -132,6 +133,8 @@ def shard_weights(
             unit, [pair for pair in products if id(pair[0]) in inside], dtype, count
         )
         products = [pair for pair in products if id(pair[0]) not in inside]
+    # FSDP's hooks on this method gather weights; the outer method divides them again after a
+    # pass without gradients.
     setattr(model, AS_FORWARD, MethodType(lambda _, compute: compute(), model))
     register_fsdp_forward_method(model, AS_FORWARD)
     gathered = getattr(model, AS_FORWARD)
@@ -295,6 +298,7 @@ class WeightShards:
         )
         for weight, share in self.shares.items():
             share.grad = None if weight.grad is None or not share.numel() else local(weight.grad)
+        # Every copy has the same sums, and the all-reduce below adds up all copies.
         square = (
             gradient_norm([x.grad for x in self.shares.values() if x.grad is not None]).square()
             / self.copies

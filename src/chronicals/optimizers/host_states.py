@@ -316,8 +316,9 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 @dataclass(frozen=True)
 class _Cut:
-    """Elements ``begin:end`` of tensor ``number`` of a launch; both are multiples of a chunk, except
-    for the tensor's end.
+    """Elements ``begin:end`` of tensor ``number`` of a launch.
+
+    Both are multiples of a chunk, or the end of the tensor.
     """
 
     number: int

@@ -1,7 +1,8 @@
 """Plan of a run on some number of GPUs: memory, bytes sent, and the share of time that computes.
 
     efficiency = compute / (compute + exposed + slowed)
-    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
+    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce
+                 + attention + embedding
 
 in seconds of a step. A reduce-scatter during the backward pass overlaps with it, that is with two
 thirds of the computation; one after the backward pass does not overlap.
@@ -9,7 +10,8 @@ thirds of the computation; one after the backward pass does not overlap.
 If weights are divided, with g and h the seconds of gathers in the forward and backward passes
 (``gathered_in_passes``):
 
-    exposed    = max(0, g − ⅓ compute) + max(0, h + reduce-scatter − ⅔ compute) + all-reduce + embedding
+    exposed    = max(0, g − ⅓ compute) + max(0, h + reduce-scatter − ⅔ compute)
+                 + all-reduce + embedding
 
 This assumes that the gather of every layer overlaps with the computation of another one, also for
 the first layer and the embedding. Copies on several machines are summed layer by layer during the

@@ -13,7 +13,7 @@ from chronicals.policies.policy import Load, Switch, register
 
 
 class CudaGraphs(Switch):
-    """Micro-steps as CUDA graphs, and the update too if there is one process (``training.graphs``)."""
+    """Micro-steps as CUDA graphs, and the update too for one process (``training.graphs``)."""
 
     name = "use_cuda_graphs"
     title = "CUDA graphs"

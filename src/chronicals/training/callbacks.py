@@ -94,7 +94,7 @@ class Callbacks:
         self.error: BaseException | None = None
 
     def tell(self, event: Callable[[Callback], None]) -> None:
-        """Call ``event`` with each callback in order; after an exception no more events are sent."""
+        """Call ``event`` with each callback in order; after an exception, no more events follow."""
         if self.error is not None:
             return
         try:

@@ -178,8 +178,9 @@ def _say_shrunk(
 
 
 def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:
-    """Warn if an epoch has few steps for a batch that was set, or if the whole run has few and their
-    number was not set.
+    """Warn if an epoch has few steps for the batch that was set.
+
+    Also warn if the whole run has few steps and their number was not set.
     """
     kept = [name for name in SHRUNK if name in asked.explicit and getattr(fitted, name) > 1]
     merges = length.packs_a_step > length.packs

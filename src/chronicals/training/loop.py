@@ -260,8 +260,10 @@ class Loop:
             self._tell(methodcaller("saved", step, folder))
 
     def _tell(self, event: Callable[[Callback], None]) -> None:
-        """Call the callbacks. A user's callback may call the model, which then attends as before the
-        run, and may leave it in another mode.
+        """Call the callbacks.
+
+        If a user's callback may call the model, it attends as before the run meanwhile. The
+        callback may leave it in evaluation mode, so training mode is set again.
         """
         if not self.callbacks.may_call_the_model:
             self.callbacks.tell(event)

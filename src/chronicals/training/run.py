@@ -112,7 +112,7 @@ class Run:
         return better
 
     def forget_the_best(self) -> None:
-        """Forget the best step, whose weights are gone: the best one is chosen among later steps."""
+        """Forget the best step, whose weights are gone; the best of the later steps replaces it."""
         self.best_loss = float("inf")
         self.best_step = None
         self.best_evaluation = None

@@ -207,8 +207,9 @@ class RunCheckpoints:
             logger.warning("resuming with %s", ", ".join(changed.values()))
 
     def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Check that adapters go on over the base that they began over. Checkpoints of older versions
-        may not describe it.
+        """Check that adapters continue on the same base model.
+
+        Checkpoints of older versions may not describe it.
         """
         if "base" not in about:
             return

@@ -103,8 +103,7 @@ class Tracker(Callback, ABC):
         found = importlib.util.find_spec(cls.module)
         return found is not None and found.origin is not None
 
-    # --- what a subclass says
-    # ----------------------------------------------------------------------------------------
+    # --- methods of subclasses
 
     @abstractmethod
     def begin(self, run: Run) -> dict[str, int]:
@@ -124,8 +123,7 @@ class Tracker(Callback, ABC):
     def end(self, outcome: Outcome) -> None:
         """Mark how the run ended, and close."""
 
-    # --- around the loop
-    # ---------------------------------------------------------------------------------------------
+    # --- events of the run, in the main thread
 
     def run_began(self, run: Run) -> None:
         """Start the tracker; raises ConfigurationError if it cannot be started."""
@@ -168,8 +166,7 @@ class Tracker(Callback, ABC):
             }
             self.arrivals.put(Point(step, named, time.time()))
 
-    # --- in the thread
-    # -----------------------------------------------------------------------------------------------
+    # --- methods of the thread
 
     def _hand_over(self) -> None:
         waiting: list[Point] = []
@@ -404,8 +401,7 @@ def _warn_of_unused_names(config: ChronicalsConfig, trackers: Sequence[str]) -> 
             )
 
 
-# --- which run it is
-# -------------------------------------------------------------------------------------------------
+# --- identity of a run in its tracker
 
 
 def _ids(run: Run) -> tuple[Path, dict[str, str]]:

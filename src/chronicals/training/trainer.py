@@ -240,8 +240,9 @@ class ChronicalsTrainer:
 
     @contextmanager
     def _in_its_folder(self) -> Iterator[EarlierRun | None]:
-        """Return a context in which the folder takes the files of this run. It gives the run that is
-        to be replaced, on the first rank.
+        """Return a context in which the run may write to its folder.
+
+        It yields the earlier run that is to be replaced, on rank 0, or None.
         """
         folder = self.output_dir
         earlier = None
