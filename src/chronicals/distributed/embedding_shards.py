@@ -96,7 +96,7 @@ class EmbeddingInShards(nn.Module):
         return int(lengths.max())
 
     def _save_to_state_dict(self, *_: Any) -> None:
-        """Save nothing: adapters are saved, the base model is loaded from its own files."""
+        """Adapters are saved; their base is where it was loaded from."""
 
     def _load_from_state_dict(self, *_: Any) -> None:
         """Load nothing: the columns were read by ``__init__``."""

@@ -46,7 +46,7 @@ _ALIGNMENT = 16
 """Alignment of tensors in bytes, as vectorised loads need it."""
 
 Place = tuple[int, int, torch.dtype]
-"""Where a tensor lies among the bytes of a unit: first byte, number of bytes, dtype."""
+"""Location of a tensor among the bytes of a unit: first byte, number of bytes, dtype."""
 
 
 class Gathers:

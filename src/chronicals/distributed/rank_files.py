@@ -69,7 +69,7 @@ class RankFiles:
 
     @contextmanager
     def collecting(self, folder: Path) -> Iterator[None]:
-        """On rank 0: context manager in which it writes its own files into ``folder``.
+        """Context manager on rank 0, in which it writes its own files into ``folder``.
 
         On exit it has received the files of all other ranks.
 
@@ -85,8 +85,9 @@ class RankFiles:
         token.unlink()
 
     def share(self, folder: Path, write: Share) -> None:
-        """On rank 0, after ``collecting``: write one share while the other ranks that see the
-        folder write theirs.
+        """Write rank 0's share, while the other ranks that see the folder write theirs.
+
+        Called on rank 0 after ``collecting``. Returns when all shares are written.
 
         Raises:
             Exception: ``error``, with the message of a rank that could not write its share.
@@ -97,13 +98,13 @@ class RankFiles:
             self._receive(rank, folder)
 
     def give_up(self) -> None:
-        """On rank 0, after a failure: release the ranks that wait for it."""
+        """Release the ranks that wait for rank 0, after it has failed."""
         for what in ("place", "turns"):
             self._store.set(f"{self._key}/{what}", json.dumps(None))
         self._store.set(f"{self._key}/over", "yes")
 
     def deliver(self, write: Write, share: Share | None = None) -> None:
-        """On every other rank: write its files into the folder of rank 0, or send them there.
+        """Write this rank's files into the folder of rank 0, or send them there; not on rank 0.
 
         Then write a share, if this rank sees the folder and rank 0 calls ``share``.
 

@@ -25,15 +25,13 @@ class Told:
         self._store = dist.distributed_c10d._get_default_store()
 
     def after(self, work: Callable[[], None]) -> None:
-        """On rank 0: run ``work`` and then signal, even if it raised."""
+        """Run ``work`` on rank 0 and then signal, even if it raised."""
         try:
             work()
         finally:
             self._store.set(self._key, "yes")
 
     def wait(self) -> None:
-        """On every other rank: wait for the signal, or until the store is gone together with rank
-        0.
-        """
+        """Wait on another rank for the signal, or until the store is gone together with rank 0."""
         with contextlib.suppress(RuntimeError):
             awaited(self._store, self._key)

@@ -57,7 +57,9 @@ STATE_SHARES = {
     "mean_scales": MOMENT_BLOCK,
     "square_scales": MOMENT_BLOCK,
 }
-"""For each state in ``Tensors``, the number of a weight's elements that share one of its values."""
+"""Number of a weight's elements that share one value of a state, by the state's field in
+``Tensors``.
+"""
 
 STATE_ALIGNMENT = 256
 """States begin at multiples of this many bytes in a buffer."""

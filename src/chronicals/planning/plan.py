@@ -134,7 +134,7 @@ class Plan:
 
 
 def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) -> Plan:
-    """Plan a run.
+    """Compute the plan of a run.
 
     Args:
         model: the model as it is trained, with adapters and 4-bit layers if any; may be on the meta

@@ -183,7 +183,7 @@ class FirstStepAudit:
         self.reached = False
 
     def see_gradients(self) -> None:
-        """Note the gradients that exist now; may be called whenever some of them do."""
+        """Record the gradients that exist now; call it whenever some of them do."""
         for name, p in self.attached.items():
             if p.grad is None:
                 continue

@@ -37,28 +37,28 @@ class Callback:
     """
 
     def run_began(self, run: Run) -> None:
-        """The model is prepared and a checkpoint restored; the first step follows.
+        """Called when the model is prepared and a checkpoint restored, before the first step.
 
         Args:
-            run: where the run stands: total steps, steps done, folders. It is kept up to date.
+            run: state of the run: total steps, steps done, folders. It is kept up to date.
         """
 
     def step_done(self, metrics: StepMetrics) -> None:
-        """The metrics of a step have arrived, while the next step is computed already."""
+        """Called when the metrics of a step have arrived; the next step is being computed already."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Held-out data was evaluated after ``step`` steps."""
+        """Called after an evaluation on held-out data, after ``step`` steps."""
 
     def saved(self, step: int, folder: Path) -> None:
-        """The checkpoint of ``step`` is whole in ``folder``."""
+        """Called when the checkpoint of ``step`` is complete in ``folder``."""
 
     def run_ended(self, run: Run) -> None:
-        """The run is over, once for each ``run_began``.
+        """Called at the end of a run, once for each ``run_began``.
 
         Args:
-            run: ``run.outcome`` is "finished" (then the model and the report are written),
-                "interrupted" (by a signal or ``stop``) or "failed"; ``run.error`` says what ended
-                it in the last two cases.
+            run: ``run.outcome`` is "finished" (the model and the report are written), "interrupted"
+                (by a signal or ``stop``) or "failed". In the last two cases ``run.error`` says what
+                ended it.
         """
 
 

@@ -98,8 +98,9 @@ class State:
     facts: Mapping[str, Any]
 
     def changing(self) -> dict[tuple[str, str], Tensor]:
-        """The tensors that the next update changes, by place and name; buffers are among them.
-        Frozen weights are not.
+        """Return the tensors that the next update changes, by place and name.
+
+        Buffers are included, frozen weights are not.
         """
         return {
             **{
@@ -202,7 +203,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path, model: Any) -> None:
-    """Put the weights, or adapters, of a checkpoint into the model.
+    """Load the weights, or adapters, of a checkpoint into the model.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.

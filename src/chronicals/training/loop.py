@@ -220,8 +220,9 @@ class Loop:
         self.run.last_loss = metrics.loss
 
     def _passed(self) -> None:
-        """Note that the host has launched a micro-batch; the device reaches it later, and is waited
-        for when the metrics arrive.
+        """Record that the host has launched a micro-batch.
+
+        The device reaches it later; the host waits for it when the metrics arrive.
         """
         self._passes.append(Moment(self.device))
         self.watch.passed()

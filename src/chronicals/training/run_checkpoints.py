@@ -277,8 +277,9 @@ class RunCheckpoints:
             optimizer.load_state(parameter, sent)
 
     def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
-        """Begin to allocate the memory for checkpoints that are written before the run ends. Called
-        after each step; only the first call has an effect.
+        """Start to allocate the memory for checkpoints that are written before the run ends.
+
+        Called after each step; only the first call has an effect.
         """
         if self._prepared:
             return
@@ -315,14 +316,14 @@ class RunCheckpoints:
         steps: Steps,
         about: Mapping[str, Any],
     ) -> None:
-        """Begin the checkpoint of this step, whose metrics have arrived; all ranks must call it.
+        """Start the checkpoint of this step, whose metrics have arrived; all ranks must call it.
 
         Tensors are copied while the next forward and backward pass run, and a thread writes them.
         Training waits for the last checkpoint of a run, and if host memory is too small for a copy.
-        The checkpoint before is finished first.
+        The previous checkpoint is finished first.
 
         Raises:
-            CheckpointError: this checkpoint or the one before cannot be written.
+            CheckpointError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
         self._optimizer = optimizer
@@ -385,10 +386,12 @@ class RunCheckpoints:
         write: Callable[[checkpoint.State], None],
         ended: Told | None = None,
     ) -> None:
-        """Begin to write a state: from copies if training does not wait.
+        """Start to write a state, from copies unless training waits.
 
         Args:
-            ended: tells the other ranks when it is written; None if nobody waits.
+            waits: True if training waits until it is written.
+            write: writes the state.
+            ended: signals to the other ranks that it is written; None if nobody waits.
         """
         if waits:
             if self._staging.device.type == "cuda":
