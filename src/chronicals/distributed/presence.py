@@ -155,7 +155,7 @@ class Presence:
     def _look(self, beat: int, waits: bool) -> Gone | None:
         """Post, and if this process waits, return a process that is gone.
 
-        Rank 0 hosts the store, so an unreachable store means that rank 0 is gone.
+        The store ends with rank 0, so an unreachable store means that rank 0 is gone.
         """
         try:
             self._post(beat)

@@ -167,7 +167,7 @@ class RankWatch:
                 self._announce(hung)
                 self._over.wait(
                     2 * PAUSE
-                )  # rank 0 hosts the store, and the others must read the message first
+                )  # this process may host the store, and the others must read it first
                 self._leave(hung)
 
     def _post(self, beat: int) -> None:

@@ -132,9 +132,9 @@ def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
 
 
 def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int) -> int:
-    """Return how many ranks that share a pack exchange heads: the most for which two things hold.
+    """Return the largest number of neighbouring ranks that can exchange heads.
 
-    They are on one machine, and their number divides query and key heads.
+    They share a pack and a machine, and their number divides query and key heads.
 
     Args:
         machines: name of the machine of each rank.

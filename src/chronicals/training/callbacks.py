@@ -44,7 +44,7 @@ class Callback:
         """
 
     def step_done(self, metrics: StepMetrics) -> None:
-        """Called when the metrics of a step have arrived; the next step is being computed already."""
+        """Called when the metrics of a step have arrived, while the next step is computed."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Called after an evaluation on held-out data, after ``step`` steps."""

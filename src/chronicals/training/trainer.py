@@ -382,7 +382,7 @@ class ChronicalsTrainer:
     def _own_callbacks(self) -> list[Callback]:
         """Return the callbacks of every run."""
         return [
-            # Trackers come first: they resume from the earlier metrics before the file is cut.
+            # Trackers come first: they read the earlier metrics that they continue from.
             *build_trackers(self.config),
             MetricsFile(self.output_dir / "metrics.jsonl"),
             ProgressBar(),
