@@ -1,4 +1,4 @@
-"""Processes that train together."""
+"""Training with several processes: launch, collectives, sharding, and detection of lost ranks."""
 
 from chronicals.distributed.alone import alone
 from chronicals.distributed.embedding_shards import (

@@ -1,5 +1,7 @@
-"""What one process does while the others do something else must not need them: they would wait
-for each other for ever.
+"""A guard for work that one rank does by itself, such as a callback on rank 0.
+
+The other ranks take no part in it. A collective in such work would block for ever, so the guard
+makes it an error.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("c10d", "_c10d_functional")
-"""Libraries of operators that wait for other processes."""
+"""Namespaces of torch operators that wait for other processes."""
 
 
 @contextmanager
 def alone(modules: Collection[nn.Module], refusal: Callable[[str], Exception]) -> Iterator[None]:
-    """Within: a forward pass of one of ``modules``, whose weights are divided among processes,
-    raises before it begins, and so does any other collective.
+    """Context manager that makes collectives an error on this rank.
+
+    A forward pass of one of ``modules``, whose weights are divided among ranks, raises before it
+    begins. So does every operator of ``COLLECTIVES``.
 
     Args:
-        refusal: makes the error of what was called.
+        modules: modules whose forward pass needs all ranks.
+        refusal: makes the exception from a text that says what was called.
     """
 
     def refuse(module: nn.Module, _inputs: Any) -> None:

@@ -1,9 +1,8 @@
-"""Gradients summed over the ranks by few collectives: small ones lie one behind the other in flat
-buckets.
+"""All-reduce of gradients in few collectives: small gradients are packed into flat buckets.
 
-A collective takes its launch beside its bytes, and a model with adapters has hundreds of small
-gradients. A bucket costs a copy in and a copy out, at the bandwidth of the memory, which is many
-times that of what joins the cards. A gradient that fills a bucket by itself is summed where it is.
+Every collective costs a launch, and a model with adapters has hundreds of small gradients. A bucket
+costs one copy in and one copy out at memory bandwidth, which is many times the bandwidth between
+GPUs. A gradient that fills a bucket by itself is summed in place.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET = 1 << 26
-"""Bytes of a bucket at most."""
+"""Maximum bytes of a bucket."""
 
 IN_FLIGHT = 3
-"""Buckets that exist at a time."""
+"""Maximum number of buckets in memory at a time."""
 
 
 def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor]]:
-    """The gradients in order, those together that are in one bucket: neighbours of one dtype, no
-    more than ``size`` bytes.
+    """Group gradients into buckets, in order: neighbours of one dtype, at most ``size`` bytes each.
+
+    A gradient larger than ``size`` has a bucket of its own.
     """
     found = list[list[Tensor]]()
     room = 0
@@ -39,11 +39,11 @@ def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor
 
 @torch.no_grad()
 def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
-    """Replace every gradient by the sum over the ranks, in the order of the device's work.
+    """Replace every gradient by its sum over the ranks, in stream order.
 
     Args:
-        gradients: on all ranks as many, in the same order, alike in shape and dtype.
-        size: bytes of a bucket at most.
+        gradients: the same number, order, shapes and dtypes on all ranks.
+        size: maximum bytes of a bucket.
     """
     flying: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
     for bucket in buckets(gradients, size):
@@ -57,7 +57,7 @@ def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
 
 
 def _land(bucket: list[Tensor], flat: Tensor, work: dist.Work) -> None:
-    """Wait for a sum, and copy it to where the gradients are."""
+    """Wait for a bucket's all-reduce and copy the sums back into its gradients."""
     work.wait()
     if bucket:
         parts = flat.split([gradient.numel() for gradient in bucket])

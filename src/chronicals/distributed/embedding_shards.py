@@ -1,12 +1,15 @@
-"""A frozen input embedding of which every rank holds some columns.
+"""A frozen input embedding whose columns are divided among the ranks.
 
-    y = W[x] · e        W [V, D], of which rank r of n has the columns r D/n to (r + 1) D/n; e: a scale that some classes have
+    y = W[x] · e
+
+    W [V, D]: rank r of n holds the columns r D/n to (r + 1) D/n
+    e: scale of the embeddings, in classes that have one
 
 The ids of all ranks are gathered, each rank looks up its columns for all of them, and one
-all-to-all gives each rank its own tokens with all columns. Of T tokens in 16 bit a rank sends (n −
-1) (8 T + 2 T D / n) bytes, where gathering W would take 2 V D (n − 1) / n: of a Llama of 8 billion
-parameters, at 8,192 tokens on two cards, 34 MB instead of 525, in 0.2 ms over 200 GB/s. There is no
-backward pass.
+all-to-all gives each rank all columns of its own tokens. For T tokens in 16 bit a rank sends (n −
+1) (8 T + 2 T D / n) bytes; gathering W would take 2 V D (n − 1) / n. For a Llama of 8 billion
+parameters with 8,192 tokens on two GPUs that is 34 MB instead of 525 MB, in 0.2 ms over 200 GB/s.
+There is no backward pass.
 """
 
 from __future__ import annotations
@@ -29,18 +32,21 @@ from chronicals.patching.fused_weights import is_hooked
 
 
 class EmbeddingInShards(nn.Module):
-    """``W[x]`` over columns of which this rank holds some. All ranks call it alike. Nothing of W is
-    in a state dict.
+    """Embedding lookup ``W[x]`` with 1/count of the columns on each rank.
+
+    All ranks must call it, in the same order. Its state dict is empty.
 
     Args:
-        embedding: as a whole, one for which ``is_embedding`` is true; its weight may be in a file
-            that is mapped to memory, of which this reads its columns alone.
-        rank, count: this one among those that hold a copy, whose number divides the columns.
-        group: of these, all ranks by default.
+        embedding: the whole layer; ``is_embedding`` must be true for it. Its weight may be
+            memory-mapped: only this rank's columns are read.
+        rank, count: this rank and the number of ranks that share a copy; ``count`` divides the
+            columns.
+        device: device of this rank's columns.
+        group: process group of these ranks, by default all ranks.
 
     Attributes:
-        equal_lengths: whether all ranks look up as many ids; else they tell each other how many,
-            and the host waits for that.
+        equal_lengths: True if all ranks look up the same number of ids. If False, ranks exchange
+            their numbers of ids, and the host waits for the result.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class EmbeddingInShards(nn.Module):
         return found if self.embed_scale is None else found * self.embed_scale.to(found.dtype)
 
     def _longest(self, length: int, device: torch.device) -> int:
-        """The most ids that a rank looks up."""
+        """Return the largest number of ids that any rank looks up; waits for the device."""
         lengths = torch.empty(self.count, dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(
             lengths, torch.tensor([length], device=device), group=self.group
@@ -93,15 +99,16 @@ class EmbeddingInShards(nn.Module):
         """Adapters are saved; their base is where it was loaded from."""
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """What it computes with was read already."""
+        """Load nothing: the columns were read by ``__init__``."""
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, 1/{self.count} of the columns here"
 
 
 def why_embedding_stays_whole(model: Any, count: int) -> str | None:
-    """Why ``count`` ranks all keep the whole input embedding of a model; None where they can
-    divide it, or have.
+    """Return why the input embedding cannot be divided among ``count`` ranks.
+
+    None if it can be divided, or already is.
     """
     layer = model.get_input_embeddings()
     if isinstance(layer, EmbeddingInShards):
@@ -131,16 +138,18 @@ def _saved_with_the_adapter(model: Any) -> list[str]:
 def shard_embedding(
     model: Any, rank: int, count: int, device: torch.device, group: Any = None
 ) -> str | None:
-    """Divide the frozen input embedding of a model among ranks, in place; why it stays whole, or
-    None.
+    """Divide the frozen input embedding of a model among ranks, in place.
 
     Args:
-        rank, count: this one among those that hold a copy.
-        device: where its part stays.
-        group: of these, all ranks by default.
+        rank, count: this rank and the number of ranks that share a copy.
+        device: device of this rank's columns.
+        group: process group of these ranks, by default all ranks.
+
+    Returns:
+        None if it is divided now, else the reason why every rank keeps all of it.
     """
     layer = model.get_input_embeddings()
-    if isinstance(layer, EmbeddingInShards):  # by a run before
+    if isinstance(layer, EmbeddingInShards):  # divided by an earlier run
         return None
     if (reason := why_embedding_stays_whole(model, count)) is None:
         path = next(path for path, module in model.named_modules() if module is layer)
@@ -152,7 +161,10 @@ def shard_embedding(
 
 @contextmanager
 def looking_up_as_many(model: Any) -> Iterator[None]:
-    """Within: all ranks look up as many ids in each call, and need not tell each other how many."""
+    """Context manager that promises that all ranks look up the same number of ids in each call.
+
+    It spares the exchange of lengths, see ``EmbeddingInShards.equal_lengths``.
+    """
     divided = [module for module in model.modules() if isinstance(module, EmbeddingInShards)]
     for module in divided:
         module.equal_lengths = True

@@ -1,11 +1,9 @@
-"""Every rank sums the gradients of all of a unit's trained weights, also of those that its
-micro-batch did not use.
+"""FSDP gradients of weights that only some ranks used, such as experts in modules of their own.
 
-FSDP lays the gradients that a rank has one after the other. Where ranks use other weights of a
-unit, such as experts that are modules of their own, the rows of one weight would be added to those
-of another. A weight that is not used has zeros here, as with torch's
-``set_reduce_scatter_unused_params``, which torch 2.11 lacks; and it is known which weights were
-used, since one that no rank uses is not updated.
+FSDP concatenates the gradients that a rank has. If ranks use different weights of a unit, the
+reduce-scatter would add the rows of one weight to those of another. Here unused weights get zero
+gradients first, like torch's ``set_reduce_scatter_unused_params``, which torch 2.11 lacks. The
+weights that were used are recorded too, since a weight that no rank used must not be updated.
 """
 
 from __future__ import annotations
@@ -17,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 USED = "_chronicals_used"
-"""Attribute of a divided weight that had a gradient on this rank in the step so far."""
+"""Attribute of a sharded weight: True if it had a gradient on this rank in the current step."""
 
 
 def sum_evenly(unit: nn.Module) -> None:
-    """Give weights without a gradient zeros before the unit, after ``fully_shard``, sums its
-    gradients.
+    """Make a unit give zero gradients to its unused trained weights before FSDP sums its gradients.
+
+    Args:
+        unit: a module after ``fully_shard``.
     """
     if (group := _group(unit)) is None:
         return
@@ -38,17 +38,19 @@ def sum_evenly(unit: nn.Module) -> None:
 
 
 def _complete(one: Any) -> None:
-    """Note that an ``FSDPParam`` has a gradient, or give it zeros."""
+    """Mark the weight of an ``FSDPParam`` as used if it has a gradient, else give it zeros."""
     whole = one.unsharded_param
     if whole.grad is not None or one.unsharded_accumulated_grad is not None:
         setattr(one.sharded_param, USED, True)
-    elif whole.untyped_storage().size():
+    elif whole.untyped_storage().size():  # 0 if the weight is not gathered
         whole.grad = torch.zeros_like(whole)
 
 
 def forget_broken_step(model: nn.Module) -> None:
-    """Of a step that ended between its micro-batches: which weights were used, and what was to
-    be added up among copies, which FSDP would add to the first sums of the next step."""
+    """Discard what an interrupted step left: the marks of used weights and FSDP's partial sums.
+
+    FSDP would otherwise add the partial sums of the all-reduce among copies to the next step's.
+    """
     groups = (_group(module) for module in model.modules() if isinstance(module, FSDPModule))
     for group in filter(None, groups):
         group._partial_reduce_output = None
@@ -57,10 +59,12 @@ def forget_broken_step(model: nn.Module) -> None:
 
 
 def _group(unit: nn.Module) -> Any:
-    """FSDP's parameters of a unit; None where it has none of its own."""
+    """Return FSDP's parameter group of a unit, or None if the unit has no parameters of its own."""
     return unit._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
 
 
 def take_used(weight: Tensor) -> bool:
-    """Whether this rank had a gradient of the weight since it was asked last."""
+    """Return whether the weight had a gradient on this rank since the last call, and reset the
+    mark.
+    """
     return bool(vars(weight).pop(USED, False))

@@ -1,10 +1,9 @@
-"""Gradients of FSDP's units are sent in the 16 bits in which they were computed, and summed in fp32
-where they arrive.
+"""Reduce-scatter for FSDP that sends 16-bit gradients and sums them in fp32.
 
-A reduce-scatter adds on the way, so that sums in fp32 send fp32: 4 bytes a weight. Here every rank
-sends each other one its part, 2 bytes a weight, and adds what it received (as Megatron-Core's
-``reduce_scatter_with_fp32_accumulation`` does). No number is rounded that a sum in fp32 does not
-round.
+An ordinary reduce-scatter adds on the way, so sums in fp32 send fp32: 4 bytes a weight. Here every
+rank sends every other rank its part as it was computed, 2 bytes a weight, and each rank adds what
+it received in fp32 (as Megatron-Core's ``reduce_scatter_with_fp32_accumulation`` does). The result
+is rounded no more than that of an fp32 reduce-scatter.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from torch import Tensor
 
 
 class ExchangedSums:
-    """In place of the reduce-scatter of one unit (``FSDPModule.set_custom_reduce_scatter``), whose
-    ``reduce_dtype`` is that of its gradients.
+    """Replacement for the reduce-scatter of one unit (``FSDPModule.set_custom_reduce_scatter``).
 
-    FSDP asks for two tensors each time: ``[W · n]`` for the gradients, the parts of all W ranks,
-        then ``[n]`` for this rank's
-    sums.
+    The unit's ``reduce_dtype`` must be the dtype of its gradients. For each reduce-scatter FSDP
+    allocates two tensors: ``[W · n]`` for the gradients, with the parts of all W ranks, then
+    ``[n]`` for this rank's sums.
 
     Args:
         ranks: W, at least 2.
@@ -34,8 +32,9 @@ class ExchangedSums:
         self._sums: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor asked for next: gradients in their own ``dtype``, sums in fp32."""
+        """Return an empty tensor for FSDP: gradients in their own ``dtype``, sums in fp32."""
         numbers = math.prod(size)
+        # FSDP does not say which of the two tensors it asks for; their sizes and order tell.
         if numbers == self._sums:
             self._sums = None
             return torch.empty(*size, dtype=torch.float32, device=device)
@@ -49,8 +48,8 @@ class ExchangedSums:
         group: dist.ProcessGroup,
         op: dist.ReduceOp,
     ) -> None:
-        """Fill ``output_tensor [n]`` with the sums over ranks of this one's part of ``input_tensor
-        [W · n]``.
+        """Sum this rank's part of ``input_tensor [W · n]`` over the ranks into ``output_tensor
+        [n]``.
 
         Raises:
             ValueError: ``op`` is not a sum.

@@ -1,18 +1,18 @@
-"""Frozen weights of which every rank holds some rows: gathered as bytes for each decoder layer,
-read by its products.
+"""Frozen weights divided among ranks by rows and gathered as bytes for each decoder layer.
 
-QLoRA over ZeRO stage 3. A layer's weights, of whatever format, are one row of bytes a rank; they
-are gathered into one of two buffers when the first product of the layer asks for them, and those of
-the layer that follows, in the direction of the pass, beside it. A product writes the rows of all
-ranks into the dense buffer that its adapters are in, by a launch for each rank: nothing else is
-copied. Bytes of a pass, of N weights over W ranks: N (W − 1) / W times 2 in 16 bit, 0.516 in NF4.
+QLoRA with ZeRO stage 3. On each rank all frozen weights of a decoder layer, of any format, are one
+row of bytes. The first product of a layer gathers the rows of all ranks into one of two buffers and
+starts to gather the next layer (in the direction of the pass) into the other. A product then writes
+the rows of all ranks into the dense buffer that its adapters use, one launch for each rank, with no
+further copy. Bytes gathered in a pass, for N weights on W ranks: N (W − 1) / W times 2 in 16 bit,
+times 0.516 in NF4.
 
-Weights are cut at whole rows, in NF4 at whole blocks of scales (256 · 64 values), so that rows need
-nothing of other ranks; what cannot be cut so stays whole on every rank.
+Weights are cut at whole rows, and in NF4 at whole blocks of scales (256 · 64 values), so that a
+rank's rows need nothing from other ranks. A weight that cannot be cut so stays whole on every rank.
 
-A training pass begins and ends with nothing held (``Gathers.passing``): what it gathers, and in
-which order, depends on the pass alone. So ranks that replay a captured pass send what others send,
-whatever they did before, and a replayed pass reads nothing that it did not gather.
+A training pass begins and ends with empty buffers (``Gathers.passing``), so what it gathers, and in
+which order, depends on the pass alone. Ranks that replay a captured CUDA graph therefore send what
+the others send, and a replay reads only what it gathered itself.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from chronicals.quantization import (
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 16
-"""Bytes that tensors begin at multiples of, as vectorised loads want it."""
+"""Alignment of tensors in bytes, as vectorised loads need it."""
 
 Place = tuple[int, int, torch.dtype]
-"""Where a tensor of some rows lies among a unit's bytes: its first byte, its bytes, its dtype."""
+"""Location of a tensor among the bytes of a unit: first byte, number of bytes, dtype."""
 
 
 class Gathers:
-    """The units of a model in the order of its forward pass, and two buffers that they are gathered
-    into by turns.
+    """The units of a model in the order of the forward pass, and two buffers that they are gathered
+    into in turn.
 
     Args:
-        group: ranks that hold the parts of one copy, all of them by default.
-        rank, count: this one among them.
+        rank, count: this rank among those that share a copy of the model, and their number.
+        group: process group of these ranks, by default all ranks.
     """
 
     def __init__(self, rank: int, count: int, group: Any = None):
@@ -74,10 +74,10 @@ class Gathers:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Surround a forward and a backward pass: they gather all that they read, and wait for all
-        that they began to gather.
+        """Context manager around a forward and a backward pass; buffers are empty before and after.
 
-        A pass is captured within this context. ``forget`` comes before the first, outside of a
+        The pass gathers all that it reads and waits for every gather that it started. A CUDA graph
+        is captured inside this context. Call ``forget`` once before the first pass, outside of a
         capture.
         """
         self._hold_none()
@@ -88,8 +88,8 @@ class Gathers:
             self._hold_none()
 
     def forget(self) -> None:
-        """Wait for what another pass, an evaluation or one that was broken off, began to gather,
-        and hold nothing of it.
+        """Wait for gathers that an evaluation or an interrupted pass started, and empty the
+        buffers.
         """
         for flying in self._flying:
             if flying is not None:
@@ -108,9 +108,12 @@ class Gathers:
         self._now = None
 
     def of(self, unit: Unit) -> Tensor:
-        """The bytes of all ranks, uint8 ``[ranks, bytes]``, valid until the layer after the next
-        is asked for. All ranks ask in one order. The host does not wait for a card."""
-        backward = torch._C._current_graph_task_id() != -1
+        """Return the bytes of a unit of all ranks, uint8 ``[ranks, bytes]``.
+
+        They are valid until the unit after the next is asked for. All ranks must ask in the same
+        order. The host does not wait for the GPU.
+        """
+        backward = torch._C._current_graph_task_id() != -1  # autograd is running
         slot = unit.number % 2
         self._begin(unit)
         if self._flying[slot] is not None:
@@ -124,13 +127,14 @@ class Gathers:
         return self._place(unit)
 
     def _begin(self, unit: Unit) -> None:
-        """Unless it is there or on its way: gather it into the buffer of the unit before the
-        last, which was read already.
+        """Start to gather a unit, unless its buffer holds it already.
+
+        The buffer held the unit before the last, which is no longer read.
         """
         slot = unit.number % 2
         if self._holds[slot] is unit:
             return
-        if self._flying[slot] is not None:  # asked for beside another, and never read
+        if self._flying[slot] is not None:  # prefetched, but never read
             self._flying[slot].wait()
         self._holds[slot] = unit
         there = self._place(unit).view(-1)
@@ -139,7 +143,7 @@ class Gathers:
         )
 
     def lay(self) -> None:
-        """The buffers, which stay where they are: captured passes write to them."""
+        """Allocate the buffers. They keep their addresses, since captured graphs write to them."""
         size = max(len(unit.own) for unit in self.units) * self.count
         with torch.inference_mode(False):
             self._buffers = [
@@ -156,10 +160,10 @@ class Gathers:
 
 @dataclass(eq=False)
 class Unit:
-    """The frozen weights of a decoder layer.
+    """The frozen weights of one decoder layer.
 
     Attributes:
-        own: this rank's bytes.
+        own: this rank's bytes, uint8; empty until ``close``.
     """
 
     number: int
@@ -168,7 +172,7 @@ class Unit:
     _size: int = 0
 
     def place(self, rows: PackedWeight) -> dict[str, Place]:
-        """Make room for some rows and return where each of their tensors lies."""
+        """Reserve space for a weight's rows; return the place of each of their tensors by name."""
         places = {}
         for name, tensor in rows.divided.items():
             places[name] = self._size, tensor.nbytes, tensor.dtype
@@ -176,20 +180,21 @@ class Unit:
         return places
 
     def close(self, device: torch.device) -> None:
-        """No more rows follow."""
+        """Allocate ``own``; no rows can be placed after it."""
         self.own = torch.zeros(self._size, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True)
 class FrozenRows(PackedWeight):
-    """A weight whose rows are on all ranks.
+    """A frozen weight whose rows are divided among the ranks.
 
     Attributes:
         codes: this rank's bytes, the layer's parameter.
         here: this rank's rows, without the tensors that are gathered.
-        unit: of the decoder layer.
-        places: of ``Unit.place``.
-        shape: of the whole weight.
+        unit: unit of the decoder layer.
+        places: result of ``Unit.place``.
+        shape: shape of the whole weight.
+        dtype: dtype of the dense values.
     """
 
     codes: Tensor
@@ -205,7 +210,7 @@ class FrozenRows(PackedWeight):
 
     @property
     def settings(self) -> str:
-        """None: the products of such a weight are no operator, since they gather."""
+        """Empty: such a weight is no operand of a custom operator, since its products gather."""
         return ""
 
     def with_tensors(
@@ -219,8 +224,10 @@ class FrozenRows(PackedWeight):
         return replace(self, codes=codes, shape=shape or self.shape, dtype=dtype or self.dtype)
 
     def into(self, out: Tensor) -> Tensor:
-        """Write the values to ``out``, ``[n, K]``, rows dense, by a launch for each rank; return
-        it."""
+        """Gather the rows and write the values to ``out``, ``[n, K]``, rows dense; return ``out``.
+
+        One launch for each rank.
+        """
         gathered = self.unit.gathers.of(self.unit)
         for row, place in zip(gathered, out.chunk(self.unit.gathers.count)):
             divided = {
@@ -251,25 +258,28 @@ class FrozenRows(PackedWeight):
 
 
 class FrozenBase(PackedBase):
-    """Multiplies by weights whose rows are on all ranks."""
+    """Products with weights whose rows are divided among the ranks."""
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
-        """Most bytes of a value: those of a dense weight that no other rank has a part of; the
-        gathered bytes are beside it.
+        """Return the peak bytes per value of a dense weight during a product.
+
+        The gathered bytes come on top and are counted elsewhere.
         """
         return float(itemsize)
 
 
 class LinearInShards(PackedLinear):
-    """``x Wᵀ + b`` over rows of which this rank holds some. All ranks call it in the same order.
-    Nothing of W is in a state dict: adapters are saved, their base is where it was loaded from.
+    """Linear layer ``x Wᵀ + b`` of whose frozen weight this rank holds some rows.
+
+    All ranks must call these layers in the same order. The weight is not in the state dict:
+    adapters are saved, the base model is loaded from its own files.
 
     Args:
-        rows: this rank's.
-        unit: of the decoder layer.
-        outputs: of the whole weight.
-        dtype: of the products.
+        rows: this rank's rows.
+        unit: unit of the decoder layer.
+        outputs: number of rows of the whole weight.
+        dtype: dtype of the products.
     """
 
     def __init__(
@@ -290,7 +300,7 @@ class LinearInShards(PackedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Put the rows where they are gathered from, once the unit is closed."""
+        """Copy the rows into the unit's bytes. Call it once, after ``Unit.close``."""
         for name, tensor in self.rows.divided.items():
             begin, size, _ = self.places[name]
             self.unit.own[begin : begin + size].copy_(tensor.contiguous().view(torch.uint8))
@@ -298,7 +308,7 @@ class LinearInShards(PackedLinear):
         end = max(begin + size for begin, size, _ in self.places.values())
         self.weight = nn.Parameter(self.unit.own[first:end], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
-        setattr(self.weight, CODES, next(iter(self.places.values()))[1])
+        setattr(self.weight, CODES, next(iter(self.places.values()))[1])  # codes come first
         self.rows = self.rows.without_rows(self.unit.own.device)
 
     @property
@@ -316,7 +326,7 @@ class LinearInShards(PackedLinear):
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Rows stay where they are gathered from; the dtype of products and the bias follow."""
+        """Apply ``fn`` to the bias and to the dtype of products; rows stay in the unit's bytes."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         if self.bias is not None:
             self.bias.data = fn(self.bias.data)
@@ -329,7 +339,7 @@ class LinearInShards(PackedLinear):
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """Do nothing: the rows were read already."""
+        """Load nothing: the rows were read already."""
 
 
 class _Product(torch.autograd.Function):
@@ -344,7 +354,7 @@ class _Product(torch.autograd.Function):
 
 
 def gathers_of(model: nn.Module) -> Gathers | None:
-    """Return the gathers of a model whose frozen weights are divided among ranks; else None."""
+    """Return the ``Gathers`` of a model whose frozen weights are divided among ranks, else None."""
     return next(
         (module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards)),
         None,
@@ -352,13 +362,16 @@ def gathers_of(model: nn.Module) -> Gathers | None:
 
 
 RowsOf = Callable[[nn.Module, int, int, torch.dtype], PackedWeight | None]
-"""Called with a linear layer, a rank, the number of ranks and the dtype of plain weights: gives the
-rank's rows, or None where the layer cannot be cut."""
+"""Function of a linear layer, a rank, the number of ranks and the dtype of plain weights.
+
+It returns the rank's rows, or None if the layer cannot be cut.
+"""
 
 
 class RowsRead(nn.Module):
-    """A module in the place of a linear layer while a model is read: this rank's rows of it, or
-    the whole layer where it cannot be cut.
+    """Placeholder of a linear layer while a model is loaded.
+
+    It holds this rank's rows, or the whole layer if its weight cannot be cut.
     """
 
     def __init__(
@@ -382,8 +395,17 @@ class RowsRead(nn.Module):
         dtype: torch.dtype,
         quantization: str | None,
     ) -> Callable[[nn.Linear, Tensor], RowsRead]:
-        """Return a function that makes it of a weight that was read, on the device, quantised
-        first if asked; no more than one weight is there whole."""
+        """Return a function of a linear layer and its weight, as read from the file, that makes the
+        placeholder.
+
+        The weight is moved to ``device`` and quantised there if asked. Only one weight is whole at
+        a time.
+
+        Args:
+            sharing: number of neighbouring ranks that share a copy.
+            dtype: dtype of weights that are not packed.
+            quantization: name of a recipe in ``RECIPES``, or None.
+        """
 
         def take(linear: nn.Linear, weight: Tensor) -> RowsRead:
             weight = weight.to(device)
@@ -402,7 +424,7 @@ class RowsRead(nn.Module):
 
 
 def put_whole(layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Layers that could not be cut while they were read, as they are."""
+    """Replace placeholders whose weight could not be cut by their whole layers."""
     for layer in layers:
         for path, child in list(layer.named_modules()):
             if isinstance(child, RowsRead) and child.rows is None:
@@ -415,7 +437,7 @@ def put_whole(layers: Sequence[nn.Module], device: torch.device) -> None:
 def rows_of_layer(
     layer: nn.Module, rank: int, count: int, dtype: torch.dtype
 ) -> PackedWeight | None:
-    """Return a rank's rows of a linear layer, or None where its weight cannot be cut."""
+    """Return a rank's rows of a linear layer, or None if its weight cannot be cut."""
     if isinstance(layer, RowsRead):
         return layer.rows
     weight = frozen_weight(layer, dtype)
@@ -423,9 +445,7 @@ def rows_of_layer(
 
 
 def can_be_cut(layer: nn.Module, count: int) -> bool:
-    """Return True if ``rows_of_layer`` gives rows for each of so many ranks, and where a layer has
-    them already.
-    """
+    """Return True if a layer can be cut into ``count`` parts of rows, or already is."""
     if isinstance(layer, LinearInShards):
         return True
     if isinstance(layer, RowsRead):
@@ -435,9 +455,7 @@ def can_be_cut(layer: nn.Module, count: int) -> bool:
 
 
 def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The linear layers, by their paths in the decoder layer that they are in, of which nothing
-    is trained.
-    """
+    """Yield each linear layer without trained parameters, with its path in its decoder layer."""
     for layer in layers:
         for path, child in list(layer.named_modules()):
             linear = is_linear(child) or isinstance(child, RowsRead)
@@ -454,18 +472,17 @@ def shard_frozen(
     dtype: torch.dtype,
     rows_of: RowsOf | None = None,
 ) -> Gathers:
-    """Divide the frozen linear layers of decoder layers among ranks, in place, a layer after the
-    other.
+    """Divide the frozen linear layers of decoder layers among ranks, in place, layer by layer.
 
     Args:
-        sharing: neighbours that hold one copy.
-        device: where parts stay.
-        dtype: of weights that are not packed, and of products.
-        rows_of: makes a rank's rows of a layer, which may have no weight as yet; by default they
-            are cut out of its weight.
+        sharing: number of neighbouring ranks that share a copy.
+        device: device of this rank's rows.
+        dtype: dtype of weights that are not packed, and of products.
+        rows_of: makes a rank's rows of a layer, whose weight may not be loaded yet; by default it
+            cuts them out of the layer's weight.
 
     Raises:
-        ValueError: none can be divided.
+        ValueError: no layer can be divided.
     """
     group = _group_of(ranks, sharing)
     rows_of = rows_of or rows_of_layer
@@ -512,7 +529,7 @@ def shard_frozen(
 
 
 def _group_of(ranks: Mesh, sharing: int) -> Any:
-    """The process group of this rank's copy; all ranks call it alike."""
+    """Return the process group of this rank's copy, None for all; all ranks must call it."""
     if sharing == ranks.count:
         return None
     groups = [group_of(range(first, first + sharing)) for first in range(0, ranks.count, sharing)]

@@ -1,6 +1,4 @@
-"""Whether this process was started as one of several, read from the variables that launchers
-set.
-"""
+"""Detection of a launch with several processes, from the variables that launchers set."""
 
 from __future__ import annotations
 
@@ -22,21 +20,23 @@ LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
-"""Number of processes, this one among all, this one on its machine: torchrun and job operators,
-Open MPI, MVAPICH2, MPICH and Intel MPI, Slurm."""
+"""Names of the variables for world size, rank and local rank.
+
+In order: torchrun and job operators, Open MPI, MVAPICH2, MPICH and Intel MPI, Slurm.
+"""
 
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-"""Where the processes find each other."""
+"""Variables with the address at which the processes find each other."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the environment says of this process.
+    """This process's place among those that were launched, as the environment gives it.
 
     Attributes:
-        rank, count: this process and how many there are.
-        local_rank: this process on its machine; None where no variable says so.
-        told_by: the variable that gives the number of processes, with its value.
+        rank, count: rank of this process and the world size.
+        local_rank: rank on this machine; None if no variable gives it.
+        told_by: the variable that gave the world size, as ``NAME=value``.
     """
 
     rank: int
@@ -46,11 +46,11 @@ class Launch:
 
     @classmethod
     def found(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
-        """None where this process is alone.
+        """Read the launch from the environment; None if this is the only process.
 
         Raises:
-            ConfigurationError: a variable is no number, or the number of processes is known and not
-                which one this is.
+            ConfigurationError: a variable is not a number, or the world size is known but not the
+                rank.
         """
         for size_name, rank_name, local_name in LAUNCHERS:
             if not environment.get(size_name):
@@ -75,7 +75,11 @@ class Launch:
         return None
 
     def require_meeting_point(self, environment: Mapping[str, str] = os.environ) -> None:
-        """Raises ConfigurationError where the processes could not find each other."""
+        """Check that the processes can find each other.
+
+        Raises:
+            ConfigurationError: a variable of ``MEETING_POINT`` is not set.
+        """
         missing = [name for name in MEETING_POINT if not environment.get(name)]
         if missing:
             raise ConfigurationError(
@@ -88,13 +92,13 @@ class Launch:
 
 
 def become_launcher(count: int, arguments: Sequence[str]) -> None:
-    """Become torchrun, which starts ``count`` processes of ``chronicals ARGUMENTS`` on this machine
-    and ends with them; returns where one process is asked for, this one.
+    """Replace this process by torchrun with ``count`` processes of ``chronicals ARGUMENTS``.
 
-    Without an ``OMP_NUM_THREADS`` of the caller's the processes share the cores.
+    All of them run on this machine. Returns only for ``count`` 1: this process goes on itself. If
+    OMP_NUM_THREADS is not set, the processes divide the CPU cores among themselves.
 
     Raises:
-        ConfigurationError: this process was started as one of several, or there are fewer cards.
+        ConfigurationError: this process is already one of several, or the machine has fewer GPUs.
     """
     if launch := Launch.found():
         raise ConfigurationError(
@@ -119,15 +123,15 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
         "--standalone",
         f"--nproc-per-node={count}",
     ]
-    sys.stdout.flush()
+    sys.stdout.flush()  # execv would drop what is buffered
     os.execv(sys.executable, [*launcher, "-m", "chronicals.cli", *arguments])
 
 
 def require_one_process(command: str) -> None:
-    """For what runs in one process only.
+    """Check that ``command``, which runs in one process only, was not launched as several.
 
     Raises:
-        ConfigurationError: this one was started as one of several.
+        ConfigurationError: this process is one of several.
     """
     if launch := Launch.found():
         raise ConfigurationError(
@@ -138,7 +142,7 @@ def require_one_process(command: str) -> None:
 
 
 def warn_of_other_processes(command: str) -> None:
-    """For what may run several times side by side, to no purpose."""
+    """Warn if ``command``, which needs one process, was launched as several: each does all work."""
     try:
         launch = Launch.found()
     except ConfigurationError:
@@ -153,7 +157,7 @@ def warn_of_other_processes(command: str) -> None:
 
 
 def remedy(variable: str, count: int | None = None) -> str:
-    """How to start processes that train together, or one that trains alone."""
+    """Return the advice of error messages: how to launch several processes, or only one."""
     return (
         f"Start them with `torchrun --nproc-per-node={count or 'N'} -m chronicals.cli train ...` "
         "(or a script of yours), or "
@@ -165,8 +169,13 @@ def remedy(variable: str, count: int | None = None) -> str:
 def _place(
     rank_name: str, local_name: str, size_name: str, count: int, environment: Mapping[str, str]
 ) -> tuple[int, int | None]:
-    """Rank and local rank: the launcher's own variables, or where these are missing those of one
-    that counts as many.
+    """Return the rank and the local rank, which is None if unknown.
+
+    Read from the launcher's own variables. If they are missing, from those of another launcher that
+    gives the same world size.
+
+    Raises:
+        ConfigurationError: there is no rank, or it is not below the world size.
     """
     alike = [
         (rank, local)
@@ -190,9 +199,11 @@ def _place(
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process, where Slurm says only what the job was allotted: a
-    batch script and an interactive shell (``salloc``) have SLURM_NTASKS too, and are one
-    process."""
+    """Return whether ``srun`` started this process.
+
+    A batch script and an interactive shell (``salloc``) have SLURM_NTASKS of the job too, but are
+    single processes.
+    """
     interactive = environment.get("SLURM_JOB_NAME") in ("interactive", "bash")
     batch_script = environment.get("ENVIRONMENT") == "BATCH"
     return "SLURM_PROCID" in environment and not interactive and not batch_script

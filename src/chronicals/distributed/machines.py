@@ -1,4 +1,4 @@
-"""Which processes are on one machine."""
+"""Number of ranks on each machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def on_each_machine(ranks: Mesh) -> int:
-    """How many neighbours are on each machine, the same on all ranks, which must all ask; all of
-    them where machines have different numbers of them, or ranks that are not next to each other.
+    """Return the number of ranks on each machine; all ranks must call it and get the same result.
 
-    It is what torchrun says, if it says one number to all, else what the machines' names say: srun
-    and mpirun say nothing.
+    This is LOCAL_WORLD_SIZE if it is set and equal on all ranks (torchrun sets it; srun and mpirun
+    do not), else it follows from the host names. If machines have different numbers of ranks, or
+    the ranks of a machine are not consecutive, all ranks count as one machine.
     """
     told = ranks.gather_values([os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()])
     (size, _), names = told[0], [name for _, name in told]

@@ -1,8 +1,7 @@
-"""The processes that train together, by what each has of the work.
+"""The ranks of a run and their collectives, on two axes: data and context.
 
-Every rank holds the model, and gradients are summed over all once a step. There are two axes: ranks
-that are next to each other on the context axis have parts of the same packs; along the data axis
-packs differ.
+Ranks that are neighbours on the context axis hold parts of the same packs. Ranks on the data axis
+have different packs. Gradients are summed over all ranks once a step.
 """
 
 from __future__ import annotations
@@ -33,33 +32,33 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PART = 1 << 22
-"""Characters, of one byte each in JSON, that are sent at a time."""
+"""Maximum characters of one value in the store; JSON is ASCII, so this is bytes too."""
 
 MEETING = timedelta(minutes=30)
-"""How long processes wait until all that were started are there."""
+"""Time that processes wait until all that were launched have arrived."""
 
 PATIENCE = timedelta(seconds=LONGEST_TIMEOUT)
-"""What torch waits for a collective: longer than ``rank_timeout``, after which ``RankWatch``
-ends all and names them.
+"""Timeout of torch's collectives.
+
+It is longer than ``rank_timeout``, after which ``RankWatch`` ends all processes and names the one
+that hangs.
 """
 
 PATTERNS = 8
-"""Of parameters with a gradient: how many are kept on the device."""
+"""Number of patterns of parameters with a gradient that are cached on the device."""
 
 _announcements = itertools.count()
-"""Numbers of what the first rank has done, the same on all ranks, which take part in the same
-order.
-"""
+"""Counter for the keys of ``writer_does``; equal on all ranks, which call it in the same order."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process among those that train together.
+    """This rank among all ranks of the run.
 
     Attributes:
-        rank, count: the place of this process among all, and their number.
-        local_rank: this process on its machine, and so its card.
-        context: of those that share its packs; None where it has packs of its own.
+        rank, count: global rank and world size.
+        local_rank: rank on this machine, which selects the GPU.
+        context: the ranks that share this rank's packs; None if it shares them with nobody.
     """
 
     rank: int = 0
@@ -72,19 +71,20 @@ class Mesh:
 
     @classmethod
     def current(cls) -> Mesh:
-        """Join the processes that were started with this one (nccl with cards, else gloo); alone
-        without any.
+        """Join the processes that were launched together (nccl with GPUs, else gloo).
+
+        A process that was launched by itself gets a mesh of one rank.
 
         Raises:
-            ConfigurationError: several were started and cannot find each other; the message names
-                the variable.
+            ConfigurationError: several processes were launched but cannot find each other; the
+                message names the variable.
         """
         launch = Launch.found()
         if launch is None and not dist.is_initialized():
             return cls()
         os.environ.setdefault(
             "NCCL_GRAPH_REGISTER", "0"
-        )  # ranks would meet in each capture, where one may fail alone
+        )  # registration synchronises ranks in each graph capture, which may fail on one rank only
         local_rank = launch.local_rank if launch else None
         if local_rank is None:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -104,13 +104,15 @@ class Mesh:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
     def sharing_packs(self, number: int, inner: int | None = None) -> Mesh:
-        """The same, of which so many neighbours share each pack. All ranks call it alike.
+        """Return this mesh with ``number`` neighbouring ranks sharing each pack; all ranks must
+        call it.
 
         Args:
-            inner: how many of these, a divisor, exchange heads; all by default.
+            inner: number of these ranks, a divisor of ``number``, that exchange heads; by default
+                all.
 
         Raises:
-            ConfigurationError: they cannot be divided so.
+            ConfigurationError: the world size or ``number`` is not divisible so.
         """
         inner = inner or number
         if (number, inner) == (
@@ -145,24 +147,22 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """The place on the data axis: ranks with the same have the same packs."""
+        """The coordinate on the data axis; ranks with the same coordinate have the same packs."""
         return self.rank // (self.context.count if self.context else 1)
 
     @property
     def data_count(self) -> int:
-        """How many take different packs."""
+        """The size of the data axis: the number of ranks that have different packs."""
         return self.count // (self.context.count if self.context else 1)
 
     @property
     def writer(self) -> bool:
-        """Whether this process writes files, shows progress and decides for all."""
+        """True on rank 0, which writes files, shows progress and decides for all ranks."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes: on its own card, the current one if it is alone; on the
-        CPU without cards.
-        """
+        """The device of this rank: its GPU, the current GPU if it is the only rank, or the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device(
@@ -171,14 +171,14 @@ class Mesh:
 
     @torch.no_grad()
     def same_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the tensors of the first."""
+        """Overwrite the tensors of every rank by those of rank 0."""
         if self.count > 1:
             for tensor in tensors:
                 sent = tensor.data.contiguous()
                 with WAITING.within():
                     dist.broadcast(
                         sent.reshape(-1).view(torch.uint8), src=0
-                    )  # not every type can be sent as it is
+                    )  # as bytes, since the backends do not support every dtype
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(sent)
             with WAITING.within():
@@ -186,12 +186,13 @@ class Mesh:
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
-        """Replace every gradient, and every scalar, by the sum over the ranks; a rank without a
-        gradient adds zeros.
+        """Replace every gradient and every scalar by its sum over the ranks, in place.
+
+        A rank without a gradient adds zeros.
 
         Returns:
-            fp32 ``[len(parameters)]`` on the device: how many ranks had a gradient of each; None
-            where this one is alone.
+            fp32 ``[len(parameters)]`` on the device: the number of ranks that had a gradient of
+                each parameter. None for one rank.
         """
         if self.count == 1:
             return None
@@ -209,12 +210,14 @@ class Mesh:
         return beside[len(scalars) :]
 
     def held_by(self, pattern: tuple[bool, ...], device: torch.device) -> Tensor:
-        """fp32, 1 for each parameter that has a gradient here; the last few are kept, since
-        steps take turns with few.
+        """Return fp32 ``[len(pattern)]`` on the device: 1 for each parameter that has a gradient
+        here.
+
+        The last ``PATTERNS`` results are cached, since steps alternate between few patterns.
         """
         found = self._patterns.pop(pattern, None)
         if found is None:
-            on_card = device.type == "cuda"  # from pinned memory, which the host does not wait for
+            on_card = device.type == "cuda"  # from pinned memory, so that the host does not wait
             found = torch.tensor(pattern, dtype=torch.float32, pin_memory=on_card).to(
                 device, non_blocking=on_card
             )
@@ -224,23 +227,24 @@ class Mesh:
         return found
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients together, an fp32 scalar on their device, without waiting for
-        it.
+        """Return the norm of all gradients together, an fp32 scalar on their device.
 
-        ``reduce`` has given every rank all of the sums, so each finds the same norm by itself.
+        The host does not wait for it. After ``reduce`` all ranks have the same sums, so each
+        computes the same norm without communication.
         """
         return gradient_norm(gradients)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over the ranks, in place."""
+        """Sum a tensor over the ranks, in place, and return it."""
         if self.count > 1:
             with WAITING.within():
                 dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, alike in shape and type, in the order of the ranks, where
-        this one is.
+        """Return the tensors of all ranks, by rank, on the device of ``tensor``.
+
+        Shape and dtype must be the same on all ranks.
         """
         if self.count == 1:
             return [tensor]
@@ -251,7 +255,7 @@ class Mesh:
             return [other.to(tensor.device) for other in found]
 
     def gather_values(self, value: Any) -> list[Any]:
-        """The values (plain JSON) of all ranks, in their order."""
+        """Return the values of all ranks, by rank; a value is plain JSON."""
         if self.count == 1:
             return [value]
         content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -264,15 +268,13 @@ class Mesh:
         ]
 
     def writer_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
-        """Let the first rank do something while the others wait, however long; its result (plain
-        JSON) on all of them.
+        """Run ``work`` on rank 0 and return its result (plain JSON) on all ranks.
 
-        They wait at the store over which the processes found each other, so no collective of the
-        device times out and signals are heard.
+        The other ranks wait for as long as it takes. They poll the store instead of a collective,
+        so nothing times out, and they still handle signals.
 
         Raises:
-            Exception: what ``work`` raised, on the first rank; ``error`` with its words on the
-                others, which do not wait on.
+            Exception: on rank 0 what ``work`` raised; on the others ``error`` with its message.
         """
         if self.count == 1:
             return work()
@@ -293,23 +295,23 @@ class Mesh:
         return result
 
     def _arrive(self) -> None:
-        """Wait for what nccl was asked for; gloo is done when it returns."""
+        """Wait for the collectives of nccl; those of gloo have finished when the call returns."""
         if self._device_sent_from.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     @property
     def _device_sent_from(self) -> torch.device:
-        """Where tensors must be to be sent; gloo sends from host memory, also where there are
-        cards.
+        """The device from which tensors are sent: GPU for nccl, CPU for gloo even if there are
+        GPUs.
         """
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _join(launch: Launch) -> None:
-    """Make the process group of all that were started (nccl with cards, else gloo).
+    """Create the process group of all processes that were launched (nccl with GPUs, else gloo).
 
     Raises:
-        ConfigurationError: not all come.
+        ConfigurationError: not all of them arrive within ``MEETING``.
     """
     keys = [f"chronicals/here/{rank}" for rank in range(launch.count)]
     try:
@@ -332,17 +334,17 @@ def _join(launch: Launch) -> None:
 
 
 def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
-    """A process group of some ranks, of the default backend unless named; all ranks make every
-    group, in the same order.
+    """Return a process group of some ranks; all ranks must create every group, in the same order.
+
+    Args:
+        backend: the default group's backend if None.
     """
     with WAITING.within():
         return dist.new_group(list(ranks), timeout=PATIENCE, backend=backend)
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:
-    """Set a text for whoever asks by ``_heard``; a long one in parts, for the store refuses
-    values of more than 8 MiB.
-    """
+    """Set a text in the store for ``_heard``, in parts: the store refuses values above 8 MiB."""
     parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
     for number, part in enumerate(parts):
         store.set(f"{key}/{number}", part)
@@ -356,8 +358,9 @@ def _heard(store: dist.Store, key: str) -> str:
 
 
 def awaited(store: dist.Store, key: str) -> bytes:
-    """What another rank sets, asked for more and more rarely; other threads may use the store
-    meanwhile.
+    """Wait until another rank sets a key of the store, and return its value.
+
+    Polls with growing pauses of up to 0.25 s, so that other threads can use the store meanwhile.
     """
     pause = 0.001
     while not store.check([key]):
@@ -367,5 +370,5 @@ def awaited(store: dist.Store, key: str) -> bytes:
 
 
 def card_of(local_rank: int) -> int:
-    """The card of a process: its own, or the only one that it is shown."""
+    """Return the GPU index of a local rank, also if each process sees only one GPU."""
     return local_rank % torch.cuda.device_count()

@@ -1,9 +1,8 @@
-"""That this process is alive, told to the others from where they found each other to its end, and
-what it ended with.
+"""Liveness of processes between the first rendezvous and their end, over the store.
 
-One that loads for long is waited for, however long. One that has ended never comes: who waits for
-it outside of a run, where no ``RankWatch`` looks, would do so for as long as a collective may take,
-and ends instead.
+A process that loads a model for long is waited for, however long. A process that has ended never
+comes; others that wait for it outside of a run, where no ``RankWatch`` looks, would block until the
+collective's timeout. They end instead, and say how the first process ended.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 PAUSE = 1.0
-"""Seconds between two looks."""
+"""Seconds between two posts of a process, and between two looks at the others."""
 
 GRACE = 10.0
-"""Seconds that a process has to end by itself once another has raised an error."""
+"""Seconds in which a process may end by itself after another has failed."""
 
 LOST = 120.0
-"""Seconds without a post after which a process, or its machine, is gone."""
+"""Seconds without a post after which a process, or its machine, counts as lost."""
 
 GONE = "chronicals/gone"
-"""Key of the store that there is once a process has ended, or was not heard of for too long."""
+"""Key of the store that is set once a process has ended or is lost."""
 
 
 class Waiting:
-    """Whether this process waits for others in a call of ``Mesh``.
+    """State of this process: whether it waits for other ranks in a call of ``Mesh``.
 
     Attributes:
-        since: when it began to (``time.monotonic``); None where it does not.
-        in_run: whether a ``RankWatch`` looks after it.
+        since: when it began to wait (``time.monotonic``); None if it does not wait.
+        in_run: True if a ``RankWatch`` is active.
     """
 
     since: float | None = None
@@ -51,7 +50,7 @@ class Waiting:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Of the main thread, which takes part in collectives."""
+        """Context manager around a wait of the main thread, which takes part in collectives."""
         before = self.since
         self.since = time.monotonic()
         try:
@@ -64,10 +63,11 @@ WAITING = Waiting()
 
 
 class Gone(NamedTuple):
-    """The first process that is gone.
+    """The first process that ended or was lost.
 
     Attributes:
-        how, words: that it ended, with its error if nobody caught one.
+        how: verb phrase that follows "rank N" in messages.
+        words: its error, if nobody caught one, else empty.
     """
 
     rank: int
@@ -76,21 +76,24 @@ class Gone(NamedTuple):
 
     @classmethod
     def first(cls, store: dist.Store) -> Gone | None:
+        """Read the first process that is gone from the store; None if there is none."""
         return cls(*json.loads(store.get(GONE))) if store.check([GONE]) else None
 
     def tell(self, store: dist.Store) -> Gone:
-        """All others, unless another was the first; returns that one."""
+        """Record this process as gone, unless another was recorded before; return the record."""
         return Gone(*json.loads(store.compare_set(GONE, "", json.dumps(self))))
 
     def said(self, when: str = "") -> str:
+        """Return the message for the user."""
         return f"rank {self.rank} {self.how}{when}" + (
             f": {self.words}" if self.words else "; look at what it wrote"
         )
 
 
 class Presence:
-    """A thread that posts once a second, and ends this process where it waits, in no run, for
-    one that is gone.
+    """Thread that posts once a second that this process is alive.
+
+    It ends this process if, outside of a run, it waits for a process that is gone.
     """
 
     current: ClassVar[Presence | None] = None
@@ -99,7 +102,8 @@ class Presence:
         self.rank = rank
         self.count = count
         self.store = store
-        self._own = store.clone()  # type: ignore[attr-defined]  # in the other the main thread may wait, as for new groups
+        # A connection of its own: the main thread may block in the other, as for new groups.
+        self._own = store.clone()  # type: ignore[attr-defined]
         self._heard = {other: (-1, time.monotonic()) for other in range(count)}
         self._first: Gone | None = None
         self._began = time.monotonic()
@@ -108,7 +112,7 @@ class Presence:
 
     @classmethod
     def begin(cls, rank: int, count: int) -> None:
-        """Once for each store, by all that found each other over it."""
+        """Start the thread, once for each store; all processes of the store must call it."""
         store = dist.distributed_c10d._get_default_store()
         if count == 1 or (cls.current is not None and cls.current.store is store):
             return
@@ -117,12 +121,12 @@ class Presence:
         atexit.register(cls.current.end)
 
     def end(self) -> None:
-        """As the interpreter does; the others are told of the error that nobody caught, if there
-        is one.
+        """Stop the thread when the interpreter exits, and record an uncaught exception for the
+        others.
         """
         self._over.set()
         self._thread.join(GRACE)
-        error = getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None)  # the interpreter sets it if nobody caught one
         words = "" if error is None else f"{type(error).__name__}: {error}"
         with suppress(RuntimeError):
             self._first = self._first or Gone(self.rank, "ended", words).tell(self._own)
@@ -134,7 +138,7 @@ class Presence:
         ):
             logger.error("%s", self._first.said())
         if words and self.rank == 0:
-            time.sleep(2 * PAUSE)  # the store may be this process's, and the others are to read it
+            time.sleep(2 * PAUSE)  # rank 0 may host the store, and the others must read it
 
     def _stand(self) -> None:
         found_at = 0.0
@@ -149,7 +153,10 @@ class Presence:
                 self._leave(self._first.said())
 
     def _look(self, beat: int, waits: bool) -> Gone | None:
-        """Post, and where this process waits ask which is gone; the store ends with the first."""
+        """Post, and if this process waits, return a process that is gone.
+
+        The store ends with rank 0, so an unreachable store means that rank 0 is gone.
+        """
         try:
             self._post(beat)
             return self._gone() if waits else None
@@ -170,7 +177,11 @@ class Presence:
         self._own.set(_key(self.rank), json.dumps(about))
 
     def _gone(self) -> Gone | None:
-        """Of those not heard of the first rank looks at every other, the others at the first."""
+        """Return a process that is gone, or None.
+
+        Rank 0 looks at every other process and the others at rank 0, so that the store is asked
+        only a few times a second.
+        """
         if (first := Gone.first(self._own)) is not None:
             return first
         for other in range(1, self.count) if self.rank == 0 else [0]:
@@ -186,7 +197,7 @@ class Presence:
         return None
 
     def _leave(self, reason: str) -> None:
-        """End this process, whose main thread waits for one that never comes."""
+        """End this process at once, since its main thread blocks for ever."""
         logger.error("%s; this process (rank %d) waits for it and ends", reason, self.rank)
         logging.shutdown()
         os._exit(1)
@@ -197,5 +208,5 @@ def _key(rank: int) -> str:
 
 
 def present(store: dist.Store, rank: int) -> dict[str, Any] | None:
-    """What a process posted last of itself while it is in no run; None where it never did."""
+    """Return the last post of a process outside of a run, or None if it never posted."""
     return json.loads(store.get(_key(rank))) if store.check([_key(rank)]) else None

@@ -1,5 +1,6 @@
-"""Checks that all ranks train the same model in the same way. A rank that differs would add
-gradients of another model without any error.
+"""Checks that all ranks train the same model in the same way.
+
+A rank that differs would add gradients of another model, without any error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MACHINE_FIELDS = frozenset(
 """Fields of the configuration that may differ from rank to rank."""
 
 AT_A_TIME = 1 << 20
-"""Elements that are summed at a time: torch takes 8 bytes for each, and 8 for its position."""
+"""Elements that are summed at a time; torch takes 16 bytes for each, 8 of them for its position."""
 
 INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by the bytes of an element."""
@@ -72,7 +73,7 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of tensors and their positions on this rank. Waits for the device."""
+    """Return a digest of the bits and positions of this rank's tensors. Waits for the device."""
     return fingerprint_over(tensors).places
 
 
@@ -103,8 +104,10 @@ def _digest(numbers: Tensor) -> str:
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:
-    """Return int64 ``[2]``: the sum of all bytes, and the sum of all elements as integers times their
-    positions, from 1. Sums wrap around.
+    """Return int64 ``[2]``: the sum of all bytes, and the sum of elements as integers times
+    positions.
+
+    Positions are from 1, and sums wrap around.
     """
     flat = tensor.reshape(-1)
     words = flat.view(

@@ -1,11 +1,15 @@
-"""Files of all ranks in one folder, which the first rank writes: agreed over the store, by no
-collective of the device.
+"""Collection of files from all ranks in one folder that rank 0 writes, without collectives.
 
-The first says where the folder is being written. A rank that sees it (a token lies there) writes
-its files into it; one on a machine with disks of its own writes them aside and sends them, a piece
-at a time. Each says when it is done, or why it is not. When all files are there, those ranks that
-see the folder may write more, out of what all wrote, each a share. The first goes on, to the
-manifest and the rename, when all are done; whatever happens before leaves no folder with a name.
+Ranks communicate over the store:
+
+1. Rank 0 announces the folder, in which it has created a token file.
+2. A rank that sees the token writes its files into the folder. A rank on another file system writes
+them to a temporary folder and sends them to rank 0 in pieces.
+3. Each rank reports that it is done, or why it failed.
+4. When all files are there, the ranks that see the folder may each write a share of further files
+made from all of them.
+5. Rank 0 then writes the manifest and renames the folder. A failure before leaves no folder under
+the final name.
 """
 
 from __future__ import annotations
@@ -25,27 +29,31 @@ import torch.distributed as dist
 from chronicals.distributed.mesh import Mesh, awaited
 
 PIECE = 1 << 22
-"""Bytes that are sent at a time; torch's store refuses values of more than 8 MiB, and the
-connection with them.
+"""Bytes that are sent at a time.
+
+torch's store refuses values of more than 8 MiB and then drops the connection.
 """
 
 PAUSE = 0.005
-"""Seconds between two looks whether a piece was fetched."""
+"""Seconds between two checks whether rank 0 has read a piece."""
 
 _folders = itertools.count()
-"""Numbers of the folders, the same in all processes, which write them in the same order."""
+"""Counter for the keys of folders; equal on all ranks, which write them in the same order."""
 
 Write = Callable[[Path], None]
+"""Function that writes this rank's files into a folder."""
 
 Share = Callable[[Path, int, int], None]
-"""Writes into a folder what falls to one of several: the folder, which one (from 0), how many."""
+"""Function of a folder, an index from 0 and a count: writes that share of the further files."""
 
 
 class RankFiles:
-    """Of one folder. Made by all ranks, in their main threads; its methods may be called in others.
+    """Protocol of all ranks for one folder.
+
+    All ranks must create it, in their main threads; its methods may be called from other threads.
 
     Args:
-        error: what is raised where another rank could not write.
+        error: exception type to raise if another rank could not write.
     """
 
     def __init__(self, ranks: Mesh, error: type[Exception]):
@@ -61,11 +69,12 @@ class RankFiles:
 
     @contextmanager
     def collecting(self, folder: Path) -> Iterator[None]:
-        """On the first rank, which within writes its own files into ``folder``: have the others'
-        there, too.
+        """Context manager on rank 0, in which it writes its own files into ``folder``.
+
+        On exit it has received the files of all other ranks.
 
         Raises:
-            Exception: ``error``, with the words of a rank that could not write its own.
+            Exception: ``error``, with the message of a rank that could not write its files.
         """
         token = folder / self._token
         token.touch()
@@ -76,11 +85,12 @@ class RankFiles:
         token.unlink()
 
     def share(self, folder: Path, write: Share) -> None:
-        """On the first rank, after ``collecting``: do one share of what is written, while all
-        others that see the folder do theirs.
+        """Write rank 0's share, while the other ranks that see the folder write theirs.
+
+        Called on rank 0 after ``collecting``. Returns when all shares are written.
 
         Raises:
-            Exception: ``error``, with the words of a rank that could not write its own.
+            Exception: ``error``, with the message of a rank that could not write its share.
         """
         self._store.set(f"{self._key}/turns", json.dumps(self._seeing))
         write(folder, 0, len(self._seeing))
@@ -88,19 +98,18 @@ class RankFiles:
             self._receive(rank, folder)
 
     def give_up(self) -> None:
-        """On the first rank, where it failed: nobody needs to wait for a place, or until it has
-        heard.
-        """
+        """Release the ranks that wait for rank 0, after it has failed."""
         for what in ("place", "turns"):
             self._store.set(f"{self._key}/{what}", json.dumps(None))
         self._store.set(f"{self._key}/over", "yes")
 
     def deliver(self, write: Write, share: Share | None = None) -> None:
-        """On another rank: write its files, by ``write``, into the folder that the first is
-        writing; then, if it sees that folder and the first does so, its share.
+        """Write this rank's files into the folder of rank 0, or send them there; not on rank 0.
+
+        Then write a share, if this rank sees the folder and rank 0 calls ``share``.
 
         Raises:
-            Exception: what ``write`` or ``share`` raised; the first rank was told.
+            Exception: what ``write`` or ``share`` raised, after it was reported to rank 0.
         """
         place = json.loads(awaited(self._store, f"{self._key}/place"))
         if place is None:
@@ -133,10 +142,11 @@ class RankFiles:
             raise
 
     def _say(self, what: dict[str, object], content: bytes | None = None) -> None:
-        """Tell the first rank one thing, and wait until it has heard."""
+        """Send one message to rank 0; if it has content, wait until rank 0 has read it."""
         key = f"{self._key}/{self.ranks.rank}"
         if content is not None:
-            self._store.set(f"{key}/content", content)  # type: ignore[arg-type]  # takes bytes, too
+            # It takes bytes too.
+            self._store.set(f"{key}/content", content)  # type: ignore[arg-type]
         self._store.set(key, json.dumps(what))
         while content is not None and self._store.check([key]):
             if self._store.check([f"{self._key}/over"]):
@@ -147,12 +157,12 @@ class RankFiles:
         for file in sorted(aside.iterdir()):
             with file.open("rb") as content:
                 piece: bytes | None = None
-                while piece is None or len(piece) == PIECE:  # of an empty file, one
+                while piece is None or len(piece) == PIECE:  # one empty piece for an empty file
                     piece = content.read(PIECE)
                     self._say({"file": file.name}, piece)
 
     def _heard(self, rank: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """What a rank says, one thing after the other."""
+        """Yield the messages of a rank, each with its content."""
         key = f"{self._key}/{rank}"
         while True:
             said = json.loads(awaited(self._store, key))
@@ -175,5 +185,5 @@ class RankFiles:
 
 
 def is_seen(folder: Path, token: str) -> bool:
-    """Whether a folder here is the one in which another process laid a token."""
+    """Return whether ``folder`` is the one in which another process created the token file."""
     return (folder / token).exists()

@@ -1,5 +1,5 @@
-"""AdamW over the shares of this rank: others name weights, what is updated and has states is the
-share (``Shards``).
+"""AdamW with ZeRO sharding: methods take whole weights, updates and states are of this rank's
+shares (``Shards``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from chronicals.saving import Piece
 
 
 class ShardedAdamW(FusedAdamW):
-    """``FusedAdamW`` whose groups hold shares.
+    """``FusedAdamW`` that updates this rank's shares of the weights.
 
-    Its methods take weights. A step updates the shares from their own gradients and gives them to
-    all ranks.
+    Its methods take weights, its groups hold shares. A step updates the shares from their gradients
+    and sends them to all ranks.
 
     Args:
-        groups: of weights, as ``FusedAdamW`` takes them.
-        options: further arguments of it.
+        groups: parameter groups of weights, as for ``FusedAdamW``.
+        shards: the shares of these weights.
+        options: further arguments of ``FusedAdamW``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], shards: Shards | WeightShards, **options: Any):
@@ -75,12 +76,13 @@ class ShardedAdamW(FusedAdamW):
         return self.shards.weights
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Of this rank's share."""
+        """Return the states of this rank's share of a weight."""
         return super().state_of(self.shards.shares.get(parameter, parameter))
 
     def pieces(self, parameter: Tensor) -> dict[str, Piece]:
-        """This rank's states of a weight, as parts of whole ones; how often it was updated is
-        the first rank's to say.
+        """Return this rank's states of a weight as pieces of the whole states, by name.
+
+        Only rank 0 adds ``step``, which is the same on all ranks.
         """
         own = self.state_of(parameter)
         begin = self.shards.begin(parameter)
@@ -108,7 +110,11 @@ class ShardedAdamW(FusedAdamW):
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """From whole states, of a weight; from its own, of a share."""
+        """Load whole states of a weight, or a share's own states if ``parameter`` is a share.
+
+        Raises:
+            ValueError: a state has the wrong shape.
+        """
         share = self.shards.shares.get(parameter)
         if share is None:
             super().load_state(parameter, state)
@@ -133,9 +139,9 @@ class ShardedAdamW(FusedAdamW):
 
 
 class ShardedAdam8bit(ShardedAdamW, Adam8bit):
-    """The same with moments in 8 bits."""
+    """``ShardedAdamW`` with moments in 8 bits."""
 
 
 def _unit(state: str) -> int:
-    """Elements of a weight that one of a state goes with."""
+    """Return the number of weight elements for each element of a state."""
     return MOMENT_BLOCK if state.endswith("_amax") else 1

@@ -1,14 +1,12 @@
-"""Trained weights of which every rank updates a share: gradients are reduce-scattered, updated
-shares are gathered.
+"""Sharded updates of trained weights: gradients are reduce-scattered, updated shares gathered.
 
-Rajbhandari et al., 2020 (ZeRO), section 5: every rank holds all weights, and of gradients' sums and
-optimizer states a share of 1 / W over W ranks. The rank r of W has of each weight, by itself, the
-r-th of W equal ranges of whole blocks of 256 elements (``share_of``), so that a state in 8 bits has
-the same blocks on any number of ranks. Bytes of a step and rank, of N weights: 4 N (W − 1) / W of
-gradients in fp32, and the weights' own size times (W − 1) / W, where an all-reduce has 8 N.
+ZeRO (Rajbhandari et al., 2020), section 5: every rank holds all weights, but only 1/W of the summed
+gradients and optimizer states, for W ranks. Rank r holds the r-th of W equal ranges of each weight,
+in whole blocks of 256 elements (``share_of``), so that 8-bit states have the same blocks for any
+number of ranks. Bytes a step and rank, for N weights: 4 N (W − 1) / W for gradients in fp32, plus
+the weights' own size times (W − 1) / W. An all-reduce sends 8 N.
 
-Weights are sent in buckets: small ones by one collective, the shares of a rank one behind the
-other.
+Small weights travel in buckets, with the shares of a rank one after the other.
 """
 
 from __future__ import annotations
@@ -28,31 +26,29 @@ from chronicals.kernels.adamw_8bit import MOMENT_BLOCK
 from chronicals.kernels.gradient_norm import gradient_norm
 
 ROWS = 16
-"""Shares of a weight that are copied one by one."""
+"""Maximum number of ranks for which shares are copied row by row (``_spread``)."""
 
 
 def share_of(elements: int, rank: int, count: int) -> tuple[int, int]:
-    """Begin and end of what a rank has of a weight with so many elements; equal where it has
-    none.
-    """
+    """Return begin and end of a rank's share of a weight; equal if the share is empty."""
     most = width_of(elements, count)
     return min(rank * most, elements), min((rank + 1) * most, elements)
 
 
 def width_of(elements: int, count: int) -> int:
-    """Elements of a share, at most: that of the first rank."""
+    """Return the largest number of elements of a share, which rank 0 has."""
     return -(-elements // (MOMENT_BLOCK * count)) * MOMENT_BLOCK
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights whose shares travel together.
+    """Weights whose shares travel in one collective.
 
     Attributes:
-        weights: of one dtype.
-        widths: of the share of each.
-        own: ``[sum(widths)]``, this rank's shares one behind the other, in the weights' dtype.
-        gradients: the same of their gradients' sums, fp32.
+        weights: weights of one dtype.
+        widths: ``width_of`` each weight.
+        own: ``[sum(widths)]``, this rank's shares one after the other, in the weights' dtype.
+        gradients: ``[sum(widths)]``, summed gradients of these shares, fp32.
     """
 
     weights: list[Tensor]
@@ -62,14 +58,14 @@ class Bucket:
 
 
 class Shards:
-    """The shares of this rank, and how they come from all ranks and go to them.
+    """This rank's shares of the trained weights, and their communication.
 
     Args:
-        weights: those that are trained, alike on all ranks and in the same order.
-        size: bytes of a bucket of gradients at most.
+        weights: the trained weights; the same number, order, shapes and dtypes on all ranks.
+        size: maximum bytes of a bucket's gradients.
 
     Attributes:
-        shares: by weight; a matrix's is ``[1, n]``, a vector's ``[n]``, n may be 0.
+        shares: weight → share, ``[1, n]`` for a matrix and ``[n]`` for a vector; n may be 0.
     """
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor], size: int = BUCKET):
@@ -85,8 +81,11 @@ class Shards:
         self._stamps: dict[Tensor, tuple[int, int]] = {}
 
     def own_part(self, weight: Tensor, value: Tensor | None = None, unit: int = 1) -> Tensor:
-        """``[n]``, this rank's share of ``value``, of which an element goes with ``unit`` of the
-        weight's; of the weight itself where it is None."""
+        """Return this rank's share of ``value``, ``[n]``; of the weight itself if None.
+
+        Args:
+            unit: number of weight elements for each element of ``value``.
+        """
         begin, end = share_of(weight.numel(), self.ranks.rank, self.ranks.count)
         return (
             (weight if value is None else value)
@@ -95,32 +94,38 @@ class Shards:
         )
 
     def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
-        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the
-        weight's, or ``[n]``.
+        """Return the shape of a whole state of a weight with one element for ``unit`` of the
+        weight's.
+
+        That is the weight's shape for ``unit`` 1, else ``[n]``.
         """
         return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank's shares go into checkpoints."""
+        """True if this rank's shares are written to checkpoints, which is always so."""
         return True
 
     def begin(self, weight: Tensor) -> int:
-        """The first element of this rank's share."""
+        """Return the index of the first element of this rank's share."""
         return share_of(weight.numel(), self.ranks.rank, self.ranks.count)[0]
 
     def settle(self) -> None:
-        """Weights are where they stay for now; at first, make buckets of them."""
+        """Note that the weights were moved or written; the first call makes the buckets."""
         self.remember() if self.buckets else self.lay()
 
     def drop_gradients(self) -> None:
-        """Of the weights; the shares' are overwritten by the next sums."""
+        """Set the weights' gradients to None; those of shares are overwritten by the next
+        ``reduce``.
+        """
         for weight in self.weights:
             weight.grad = None
 
     def lay(self) -> None:
-        """Make buckets of the weights as they are now; shares keep their values, but are of
-        their weight's dtype.
+        """Make buckets for the weights' current dtypes and devices.
+
+        A share keeps its values, unless its weight has another dtype or device than before; it is
+        then taken from the weight.
         """
         for weight, share in self.shares.items():
             if share.dtype != weight.dtype or share.device != weight.device:
@@ -129,7 +134,9 @@ class Shards:
         self.remember()
 
     def _together(self) -> list[list[Tensor]]:
-        """The weights in order, neighbours of one dtype in a bucket."""
+        """Group the weights by bucket, in order: neighbours of one dtype, at most ``size`` bytes of
+        gradients.
+        """
         found = list[list[Tensor]]()
         room = 0
         for weight in self.weights:
@@ -155,8 +162,11 @@ class Shards:
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.reduce``, but the sums of gradients are those of this rank's shares alone,
-        their ``grad``; what the weights themselves have as gradients is left as it was."""
+        """Sum gradients and scalars over the ranks like ``Mesh.reduce``, but gradients only into
+        this rank's shares.
+
+        The sums are the ``grad`` of the shares. The gradients of the weights are not changed.
+        """
         for bucket in self.buckets:
             self.scatter(bucket)
         return self.finish(
@@ -169,12 +179,13 @@ class Shards:
     def finish(
         self, parameters: Sequence[Tensor], scalars: Sequence[Tensor], held: Collection[Tensor]
     ) -> Tensor:
-        """``reduce`` from where all buckets are on their way.
+        """Do the rest of ``reduce`` once ``scatter`` was called for all buckets.
 
         Args:
             held: the parameters that had a gradient on this rank.
         """
         self._land(0)
+        # Shares are disjoint, so squared norms add up over the ranks.
         square = gradient_norm(
             [share.grad for share in self.shares.values() if share.grad is not None]
         ).square()
@@ -191,11 +202,11 @@ class Shards:
 
     @torch.no_grad()
     def scatter(self, bucket: Bucket, add: bool = False) -> None:
-        """Begin to sum a bucket's gradients over the ranks; all ranks take the buckets in one
-        order.
+        """Start to sum a bucket's gradients over the ranks; all ranks must use the same order of
+        buckets.
 
         Args:
-            add: to the sums that the bucket has of earlier micro-batches.
+            add: add to the bucket's sums of earlier micro-batches instead of replacing them.
         """
         self._land(IN_FLIGHT - 1)
         sent = torch.zeros(
@@ -212,9 +223,7 @@ class Shards:
         )
 
     def _land(self, left: int) -> None:
-        """Wait, in the order of the device's work, until no more than so many buckets are on
-        their way.
-        """
+        """Wait, in stream order, until at most ``left`` reduce-scatters are in flight."""
         while len(self._flying) > left:
             work, _, sums, bucket = self._flying.popleft()
             work.wait()
@@ -222,16 +231,19 @@ class Shards:
                 bucket.gradients.add_(sums)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.norm``, of the gradients that ``reduce`` summed last; it has found their
-        norm.
+        """Return the norm of the gradients of the last ``reduce``, an fp32 scalar; no
+        communication.
         """
         assert self._norm is not None, "reduce comes first"
         return self._norm
 
     @torch.no_grad()
     def bring_gradients(self) -> Iterator[None]:
-        """Put the sums of the last ``reduce`` into the weights' own ``grad``, a bucket after the
-        other, for whoever inspects them: there may be no room for all."""
+        """Gather the summed gradients into the weights' ``grad``, one bucket for each iteration.
+
+        This is for code that inspects gradients. Each bucket's gradients are dropped before the
+        next bucket, since all of them may not fit in memory.
+        """
         for bucket in self.buckets:
             for weight, sums in zip(bucket.weights, self._gathered(bucket, bucket.gradients)):
                 weight.grad = sums.view(weight.shape).to(weight.grad_dtype or weight.dtype)
@@ -241,7 +253,7 @@ class Shards:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give all ranks the shares, which were updated."""
+        """Copy the updated shares of all ranks into the weights of every rank."""
         for bucket in self.buckets:
             values = self._gathered(bucket, bucket.own)
             torch._foreach_copy_(
@@ -250,41 +262,46 @@ class Shards:
         self.remember()
 
     def _gathered(self, bucket: Bucket, own: Tensor) -> list[Tensor]:
-        """Of every weight of a bucket all that the ranks have in the place of ``own``."""
+        """Gather ``own`` of all ranks; return one flat tensor for each weight of the bucket."""
         found = own.new_empty(self.ranks.count, len(own))
         dist.all_gather_into_tensor(
             found.view(-1).view(torch.uint8), own.view(torch.uint8)
-        )  # not every type can be sent
+        )  # as bytes, since the backends do not support every dtype
         places = zip(bucket.weights, found.split(bucket.widths, dim=1))
         return [place.reshape(-1)[: weight.numel()] for weight, place in places]
 
     def remember(self) -> None:
-        """The weights are what the shares are, as they stand now."""
+        """Record that weights and shares agree now."""
         self._stamps = {weight: _stamp(weight) for weight in self.weights}
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over weights that other code wrote since."""
+        """Copy weights that other code has written since ``remember`` into the shares."""
         for weight in self.weights:
             if self._stamps.get(weight) != _stamp(weight):
                 self.take_over(weight)
 
     @torch.no_grad()
     def take_over(self, weight: Tensor) -> None:
-        """Make the share what the weight is."""
+        """Copy this rank's part of a weight into its share."""
         self.shares[weight].copy_(_as(weight, self.own_part(weight)))
         self._stamps[weight] = _stamp(weight)
 
 
 def _as(weight: Tensor, part: Tensor) -> Tensor:
-    """A share with as many dimensions as tells a matrix from a vector."""
+    """Return a share as ``[1, n]`` for a matrix and ``[n]`` for a vector.
+
+    The optimizer tells matrices from vectors by their dimensions.
+    """
     return part.view(1, -1) if weight.ndim > 1 else part
 
 
 def _spread(place: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be
-    copied there: a row at a time, which one launch does for many weights, or, of many rows, all
-    that are whole at once."""
+    """Return destinations in ``place [ranks, width]`` and the parts of a gradient to copy there.
+
+    For up to ``ROWS`` ranks these are single rows, which one launch copies for many weights. For
+    more ranks they are all whole rows at once, then the rest.
+    """
     flat = gradient.detach().reshape(-1)
     width = place.shape[1]
     if len(place) <= ROWS:
@@ -306,5 +323,5 @@ def _copy_each(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
 
 
 def _stamp(weight: Tensor) -> tuple[int, int]:
-    """Changes when a weight is written in place, or gets another storage."""
+    """Return a value that changes when a weight is written in place or gets another storage."""
     return weight._version, weight.data_ptr()

@@ -1,11 +1,11 @@
-"""Weights of one product side by side in the memory that FSDP gathers them into.
+"""Adjacent storage for FSDP weights that belong to one product, such as q, k and v.
 
-FSDP gathers every weight into a buffer of its own, which it frees by ``storage.resize_(0)``. Here
-the buffers of several are views of one storage, so that they are one matrix for as long as they are
-gathered; the copy that FSDP makes out of the collective's result writes into place, and nothing is
-copied further. Their rows must be divisible by the ranks, for a gathered weight is padded
-otherwise. What is named in ``PRIVATE`` is not part of torch's interface; it is the same in 2.11 to
-2.13.
+FSDP gathers every weight into a buffer of its own, which it frees with ``storage.resize_(0)``. Here
+the buffers of several weights are views of one storage, so that they form one matrix while they are
+gathered. FSDP copies the result of its collective straight into these views, so there is no further
+copy. The rows of each weight must be divisible by the number of ranks, since FSDP pads it
+otherwise. The names in ``PRIVATE`` are not part of torch's public interface; they are the same in
+torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PRIVATE = (
     "_module_info",
     "sharded_param",
 )
-"""Names of torch's ``FSDPParam`` that are read or replaced here."""
+"""Private names of torch's ``FSDPParam`` that are used or replaced here."""
 
 
 class SideBySide:
-    """One storage for what is gathered of several weights.
+    """One storage for several gathered weights.
 
     Args:
-        parts: torch's ``FSDPParam`` of each, of one unit, not gathered yet.
-        dtype: that they are gathered in.
+        parts: torch's ``FSDPParam`` of each weight, all of one unit and not gathered yet.
+        dtype: dtype of the gathered weights.
     """
 
     def __init__(self, parts: Sequence[Any], dtype: torch.dtype, device: torch.device):
@@ -57,23 +57,26 @@ class SideBySide:
             storage.resize_(self.bytes)
 
     def free(self) -> None:
-        """FSDP frees all weights of a unit one after the other."""
+        """Free the storage; FSDP calls this for each weight in turn when it frees the unit."""
         self.flat.untyped_storage().resize_(0)
 
 
 def lay_side_by_side(
     unit: Any, products: Sequence[tuple[nn.Module, tuple[str, ...]]], dtype: torch.dtype, ranks: int
 ) -> int:
-    """Let the weights of each product of a unit, and their biases, be gathered side by side, where
-    rows divide; how many do.
+    """Make FSDP gather the weights and biases of each product adjacently, if their rows divide.
 
     Args:
-        unit: after ``fully_shard``, before its first forward pass.
-        products: modules, and the linear layers of a product among their children.
-        ranks: that a weight is divided among.
+        unit: a module after ``fully_shard``, before its first forward pass.
+        products: pairs of a module and the names of its linear children that form a product.
+        dtype: dtype of the gathered weights.
+        ranks: number of ranks that share a weight.
+
+    Returns:
+        The number of products whose weights are adjacent.
 
     Raises:
-        RuntimeError: this torch's FSDP is built otherwise.
+        RuntimeError: FSDP of this torch version has other internals.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     there = {

@@ -1,6 +1,4 @@
-"""That something which the first rank does is over, told to the others over the store, by no
-collective.
-"""
+"""A signal over the store, without collectives, that work of rank 0 has ended."""
 
 from __future__ import annotations
 
@@ -13,24 +11,27 @@ import torch.distributed as dist
 from chronicals.distributed.mesh import awaited
 
 _numbers = itertools.count()
-"""Of what is told, the same in all processes, which make them in the same order."""
+"""Counter for the keys; equal on all ranks, which create signals in the same order."""
 
 
 class Told:
-    """Made by all ranks, in their main threads; its methods may be called in others."""
+    """Signal from rank 0 to the others.
+
+    All ranks must create it, in their main threads; its methods may be called from other threads.
+    """
 
     def __init__(self) -> None:
         self._key = f"chronicals/told/{next(_numbers)}"
         self._store = dist.distributed_c10d._get_default_store()
 
     def after(self, work: Callable[[], None]) -> None:
-        """On the first rank: do it, and say that it is over, however it ended."""
+        """Run ``work`` on rank 0 and then signal, even if it raised."""
         try:
             work()
         finally:
             self._store.set(self._key, "yes")
 
     def wait(self) -> None:
-        """On another: until the first has said so, or is gone, and the store with it."""
+        """Wait on another rank for the signal, or until the store is gone together with rank 0."""
         with contextlib.suppress(RuntimeError):
             awaited(self._store, self._key)

@@ -1,9 +1,8 @@
-"""torchrun for processes that save when they are told to end: ``python -m
-chronicals.distributed.torchrun ARGUMENTS``.
+"""torchrun that gives its processes time to save: ``python -m chronicals.distributed.torchrun
+ARGUMENTS``.
 
-torchrun passes Ctrl-C and SIGTERM on to its processes and kills those that have not ended 30
-seconds later, in the middle of a long step or of a checkpoint; and it ends with a traceback of its
-own.
+torchrun itself passes Ctrl-C and SIGTERM on to its processes and kills them 30 seconds later, even
+in a long step or while they write a checkpoint. It also ends with a traceback of its own.
 """
 
 from __future__ import annotations
@@ -12,17 +11,21 @@ import sys
 from typing import Any
 
 PATIENCE = 3600
-"""Seconds that processes may take to end: to finish a step, and to write a checkpoint. A second
-signal ends them at once.
+"""Seconds that processes may take to end after a signal: to finish a step and to write a
+checkpoint.
+
+A second signal ends them at once.
 """
 
 
 def wait_for_processes(context: Any, interruption: type[Any]) -> None:
-    """Have ``context.close`` wait ``PATIENCE`` seconds, and pass on what interrupts it.
+    """Make ``context.close`` wait ``PATIENCE`` seconds, and pass further signals on to the
+    processes.
 
     Args:
-        context: ``torch.distributed.elastic.multiprocessing.api.PContext``.
-        interruption: what torchrun raises on a signal, ``SignalException`` of the same module.
+        context: the class ``torch.distributed.elastic.multiprocessing.api.PContext``.
+        interruption: exception that torchrun raises on a signal, ``SignalException`` of that
+            module.
     """
     close = context.close
 
@@ -37,9 +40,7 @@ def wait_for_processes(context: Any, interruption: type[Any]) -> None:
 
 
 def main() -> None:
-    """Ends as a shell tells of a signal, with 128 and its number, where one stopped the
-    processes.
-    """
+    """Run torchrun; after a signal, exit with 128 plus its number, as shells do."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 

@@ -1,12 +1,10 @@
-"""No process waits for ever for one that stopped: all end within seconds, and each says which one
-was the first and why.
+"""Watch over the ranks of a run: if one stops or hangs, all end within seconds and name it.
 
-A collective waits until every process takes part. Where one has raised an error, was killed or
-hangs, the others would wait for as long as the backend does, minutes, and then name a socket. Here
-every process has a thread that posts once a second where it stands to the store over which the
-processes found each other, and reads where the others stand. A process whose main thread waits in a
-collective can only be ended from that thread, by leaving at once; checkpoints survive that at any
-moment.
+A collective waits for every rank. If one has failed, was killed or hangs, the others would wait for
+the backend's timeout of minutes, and then report only a socket error. Here a thread of every
+process posts once a second what the process is doing to the store, and reads the posts of the
+others. A main thread that is blocked in a collective cannot be interrupted, so the thread ends the
+process at once. Checkpoints survive that at any moment.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ from chronicals.distributed.presence import GRACE, LOST, PAUSE, WAITING, Gone, p
 logger = logging.getLogger(__name__)
 
 _runs = itertools.count()
-"""Numbers of the watches, the same in all processes, which begin them in the same order."""
+"""Counter for the keys of watches; equal on all ranks, which start them in the same order."""
 
 
 class RankWatch:
-    """Within ``with``: this process ends with the others.
+    """Context manager of a run that ends this process if another rank fails, is lost or hangs.
 
     Args:
-        patience: seconds in which one of all processes must get on with a ``step``: begin it, or be
-            done with a micro-batch.
-        error: what is raised where another process raised an error first.
+        patience: maximum seconds without progress of any rank in a ``step``. Progress is to begin a
+            step or to finish a micro-batch.
+        error: exception type to raise if another rank failed first.
     """
 
     def __init__(self, ranks: Mesh, patience: float, error: type[Exception]):
@@ -55,6 +53,7 @@ class RankWatch:
     def __enter__(self) -> RankWatch:
         if self.ranks.count > 1:
             WAITING.in_run = True
+            # A connection of its own: the main thread may block in the default store.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._key = f"chronicals/watch/{next(_runs)}"
             self._heard = {rank: (-1, time.monotonic()) for rank in range(self.ranks.count)}
@@ -79,8 +78,9 @@ class RankWatch:
         return False
 
     def _part(self) -> None:
-        """Leave together: the store ends with the first process, and the others may still be
-        asking for its last word.
+        """Wait at the end until all ranks are done, since the store ends with rank 0.
+
+        Other ranks may still be reading rank 0's last post.
         """
         try:
             self._store.set(f"{self._key}/parted/{self.ranks.rank}", "yes")
@@ -92,7 +92,7 @@ class RankWatch:
             logger.debug("the other processes had gone: %s", failure)
 
     def _reason(self, failure: Exception) -> str:
-        """Why a collective failed: what another process ended with, or where all stand."""
+        """Return why a collective failed: how another rank ended, or what all ranks are doing."""
         try:
             told = self._first_error(wait=GRACE)
         except RuntimeError:
@@ -101,18 +101,18 @@ class RankWatch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Within: the optimizer step ``number``, which waits for the other processes."""
+        """Context manager around optimizer step ``number``, in which ranks wait for each other."""
         with self.limited(f"in step {number}", "a step"):
             yield
         self._place = f"after step {number}", time.monotonic()
 
     @contextmanager
     def limited(self, doing: str, called: str | None = None) -> Iterator[None]:
-        """Within: work that all processes do, and in which they wait for each other.
+        """Context manager around work of all ranks in which they wait for each other.
 
         Args:
-            doing: what this process is said to be doing.
-            called: the work, where it took too long; ``doing`` by default.
+            doing: description of the work for posts, such as "in step 3".
+            called: name of the work for the message about a timeout, by default ``doing``.
         """
         before, _ = self._place
         self._place = (doing, time.monotonic())
@@ -124,12 +124,14 @@ class RankWatch:
             self._limited = None
 
     def passed(self) -> None:
-        """Within a step: a micro-batch is done, which took its time and did not hang."""
+        """Record progress within a step: a micro-batch is finished."""
         self._passed_at = time.monotonic()
 
     @contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Within a step: work for which this process needs no other; they wait, however long."""
+        """Context manager within a step around work of this rank only; the others wait without a
+        limit.
+        """
         before = self._place
         limited = self._limited
         self._place = (doing, time.monotonic())
@@ -141,8 +143,7 @@ class RankWatch:
             self._limited = limited
             self.passed()
 
-    # --- the thread
-    # ------------------------------------------------------------------------------------------------------
+    # --- methods of the thread
 
     def _watch(self) -> None:
         reason = None
@@ -166,7 +167,7 @@ class RankWatch:
                 self._announce(hung)
                 self._over.wait(
                     2 * PAUSE
-                )  # the store may be this process's, and the others are to read it
+                )  # this process may host the store, and the others must read it first
                 self._leave(hung)
 
     def _post(self, beat: int) -> None:
@@ -188,16 +189,19 @@ class RankWatch:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _waiting_since(self) -> float | None:
-        """Since when the main thread has waited for other processes, as it does within a step
-        from where it last got on; None where it does not."""
+        """Return when the main thread began to wait for other ranks; None if it does not wait.
+
+        Within a step it counts as waiting since its last progress.
+        """
         return WAITING.since if self._limited is None else max(self._place[1], self._passed_at)
 
     def _hung(self) -> str | None:
-        """Where all stand, if all have waited for each other for too long.
+        """Return a message if all ranks have waited for each other for more than ``patience``, else
+        None.
 
-        One that is alive elsewhere, in a callback or writing a file, is waited for, however long it
-        takes. The others are asked only when this process has waited for too long, and again when
-        that may have come true of all.
+        A rank that is alive and does something else, such as a callback or writing a file, is
+        waited for without a limit. The posts of the others are read only once this rank has waited
+        for too long, and again when all ranks may have.
         """
         since = self._waiting_since()
         if since is None or time.monotonic() - max(since, self._all_waiting_since) <= self.patience:
@@ -226,14 +230,20 @@ class RankWatch:
         )
 
     def _is_waited_for(self, about: dict[str, Any] | None) -> bool:
-        """Whether a process is alive elsewhere; outside of steps also one that was never heard
-        of, as where a script made the process group and still loads."""
+        """Return whether a rank is alive and busy with something else.
+
+        Outside of steps this includes a rank that has not posted yet: a script may have created the
+        process group and still be loading.
+        """
         return self._limited is None if about is None else about["waits"] is None
 
     def _lost(self) -> str | None:
-        """Which process has not posted for too long; told to all. The first looks at every
-        other, the others at the first, so that the store is asked a few times a process and
-        second."""
+        """Return a message about a rank that has not posted for ``LOST`` seconds and announce it;
+        else None.
+
+        Rank 0 looks at every other rank and the others at rank 0, so that the store is asked only a
+        few times a second.
+        """
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
             (beat, at) = self._heard[rank]
             found = self._posted(rank) or present(self._store, rank)
@@ -257,14 +267,13 @@ class RankWatch:
         }
 
     def _table(self) -> str:
-        """Where every process stands."""
         try:
             return _told(self._posts())
         except RuntimeError:
             return "the other processes cannot be asked where they stand"
 
     def _leave(self, reason: str) -> None:
-        """End this process, whose main thread waits for others."""
+        """End this process at once, since its main thread is blocked."""
         if self._over.is_set():
             return
         logger.error(
@@ -275,24 +284,22 @@ class RankWatch:
         logging.shutdown()
         os._exit(1)
 
-    # --- errors
-    # ----------------------------------------------------------------------------------------------------------
+    # --- errors that ranks tell each other
 
     def _announce(self, words: str) -> None:
-        """Tell the others of an error of this process, unless one of them was the first to have
-        one.
-        """
+        """Record an error of this rank for the others, unless another rank recorded one first."""
         try:
             self._store.compare_set(f"{self._key}/error", "", json.dumps([self.ranks.rank, words]))
         except RuntimeError as failure:
             logger.debug("the other processes could not be told: %s", failure)
 
     def _first_error(self, wait: float = 0.0) -> str | None:
-        """What another process ended with, in this run or before it began it.
+        """Return the error of the first rank that stopped, in this run or before it; None if no
+        other did.
 
         Args:
-            wait: seconds to wait for it: the connections of a process that was killed break before
-                it can say why, or never.
+            wait: seconds to wait for the error. The connections of a killed process break before it
+                can report one.
         """
         ends = time.monotonic() + wait
         key = f"{self._key}/error"
@@ -329,7 +336,7 @@ def _described(about: dict[str, Any]) -> str:
 
 
 def _is_of_a_collective(error: Exception) -> bool:
-    """Whether it is that a collective or the store failed; gloo raises a plain RuntimeError."""
+    """Return whether a collective or the store raised the error; gloo raises RuntimeError."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and "gloo" in str(error)
     )

@@ -1,16 +1,15 @@
-"""Weights of which every rank holds some rows (FSDP2, ``fully_shard``): gathered for each layer's
-pass, updated where they are.
+"""Trained weights divided among ranks by rows (FSDP2, ``fully_shard``).
 
-Zhao et al., 2023 (FSDP); ZeRO stage 3. A decoder layer is a unit: its weights are gathered by one
-collective before its forward pass and again before its backward pass, its gradients exchanged after
-it and summed in fp32 (``ExchangedSums``). Shards are fp32, 4 bytes a weight, as many as the 16 + 16
-bits of a bf16 weight with its master; layers compute with weights cast to bf16. The embedding, the
-head and the layers that ``stay_gathered`` names are gathered once. Bytes of a micro-batch and rank,
-of N weights in bf16 over W ranks of which S are gathered once: (4 N − 2 S) (W − 1) / W gathered,
-and 2 N (W − 1) / W of gradients.
+FSDP (Zhao et al., 2023), ZeRO stage 3. A decoder layer is a unit. One collective gathers its
+weights before its forward pass and again before its backward pass; its gradients are exchanged
+after that and summed in fp32 (``ExchangedSums``). Shards are fp32, 4 bytes a weight, as many as a
+bf16 weight with the lower 16 bits of its master. Layers compute with weights cast to bf16. The
+embedding, the head and the layers chosen by ``stay_gathered`` are gathered once. Bytes a
+micro-batch and rank, for N bf16 weights on W ranks, S of them gathered once: (4 N − 2 S) (W − 1) /
+W for weights and 2 N (W − 1) / W for gradients.
 
-With copies on several machines (HSDP) a machine's ranks share the rows, and sums are all-reduced
-among the copies after the last micro-batch of a step.
+With several machines (HSDP) each machine may hold a copy, whose rows its ranks share. Gradient sums
+are all-reduced among the copies after the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -46,31 +45,35 @@ STAYS = "_chronicals_stays"
 
 Products = Sequence[tuple[nn.Module, tuple[str, ...]]]
 Read = Callable[[str, Tensor, range], Tensor]
-"""Of a weight's name, the weight (perhaps on the meta device) and the rows wanted: a tensor of
-the weight's shape, in which these rows are filled."""
+"""Function of a weight's name, the weight (perhaps on the meta device) and a range of rows.
+
+It returns a tensor of the weight's shape of which these rows are filled.
+"""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it: its rows where it is in shards, itself where it is not."""
+    """Return this rank's rows of a sharded tensor; any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_divided(weight: Tensor) -> bool:
-    """Whether every rank has some rows of it, as FSDP divides weights."""
+    """Return whether FSDP has divided the weight among the ranks."""
     return isinstance(weight, DTensor)
 
 
 def rows_of(rows: int, rank: int, count: int) -> range:
-    """Those of a weight that a rank has, as torch's chunks are cut: all ranks but the last have
-    as many.
+    """Return the rows of a weight that a rank holds, as ``torch.chunk`` cuts them.
+
+    All ranks have the same number of rows, except the last ones, which have fewer or none.
     """
     each = -(-rows // count)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def weight_mesh(ranks: Mesh, sharing: int) -> DeviceMesh:
-    """Neighbours that share a copy of the weights, ``sharing`` of them, and the copies. All
-    ranks call it alike.
+    """Return the device mesh of neighbours that share a copy, ``sharing`` ranks, and of the copies.
+
+    All ranks must call it.
     """
     kind = ranks.device.type
     if sharing == ranks.count:
@@ -91,15 +94,18 @@ def shard_weights(
     dtype: torch.dtype,
     read: Read,
 ) -> int:
-    """Divide all weights of a model among the ranks, a layer after the other, so that no more than
-    one is whole at a time; how many products find their weights side by side.
+    """Divide all weights of a model among the ranks, layer by layer, so that only one layer is
+    whole at a time.
 
     Args:
-        layers: units; what belongs to none of them, embedding and head, is one more, which stays
-            gathered.
-        products: of several linear layers each.
-        dtype: that weights are gathered in.
-        read: gives the rows of a weight.
+        layers: units. All parameters outside of them, embedding and head, are one more unit, which
+            stays gathered.
+        products: groups of linear layers that are computed as one product.
+        dtype: dtype of the gathered weights.
+        read: returns the rows of a weight.
+
+    Returns:
+        The number of products whose weights are gathered adjacently (``lay_side_by_side``).
     """
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -116,6 +122,7 @@ def shard_weights(
         _fill(unit, names, place, count, device, dtype, read)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         _let_stay(unit, unit is model)
+        # Gradients are summed, not averaged: the loss is divided by the counts of all ranks.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         sum_evenly(unit)
@@ -126,6 +133,8 @@ def shard_weights(
             unit, [pair for pair in products if id(pair[0]) in inside], dtype, count
         )
         products = [pair for pair in products if id(pair[0]) not in inside]
+    # FSDP's hooks on this method gather weights; the outer method divides them again after a
+    # pass without gradients.
     setattr(model, AS_FORWARD, MethodType(lambda _, compute: compute(), model))
     register_fsdp_forward_method(model, AS_FORWARD)
     gathered = getattr(model, AS_FORWARD)
@@ -138,33 +147,36 @@ def shard_weights(
 
 
 def _released(model: Any, result: Any) -> Any:
-    """What a pass returned; where no backward pass follows, units that stayed gathered are
-    divided again.
-    """
+    """Return ``result``; if no backward pass follows, divide the gathered units again."""
     if not torch.is_grad_enabled():
         divide_again(model)
     return result
 
 
 def divide_again(model: nn.Module) -> None:
-    """Free what is gathered still, after a pass that no backward pass followed, or that an
-    exception ended: weights may be written into the shares next."""
+    """Free all gathered weights, after a forward pass without backward or after an exception.
+
+    After it, weights may be written into the shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule) and (stays := vars(module).get(STAYS)) is not None:
-            _let_stay(module, False)  # one that stays is not divided in the midst of a forward pass
+            _let_stay(module, False)  # in a broken forward pass reshard() skips units that stay
             module.reshard()
             _let_stay(module, stays)
 
 
 def stay_gathered(layers: Sequence[nn.Module], count: int) -> None:
-    """Let the last ``count`` layers, after ``shard_weights``, stay gathered from their forward
-    to their backward pass, and the others be divided between both."""
+    """Let the last ``count`` layers stay gathered from forward to backward; divide the others
+    between.
+
+    Call it after ``shard_weights``.
+    """
     for index, layer in enumerate(layers):
         _let_stay(layer, index >= len(layers) - count)
 
 
 def _let_stay(unit: nn.Module, stays: bool) -> None:
-    """Whether a unit stays gathered from its forward to its backward pass."""
+    """Set whether a unit stays gathered from its forward to its backward pass."""
     assert isinstance(unit, FSDPModule)
     unit.set_reshard_after_forward(not stays, recurse=False)
     vars(unit)[STAYS] = stays
@@ -180,8 +192,12 @@ def _fill(
     dtype: torch.dtype,
     read: Read,
 ) -> None:
-    """Put this rank's rows where whole weights are expected, on the device: fp32 where they are
-    trained, else ``dtype``.
+    """Replace the parameters of a unit by this rank's rows, in tensors of full shape on the device.
+
+    Trained weights are fp32, frozen ones ``dtype``.
+
+    Raises:
+        ValueError: a parameter is a scalar.
     """
     made: dict[int, nn.Parameter] = {}
     for module in unit.modules():
@@ -201,17 +217,18 @@ def _fill(
 
 
 VALUE = "weight"
-"""In checkpoints, beside the states of a weight: itself, fp32 where it is trained."""
+"""Name in checkpoints, next to the states, of a weight's values; fp32 if it is trained."""
 
 
 class WeightShards:
-    """The rows of this rank and the sums of their gradients; ``Shards`` has the same methods.
+    """This rank's rows of trained weights and their summed gradients, with the interface of
+    ``Shards``.
 
     Args:
-        weights: those that are trained, after ``shard_weights``.
+        weights: the trained weights after ``shard_weights``.
 
     Attributes:
-        shares: by weight, what this rank has of it; n of its rows, n may be 0.
+        shares: weight → this rank's rows, ``[n, ...]``; n may be 0.
     """
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor]):
@@ -225,7 +242,9 @@ class WeightShards:
         self._norm: Tensor | None = None
 
     def values(self, names: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """This rank's rows of weights, trained or frozen, as parts of whole ones."""
+        """Return this rank's rows of weights, trained or frozen, as pieces of the whole weights, by
+        name.
+        """
         if not self.keeps:
             return {}
         return {
@@ -237,43 +256,49 @@ class WeightShards:
 
     @torch.no_grad()
     def set_value(self, weight: Tensor, value: Tensor) -> None:
-        """Make this rank's rows those of a whole tensor."""
+        """Copy this rank's rows of a whole tensor into the weight."""
         rows = rows_of(len(weight), self.place, self.count)
         local(weight.detach()).copy_(value[rows.start : rows.stop])
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank's rows go into checkpoints: those of the first copy do."""
+        """True if this rank's rows are written to checkpoints, which only the first copy's are."""
         return self.ranks.rank < self.count
 
     def begin(self, weight: Tensor) -> int:
-        """The first of this rank's elements among those of the weight."""
+        """Return the index of this rank's first element in the flattened weight."""
         return rows_of(len(weight), self.place, self.count).start * (weight.numel() // len(weight))
 
     def own_part(self, weight: Tensor, value: Tensor, unit: int = 1) -> Tensor:
-        """``[n]``, this rank's elements of a whole tensor, of which an element goes with
-        ``unit`` of the weight's.
+        """Return this rank's elements of a whole tensor, ``[n]``.
+
+        Args:
+            unit: number of weight elements for each element of ``value``.
         """
         begin = self.begin(weight)
         end = begin + local(weight.detach()).numel()
         return value.detach().reshape(-1)[-(-begin // unit) : -(-end // unit)]
 
     def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
-        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the
-        weight's, or ``[n]``.
+        """Return the shape of a whole state of a weight with one element for ``unit`` of the
+        weight's.
+
+        That is the weight's shape for ``unit`` 1, else ``[n]``.
         """
         return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.reduce``, of gradients that FSDP has summed: those of this rank's rows
-        become their ``grad``.
+        """Sum scalars over the ranks like ``Mesh.reduce``; FSDP has summed the gradients already.
+
+        The gradients of this rank's rows become the ``grad`` of the shares.
         """
         held = tuple(
             parameter.grad is not None and take_used(parameter) for parameter in parameters
         )
         for weight, share in self.shares.items():
             share.grad = None if weight.grad is None or not share.numel() else local(weight.grad)
+        # Every copy has the same sums, and the all-reduce below adds up all copies.
         square = (
             gradient_norm([x.grad for x in self.shares.values() if x.grad is not None]).square()
             / self.copies
@@ -289,12 +314,14 @@ class WeightShards:
         return beside[len(scalars) + 1 :]
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """As ``Mesh.norm``, of the gradients that ``reduce`` was called for last."""
+        """Return the norm of the gradients of the last ``reduce``, an fp32 scalar; no
+        communication.
+        """
         assert self._norm is not None, "reduce comes first"
         return self._norm
 
     def bring_gradients(self) -> Iterator[None]:
-        """For whoever inspects gradients: each weight's ``grad`` is in shards, as the weight is."""
+        """Yield once: each weight's ``grad`` is there already, sharded like the weight."""
         yield
 
     def drop_gradients(self) -> None:
@@ -303,22 +330,20 @@ class WeightShards:
             take_used(weight)
 
     def settle(self) -> None:
-        """Weights are gathered from where they are updated: there is nothing to lay or to
-        compare.
-        """
+        """Do nothing: weights are gathered from the memory in which they are updated."""
 
     def adopt(self) -> None:
-        """Whoever writes a weight writes the share."""
+        """Do nothing: to write a weight is to write its share."""
 
     def publish(self) -> None:
-        """The next pass gathers what was updated."""
+        """Do nothing: the next pass gathers the updated rows."""
 
     def take_over(self, weight: Tensor) -> None:
-        """The share is the weight."""
+        """Do nothing: the share is the weight's own memory."""
 
 
 def whole_parts(weights: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those of which every rank holds all."""
+    """Return an iterator over the weights that are whole on every rank."""
     return (
         weight
         for weight in weights
@@ -327,26 +352,25 @@ def whole_parts(weights: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 CODES = "_chronicals_codes"
-"""Attribute of such parameters in which scales follow the codes: how many bytes these take."""
+"""Attribute of a packed parameter in which scales follow the codes: number of bytes of the codes.
+"""
 
 
 def codes_here(weight: Tensor) -> Tensor:
-    """What this rank has of a weight, as whole weights hold it: of packed ones the codes,
-    without their scales.
-    """
+    """Return what this rank holds of a weight; of a packed one only codes, without scales."""
     here = local(weight.detach())
     return here if (codes := getattr(weight, CODES, None)) is None else here[:codes]
 
 
 def divided_among(module: Any) -> int:
-    """How many ranks have a part of the frozen weight of a layer; 1 where each has all."""
+    """Return the number of ranks that share a layer's frozen weight; 1 if it is not divided."""
     among: int = getattr(getattr(module, "weight", None), PART, 1)
     return among
 
 
 def copies_of(weight: Tensor, ranks: int) -> int:
-    """How many copies so many ranks have of a weight that is divided; 0 where it is not, and
-    each has all.
+    """Return the number of copies of a divided weight among ``ranks`` ranks; 0 if it is not
+    divided.
     """
     if isinstance(weight, DTensor):
         return ranks // weight.device_mesh["shard"].size()
@@ -355,7 +379,8 @@ def copies_of(weight: Tensor, ranks: int) -> int:
 
 
 def last_micro_batch(model: Any, last: bool) -> None:
-    """Say whether the next backward pass is the last of a step, after which copies of the
-    weights add up their sums.
+    """Set whether the next backward pass is the last of a step.
+
+    FSDP then all-reduces the gradient sums among the copies of the weights.
     """
     model.set_requires_all_reduce(last)

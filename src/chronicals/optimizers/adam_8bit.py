@@ -89,7 +89,7 @@ def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> lis
 
 
 def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
-    """Return the trained weights of ``model`` whose moments are in 8 bits by ``keep_full_moments``."""
+    """Return the trained weights of ``model`` that have 8-bit moments by ``keep_full_moments``."""
     tables = _embeddings(model)
     return [
         p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables

@@ -57,7 +57,9 @@ STATE_SHARES = {
     "mean_scales": MOMENT_BLOCK,
     "square_scales": MOMENT_BLOCK,
 }
-"""For each state in ``Tensors``, the number of a weight's elements that share one of its values."""
+"""Number of a weight's elements that share one value of a state, by the state's field in
+``Tensors``.
+"""
 
 STATE_ALIGNMENT = 256
 """States begin at multiples of this many bytes in a buffer."""
@@ -316,8 +318,9 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 @dataclass(frozen=True)
 class _Cut:
-    """Elements ``begin:end`` of tensor ``number`` of a launch; both are multiples of a chunk, except
-    for the tensor's end.
+    """Elements ``begin:end`` of tensor ``number`` of a launch.
+
+    Both are multiples of a chunk, or the end of the tensor.
     """
 
     number: int

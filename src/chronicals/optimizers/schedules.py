@@ -19,7 +19,9 @@ def _constant(_progress: float, _decay: float) -> float:
 
 
 def _warmup_stable_decay(progress: float, decay: float) -> float:
-    """Return 1, then a linear decay over the last fraction ``decay`` (Hu et al., 2024, section 4.1)."""
+    """Return 1, then decay linearly over the last fraction ``decay`` (Hu et al., 2024, section
+    4.1).
+    """
     return min(1.0, (1 - progress) / decay)
 
 
@@ -29,7 +31,7 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "constant": _constant,
     "wsd": _warmup_stable_decay,
 }
-"""By name, the factor as a function of the progress after warm-up, 0 to 1, and the decay fraction."""
+"""Functions by name: from progress after warm-up, 0 to 1, and decay fraction to the factor."""
 
 
 def learning_rate_factor(

@@ -1,6 +1,4 @@
-"""What training on several cards takes, before there are any: memory, bytes that travel,
-expected efficiency.
-"""
+"""Plans for training on several GPUs without having them: memory, bytes sent and efficiency."""
 
 from chronicals.planning.plan import Machines, Plan, plan
 from chronicals.planning.traffic import Traffic, traffic

@@ -1,27 +1,31 @@
-"""A run on some number of cards: what each holds, what it sends, and how much of its time it
-computes.
+"""Plan of a run on some number of GPUs: memory, bytes sent, and the share of time that computes.
 
     efficiency = compute / (compute + exposed + slowed)
-    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
+    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce
+                 + attention + embedding
 
-in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation,
-is hidden beside it, one after it is not. Where weights are divided, of g gathered in the forward
-and h in the backward passes (``gathered_in_passes``)
+in seconds of a step. A reduce-scatter during the backward pass overlaps with it, that is with two
+thirds of the computation; one after the backward pass does not overlap.
 
-    exposed    = max(0, g − ⅓ compute) + max(0, h + reduce-scatter − ⅔ compute) + all-reduce + embedding
+If weights are divided, with g and h the seconds of gathers in the forward and backward passes
+(``gathered_in_passes``):
 
-as if layers were gathered beside others throughout a pass, the first one and the embedding too.
-Copies on several machines are summed layer by layer beside the backward pass of the last
-micro-batch. Beside divided frozen weights, adapters are summed after the backward pass and gathered
-after their update, by all ranks, and nothing hides either; there, too, the backward pass counts as
-two thirds, though it computes no gradient of what is frozen. Computation is FLOPs over the rate
-that a card reaches: 2 N a token forward and as many for each of the two gradients, of N weights
-that are multiplied by, and 2 · heads · width · length for the causal attention to a document. Of
-stacked experts those count that a token meets.
+    exposed    = max(0, g − ⅓ compute) + max(0, h + reduce-scatter − ⅔ compute)
+                 + all-reduce + embedding
 
-What is hidden is not for nothing: it takes multiprocessors and memory from the computation beside
-it. In eight of nine rows that were measured on two cards (docs/measured.md) a step of 100 to 650 ms
-took longer by ``MEETING`` and the time that all it sent takes over the link, within 11 ms, so that
+This assumes that the gather of every layer overlaps with the computation of another one, also for
+the first layer and the embedding. Copies on several machines are summed layer by layer during the
+backward pass of the last micro-batch. With divided frozen weights, adapters are summed after the
+backward pass and gathered after their update, by all ranks, without overlap. The backward pass
+counts as two thirds then too, although it computes no gradients of frozen weights.
+
+Seconds of computation are FLOPs divided by the rate that a GPU reaches: for N weights 2 N a token
+in the forward pass and as many for each of the two gradients, plus 2 · heads · width · length for
+causal attention to a document. Of stacked experts only those count that a token is routed to.
+
+Overlapped communication takes multiprocessors and memory bandwidth from the computation. In eight
+of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms took longer by
+``MEETING`` plus the time of all sent bytes on the link, within 11 ms, so that
 
     slowed     = MEETING + hidden bytes / link
 """
@@ -44,25 +48,26 @@ from chronicals.policies.weight_copies import choose_sharding
 from chronicals.quantization import packed_modules
 
 BACKWARD = 2 / 3
-"""Of a step's computation."""
+"""The backward pass's share of a step's computation."""
 
 MEETING = 0.012
-"""Seconds by which a step on two cards is longer, whatever is sent: until the later one has
-come, and its host was told.
+"""Seconds by which a step on two GPUs is longer, however few bytes are sent.
+
+Ranks wait for the slower one, and hosts for its arrival.
 """
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Cards that a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a
-    card between machines.
+    """Machines that a plan assumes; by default H100 with NVLink, and a 400 Gb/s adapter for each
+    GPU.
 
     Attributes:
-        memory: bytes of a card.
-        cards: number of cards of a machine.
-        link: bytes a second that a card sends within its machine.
-        network: bytes a second that a card sends between machines.
-        flops: FLOPs a second that a card reaches in training.
+        memory: bytes of a GPU.
+        cards: number of GPUs of a machine.
+        link: bytes a second that a GPU sends within its machine.
+        network: bytes a second that a GPU sends between machines.
+        flops: FLOPs a second that a GPU reaches in training.
     """
 
     memory: int = 80 * 10**9
@@ -72,26 +77,28 @@ class Machines:
     flops: float = 6e14
 
     def rate(self, ranks: int) -> float:
-        """Bytes a second of a collective over so many ranks: that of its slowest link."""
+        """Return the bytes a second of a collective over ``ranks`` ranks: those of its slowest
+        link.
+        """
         return self.link if ranks <= self.cards else self.network
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a run on ``gpus`` cards.
+    """Plan of a run on ``gpus`` GPUs.
 
     Attributes:
-        held: bytes that a card holds at most, recomputing as the trainer would choose.
-        fits: True if that is within its memory.
-        sharding: what is divided.
+        held: peak bytes on a GPU, with the recomputation that the trainer would choose.
+        fits: True if they are within its memory.
+        sharding: what is sharded, as in the field ``sharding``.
         recomputed: number of layers that are recomputed.
         stay: number of layers whose divided weights stay gathered between their passes.
         in_backward: True if gradients are summed in the backward pass.
-        sent: bytes that a card sends in a step.
-        tokens: tokens of a step, on all cards.
-        computing: seconds of a step of a card by itself.
+        sent: bytes that a GPU sends in a step.
+        tokens: tokens of a step, on all GPUs.
+        computing: seconds of a step on a single GPU.
         exposed: seconds of a step in which nothing is computed.
-        slowed: seconds by which computing takes longer beside what is sent.
+        slowed: seconds by which overlapped communication slows the computation.
     """
 
     gpus: int
@@ -114,7 +121,7 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """Tokens a second of a card, as a share of those of a card by itself."""
+        """Tokens a second of a GPU, as a fraction of those of a single GPU."""
         return self.computing / self.seconds
 
     @property
@@ -127,13 +134,14 @@ class Plan:
 
 
 def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) -> Plan:
-    """Plan a run.
+    """Compute the plan of a run.
 
     Args:
-        model: with adapters and in 4 bits where it is trained so; may be on the meta device.
+        model: the model as it is trained, with adapters and 4-bit layers if any; may be on the meta
+            device.
 
     Raises:
-        ConfigurationError: the cards cannot share packs as the configuration says.
+        ConfigurationError: the GPUs cannot share packs as configured.
     """
     context = config.context_parallel
     if gpus % context:
@@ -178,11 +186,11 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
 
 
 def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float]:
-    """Return the seconds of all but attention that nothing hides, and the bytes that are hidden.
+    """Return the exposed seconds of all communication but attention's, and the overlapped bytes.
 
     Args:
-        computing: beside whose backward pass gradients are summed; 0 where they are summed
-            afterwards.
+        computing: seconds of computation if gradients are summed during the backward pass; 0 if
+            they are summed after it.
     """
     hidden = min(sent.reduce_scatter, BACKWARD * computing * rate)
     return (sent.total - sent.attention - hidden) / rate, hidden
@@ -197,17 +205,17 @@ def _exposed_divided(
     sent: Traffic,
     computing: float,
 ) -> tuple[float, float]:
-    """Return the same as ``_exposed``, where weights are divided."""
+    """Return the result of ``_exposed`` for divided weights."""
     near = machines.rate(config.sharding_ranks or gpus)
     far = machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
     summed = sent.all_reduce
     beside = 0.0
     afterwards = sent.embedding / near
-    if trains_layers(model):  # sums among copies, over another link, within the last backward pass
+    if trains_layers(model):  # sums among copies overlap with the last backward pass
         beside = min(summed, BACKWARD * computing / config.gradient_accumulation_steps * far)
         backward += sent.reduce_scatter
-    else:  # adapters
+    else:  # adapters are summed and gathered after the backward pass, without overlap
         afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
     passes = (forward, (1 - BACKWARD) * computing), (backward, BACKWARD * computing)
     hidden = sum(min(size, seconds * near) for size, seconds in passes)
@@ -217,7 +225,7 @@ def _exposed_divided(
 
 
 def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
-    """Return FLOPs of a token, forward and backward, without gradients of frozen weights.
+    """Return the FLOPs of a token, forward and backward, without gradients of frozen weights.
 
     Args:
         again: ratio of the layers that are computed twice.

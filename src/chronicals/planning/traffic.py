@@ -1,9 +1,8 @@
-"""Bytes that a rank sends in an optimizer step, counted by running what the trainer runs, among
-ranks that are not there.
+"""Bytes that a rank sends in an optimizer step, counted by running the trainer's collectives.
 
-torch's ``fake`` process group answers every collective at once, and its fake tensors have shapes
-and no memory, so that one process plays a rank of a thousand. A collective over W ranks sends, as
-rings do (Thakur et al., 2005, section 4):
+torch's ``fake`` process group returns from every collective at once, and fake tensors have shapes
+but no memory, so one process can act as one rank of a thousand. A ring collective over W ranks
+sends (Thakur et al., 2005, section 4):
 
     reduce-scatter of n bytes   n (W − 1) / W           all-gather to n bytes   n (W − 1) / W
     all-reduce of n bytes       2 n (W − 1) / W         all-to-all of n bytes   n (W − 1) / W
@@ -51,7 +50,7 @@ NAMES = {
     "allreduce_": "all_reduce",
     "alltoall_base_": "all_to_all",
 }
-"""By torch's operator, what it is called here."""
+"""Names of collectives here, by torch's operator."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,12 @@ class Traffic:
     """Bytes that a rank sends in a step.
 
     Attributes:
-        reduce_scatter: of gradients, to whoever updates them.
-        all_gather: of updated weights.
-        all_reduce: of scalars, or of gradients where every rank updates all.
-        attention: of heads, or of keys and their gradients, among ranks that share packs, were
-            every document split.
-        embedding: of ids, and of their rows of a frozen embedding that is divided.
+        reduce_scatter: gradients, to the ranks that update them.
+        all_gather: updated weights.
+        all_reduce: scalars, and gradients if every rank updates all weights.
+        attention: heads, or keys and their gradients, among ranks that share packs, as if every
+            document were split.
+        embedding: ids and rows of a frozen embedding that is divided.
     """
 
     reduce_scatter: float = 0.0
@@ -93,14 +92,14 @@ def traffic(
     cards: int | None = None,
     stay: int = 0,
 ) -> Traffic:
-    """Of the first rank of so many, which has the largest shares.
+    """Return the bytes sent by rank 0, whose shares are the largest.
 
     Args:
-        model: with adapters, if any; its shapes are read, so it may be on the meta device.
-        in_backward: gradients are summed in the backward pass, of each micro-batch.
-        recomputed: layers that are computed twice.
-        cards: of a machine; by default all are in one.
-        stay: layers that stay gathered between their passes.
+        model: model with its adapters; only its shapes are read, so it may be on the meta device.
+        in_backward: gradients are summed in the backward pass of each micro-batch.
+        recomputed: number of layers that are computed twice.
+        cards: GPUs of a machine; by default all are in one.
+        stay: number of layers that stay gathered between their passes.
     """
     if ranks == 1:
         return Traffic()
@@ -135,9 +134,11 @@ def traffic(
 def gathered_in_passes(
     model: Any, config: ChronicalsConfig, ranks: int, stay: int = 0
 ) -> tuple[float, float]:
-    """Bytes of divided weights that a rank gathers in a step, in all forward and in all backward
-    passes. Adapters are whole on every rank, and gathered after their update: they are in
-    ``all_gather`` beside these.
+    """Return bytes of divided weights that a rank gathers in a step: in forward and in backward
+    passes.
+
+    Adapters are whole on every rank and gathered after their update, so they count as
+    ``all_gather``.
 
     Args:
         ranks, stay: as for ``traffic``.
@@ -148,7 +149,7 @@ def gathered_in_passes(
 
 
 def _of_passes(model: Any, config: ChronicalsConfig, among: int, stay: int) -> dict[str, float]:
-    """Bytes by collective, where weights are divided among so many."""
+    """Return the bytes of each collective of a step with weights divided among ``among`` ranks."""
     with counted_among(among) as sent:
         gather = _gather_and_sum if trains_layers(model) else _gather_frozen
         gather(model, config, among, config.gradient_accumulation_steps, stay)
@@ -158,7 +159,7 @@ def _of_passes(model: Any, config: ChronicalsConfig, among: int, stay: int) -> d
 def _sum_and_update(
     weights: Sequence[Tensor], config: ChronicalsConfig, ranks: int, times: int
 ) -> None:
-    """Sum gradients so often, and give the updated weights to all."""
+    """Sum gradients ``times`` times, and send the updated weights to all ranks."""
     dtype = (
         torch.bfloat16
         if config.mixed_precision == "bf16" and not config.use_lora
@@ -184,8 +185,10 @@ def _sum_and_update(
 def _gather_and_sum(
     model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int
 ) -> None:
-    """Of every micro-batch: gather layers for both passes, those that stay and the rest once,
-    and sum what is trained.
+    """Run the collectives of a step over divided trained weights.
+
+    In every micro-batch, layers are gathered for both passes, but only once if they stay gathered,
+    like all weights outside of layers; gradients are summed.
     """
     dtype = GATHERED_TYPES[config.mixed_precision]
     layers = decoder_layers(model)
@@ -215,9 +218,11 @@ def _gather_and_sum(
 def _gather_frozen(
     model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int
 ) -> None:
-    """Of every micro-batch: gather the frozen weights of each decoder layer for both passes, but
-    for the backward pass those that stay, and the last two, which are there from the forward
-    pass."""
+    """Gather the frozen weights of decoder layers for both passes of every micro-batch.
+
+    The backward pass does not gather layers that stay, nor the last two, which are still in the
+    buffers.
+    """
     itemsize = PRODUCT_TYPES[config.mixed_precision].itemsize
     gathers = Gathers(0, among)
     for layer in decoder_layers(model):
@@ -234,8 +239,8 @@ def _gather_frozen(
 
 
 class _Asking(torch.autograd.Function):
-    """A product that asks for a layer's weights in the forward pass, and perhaps again in the
-    backward pass.
+    """Product that gathers a layer's weights in the forward pass, and perhaps again in the
+    backward.
     """
 
     @staticmethod
@@ -253,7 +258,7 @@ class _Asking(torch.autograd.Function):
 
 
 def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
-    """Of all micro-batches, where a frozen embedding is divided."""
+    """Return the bytes of all micro-batches for a divided frozen embedding."""
     if trains_layers(model) or why_embedding_stays_whole(model, among):
         return 0.0
     tokens = config.batch_size * config.max_seq_length // config.context_parallel
@@ -269,8 +274,10 @@ def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
 def _of_attention(
     model: Any, config: ChronicalsConfig, context: int, cards: int
 ) -> tuple[float, float]:
-    """Bytes of one layer and micro-batch that is one document, forward and backward; within a
-    machine by heads where these divide."""
+    """Return the bytes of one layer for a micro-batch of one document: forward and backward.
+
+    Within a machine heads are exchanged if they can be divided.
+    """
     shape = ModelShape.of(model.config)
     tokens = config.batch_size * config.max_seq_length
     machines = [str(rank // cards) for rank in range(context)]
@@ -296,11 +303,12 @@ def _of_attention(
 
 @contextmanager
 def counted_among(ranks: int) -> Iterator[dict[str, float]]:
-    """Within: this process is the first of so many that are not there, tensors have no memory, and
-    what it would send is added up.
+    """Context manager in which this process acts as rank 0 of ``ranks`` and sent bytes are summed.
+
+    Tensors are fake: they have no memory.
 
     Raises:
-        RuntimeError: it belongs to a process group already.
+        RuntimeError: this process belongs to a process group already.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -312,18 +320,20 @@ def counted_among(ranks: int) -> Iterator[dict[str, float]]:
         with warnings.catch_warnings(), FakeTensorMode(), _Counted() as counting:
             warnings.filterwarnings(
                 "ignore", "`torch.distributed", FutureWarning
-            )  # which has new names for two collectives
+            )  # two collectives have new names
             warnings.filterwarnings(
                 "ignore", "Accessing the data pointer of FakeTensor"
-            )  # by which others' writes are noticed
+            )  # `Shards` compares pointers to notice writes by other code
             yield counting.sent
     finally:
         dist.destroy_process_group()
 
 
 class _Counted(TorchDispatchMode):
-    """Attributes:
-    sent: bytes by collective.
+    """Dispatch mode that counts sent bytes.
+
+    Attributes:
+        sent: bytes by collective.
     """
 
     def __init__(self) -> None:
@@ -345,7 +355,7 @@ class _Counted(TorchDispatchMode):
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
-    """The process group that an operator was given, or None."""
+    """Return the process group if the operator's argument is one, else None."""
     if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in str(argument._type()):
         return None
     return dist.ProcessGroup.unbox(argument)
@@ -357,6 +367,7 @@ BYTES: dict[str, Callable[[list[int]], int]] = {
     "all_to_all": max,
     "all_reduce": lambda sizes: 2 * sum(sizes),
 }
-"""By collective, of the sizes of its tensors: its input or its output, the larger, and of a sum
-on all ranks both ways.
+"""Sent bytes before the factor (W - 1) / W, from the sizes of a collective's tensors.
+
+That is its input or its output, the larger one; for an all-reduce both directions count.
 """

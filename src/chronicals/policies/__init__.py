@@ -1,4 +1,4 @@
-"""One place decides what a run switches on, what it costs, and who may run with whom.
+"""Policies: what a run switches on, what it costs, and what excludes what.
 
 - ``Facts`` says once what a run is: its model, its mesh, its card, how documents are presented.
 - A ``Policy`` is one file and one object. It says how it is asked for (``asked``), why it cannot

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in host memory."""
+"""Offloading of activations to host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chronicals.policies.policy import Load, Policy, register
 
 
 class OffloadActivations(Policy):
-    """Saved tensors leave the card beside the computation, and come back beside it."""
+    """Saved tensors are copied to host memory and back, overlapping with computation."""
 
     name = "activation_offload"
     title = "activation offload"
@@ -32,7 +32,7 @@ class OffloadActivations(Policy):
         return "as asked, beside the computation"
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Only a window of the activations stays on the card."""
+        """Return ``load`` with only a window of the activations on the GPU."""
         return replace(load, step=replace(load.step, offloads=True))
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Remedies of a run that does not fit, for its error."""
+"""Advice for a run that does not fit in memory, shown in its error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chronicals.config.config import ALIASES, RECOMPUTE
 from chronicals.policies.policy import Remedy, policies
 
 LEAN_LOGIT_ROWS = 1024
-"""Rows of logits at a time, for a quarter of the default's memory."""
+"""Rows of logits at a time, which need a quarter of the default's memory."""
 
 
 def ways_to_take_less(
@@ -18,7 +18,7 @@ def ways_to_take_less(
     """Return the remedies of ``what_helps`` in words.
 
     Args:
-        shorter_rows: True for the last of them, a shorter ``max_seq_length``, too.
+        shorter_rows: include the last one, a shorter ``max_seq_length``.
     """
     words = []
     for fields, price in what_helps(config, ranks):
@@ -30,7 +30,7 @@ def ways_to_take_less(
 
 
 def what_helps(config: ChronicalsConfig, ranks: int = 1) -> list[Remedy]:
-    """Return remedies, first those that take nothing but time.
+    """Return remedies, those that cost only time first.
 
     Args:
         config: the configuration that does not fit.
@@ -47,7 +47,7 @@ def what_helps(config: ChronicalsConfig, ranks: int = 1) -> list[Remedy]:
 
 
 def _smaller_pieces(config: ChronicalsConfig) -> Iterator[Remedy]:
-    """Yield fewer tokens and logits at a time, for the same step."""
+    """Yield remedies with fewer tokens or logits at a time, for an unchanged step."""
     if config.batch_size > 1:
         batch = config.batch_size // 2
         if "optimizer_in_backward" in config.memory_policies:
@@ -60,7 +60,7 @@ def _smaller_pieces(config: ChronicalsConfig) -> Iterator[Remedy]:
 
 
 def _smaller_runs(config: ChronicalsConfig) -> Iterator[Remedy]:
-    """Yield fewer trained values, a narrower base and shorter rows."""
+    """Yield remedies with fewer trained values, a quantised base, or shorter rows."""
     if not config.use_lora:
         masters = {} if config.master_weights else {"master_weights": True}
         yield Remedy({"use_lora": True, **masters}, "adapters are trained, not the weights")
@@ -72,7 +72,7 @@ def _smaller_runs(config: ChronicalsConfig) -> Iterator[Remedy]:
 
 
 def leanest_memory(config: ChronicalsConfig, ranks: int) -> set[str]:
-    """Return the entries of ``memory`` with all that saves memory for nothing but time."""
+    """Return the entries of ``memory`` with all that save memory at the cost of time only."""
     entries: set[str] = set(config.memory_policies - RECOMPUTE)
     for policy in policies():
         if policy.only_time:

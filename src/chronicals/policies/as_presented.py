@@ -1,4 +1,4 @@
-"""Switches whose answer lies in how the model is presented: attention, loss, packing, the base."""
+"""Policies that follow from how the model is presented: attention, loss, packing, packed base."""
 
 from __future__ import annotations
 

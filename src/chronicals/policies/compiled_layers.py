@@ -1,4 +1,4 @@
-"""Decoder layers compiled by torch.compile, where they do not run fused."""
+"""Decoder layers compiled by torch.compile, if they do not run fused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chronicals.policies.policy import Decision, Stage, Switch, register
 
 
 class CompiledLayers(Switch):
-    """Each decoder layer is compiled by itself."""
+    """Compilation of each decoder layer by itself."""
 
     name = "use_torch_compile"
     title = "torch.compile"
@@ -36,7 +36,9 @@ class CompiledLayers(Switch):
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         for layer in decoder_layers(model):
-            layer.compile()  # the entries of the bounds become dynamic when they first change
+            # One recompilation follows: the number of document bounds becomes dynamic when it
+            # first changes.
+            layer.compile()
 
 
 register(CompiledLayers())

@@ -1,6 +1,4 @@
-"""Packs that several processes share, each with some documents and a part of long ones
-(``context_parallel``).
-"""
+"""Packs shared by several processes (``context_parallel``); long documents are split among them."""
 
 from __future__ import annotations
 
@@ -26,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class ContextParallel(Policy):
-    """Several processes share each pack: documents, and parts of those too long for one."""
+    """Several processes share each pack: whole documents, and parts of those too long for one."""
 
     name = "context_parallel"
-    title = ""  # the log has a line of its own, which sharing_packs writes
+    title = ""  # sharing_packs writes a log line of its own
     before_memory = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
         return config.context_parallel > 1
 
     def why_not(self, facts: Facts) -> str | None:
-        """Return what keeps documents of a model's packs from being split over processes."""
+        """Return why the model's documents cannot be split over processes; None if they can."""
         model = facts.model
         name = type(model).__name__
         if not facts.packed:
@@ -61,7 +59,11 @@ class ContextParallel(Policy):
         return Decision(self.name, True, "as asked")
 
     def check(self, facts: Facts) -> None:
-        """Raise ConfigurationError where packs are shared and the model cannot take them so."""
+        """Check that the model can take shared packs, if they are configured.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
         reason = self.why_not(facts) if facts.context > 1 else None
         if reason:
             raise ConfigurationError(
@@ -69,7 +71,7 @@ class ContextParallel(Policy):
             )
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """A process has its part of the tokens of a forward pass."""
+        """Return ``load`` with a process's part of the tokens of a forward pass."""
         return replace(load, step=replace(load.step, tokens=load.step.tokens // facts.context))
 
 
@@ -77,7 +79,11 @@ CONTEXT_PARALLEL = register(ContextParallel())
 
 
 def check_frozen_context(facts: Facts, frozen: Iterable[PresentedModel]) -> None:
-    """Raise ConfigurationError where a frozen model of the objective cannot take shared packs."""
+    """Check that the objective's frozen models can take shared packs, if they are configured.
+
+    Raises:
+        ConfigurationError: one cannot.
+    """
     for presented in frozen:
         other = replace(
             facts,
@@ -90,11 +96,12 @@ def check_frozen_context(facts: Facts, frozen: Iterable[PresentedModel]) -> None
 
 
 def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
-    """Return the processes with ``context_parallel`` of them sharing each pack, and log how they
-    attend to documents that are split. All ranks call it together.
+    """Return the mesh with ``context_parallel`` ranks sharing each pack; all ranks must call it.
+
+    Logs how they attend to split documents.
 
     Raises:
-        ConfigurationError: they cannot be divided so.
+        ConfigurationError: the ranks or heads cannot be divided so.
     """
     number = config.context_parallel
     asked = config.context_heads
@@ -125,8 +132,9 @@ def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
 
 
 def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int) -> int:
-    """Return the most neighbours, of ``number``, that are on one machine and among which query and
-    key heads can be divided.
+    """Return the largest number of neighbouring ranks that can exchange heads.
+
+    They share a pack and a machine, and their number divides query and key heads.
 
     Args:
         machines: name of the machine of each rank.
@@ -144,8 +152,12 @@ def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int)
 
 
 def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
-    """Raise ConfigurationError where an objective compares whole documents and those of an item do
-    not fit in a part of a pack; log otherwise how many are split.
+    """Check that documents which the objective compares as a whole fit in a part of a pack.
+
+    Otherwise log how many documents are split.
+
+    Raises:
+        ConfigurationError: the documents of an item do not fit.
     """
     parts = config.pack_parts or config.context_parallel
     field = "pack_parts" if config.pack_parts else "context_parallel"

@@ -1,4 +1,4 @@
-"""Proof that a model computes the same of a part of a document as of the whole."""
+"""Check that a model computes the same hidden states for parts of a document as for the whole."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ PROOF_TOKENS = 32
 """Tokens of each rank's part of the split document."""
 
 LEAST_DEVIATION = 0.02
-"""Relative deviation of a token's hidden state that is allowed in any case."""
+"""Relative deviation of a token's hidden state that is always allowed."""
 
 NOISE_FACTOR = 5.0
-"""Multiple that is allowed of the deviation that another order of the documents makes in the
-model's own arithmetic.
+"""Allowed multiple of the model's own numerical noise.
+
+The noise is measured by the deviation after reordering the documents.
 """
 
 
 @torch.no_grad()
 def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
-    """Compare each rank's share of some documents, one of which is split, with what the model makes
-    of them whole.
+    """Check that ranks which share documents, one of them split, compute the hidden states of the
+    whole.
 
-    All ranks call it together, where the model attends to documents.
+    All ranks must call it, inside the context in which the model attends within documents.
 
     Raises:
-        ConfigurationError: one differs, on every rank: layers mix tokens otherwise than by
-            attention.
+        ConfigurationError: a hidden state differs, because layers mix tokens in other ways than
+            attention; raised on every rank.
     """
     context = ranks.context
     if context is None:
@@ -79,8 +80,9 @@ def _largest(found: Tensor, expected: Tensor) -> float:
 
 
 def _documents(presented: PresentedModel, lengths: tuple[int, ...]) -> Batch:
-    """Return documents of random tokens, one for each length, the same in any order and on every
-    rank.
+    """Return a Batch of random documents of these lengths.
+
+    A document depends only on its length, so it is the same in any order and on every rank.
     """
     table = embedding_table(presented.model)
     texts = [

@@ -1,4 +1,4 @@
-"""Steps that are captured once and replayed as CUDA graphs."""
+"""Steps captured once and replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chronicals.policies.policy import Load, Switch, register
 
 
 class CudaGraphs(Switch):
-    """Micro-steps, and the update of a single process, as graphs (``training.graphs``)."""
+    """Micro-steps as CUDA graphs, and the update too for one process (``training.graphs``)."""
 
     name = "use_cuda_graphs"
     title = "CUDA graphs"
@@ -42,7 +42,7 @@ class CudaGraphs(Switch):
         return "micro-step and update are replayed"
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Gradients stay where the graphs write them."""
+        """Return ``load`` with gradients that stay allocated, since graphs write to them."""
         return replace(load, gradients_stay=True)
 
 

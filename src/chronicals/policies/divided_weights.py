@@ -1,5 +1,6 @@
-"""Weights divided among the processes (``sharding: weights``): trained ones by FSDP, frozen ones
-of adapters as bytes.
+"""Weights divided among processes (``sharding: weights``).
+
+Trained weights are divided by FSDP, the frozen base of adapters as bytes.
 """
 
 from __future__ import annotations
@@ -44,18 +45,22 @@ from chronicals.quantization import packed_layers
 logger = logging.getLogger(__name__)
 
 BLOCK = 256
-"""Elements whose states in 8 bits share a scale."""
+"""Elements that share a scale of 8-bit states."""
 
 
 def check_divisible(facts: Facts, among: int) -> None:
-    """Raise ConfigurationError where weights cannot be divided among so many processes."""
+    """Check that weights can be divided among ``among`` processes.
+
+    Raises:
+        ConfigurationError: they cannot.
+    """
     reason = why_not_divisible(facts) or why_not_cut(facts, among)
     if reason:
         raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
 
 
 def why_not_divisible(facts: Facts) -> str | None:
-    """Return why weights cannot be divided, among however many processes; None where they can."""
+    """Return why weights cannot be divided among any number of processes; None if they can."""
     model = facts.model
     name = type(model).__name__
     if not decoder_layers(model):
@@ -89,7 +94,7 @@ def why_not_divisible(facts: Facts) -> str | None:
 
 
 def _why_not_as_bytes(model: Any) -> str | None:
-    """Return why frozen weights cannot be divided as the bytes that they are stored in."""
+    """Return why frozen weights cannot be divided in their stored format; None if they can."""
     reasons = set()
     for layer in decoder_layers(model):
         reasons |= {linear.packed.why_whole for _, linear in packed_layers(layer)}
@@ -100,7 +105,7 @@ def _why_not_as_bytes(model: Any) -> str | None:
 
 
 def why_not_cut(facts: Facts, among: int) -> str | None:
-    """Return why rows of the weights cannot be divided among so many; None where they can."""
+    """Return why rows of the weights cannot be divided among ``among`` ranks; None if they can."""
     model = facts.model
     if not facts.trains_layers:
         if any(can_be_cut(linear, among) for _, linear in frozen_linears(decoder_layers(model))):
@@ -124,8 +129,10 @@ def why_not_cut(facts: Facts, among: int) -> str | None:
 
 
 def check_whole(model: Any, config: ChronicalsConfig) -> None:
-    """Raise ConfigurationError where a run before divided the model's weights, and this one is
-    not to.
+    """Check that weights which an earlier run divided are to be divided in this run too.
+
+    Raises:
+        ConfigurationError: they are not.
     """
     if len(list(whole_parts(model.parameters()))) < len(list(model.parameters())):
         raise ConfigurationError(
@@ -135,20 +142,19 @@ def check_whole(model: Any, config: ChronicalsConfig) -> None:
 
 
 def load_of_shares(facts: Facts, among: int, load: Load) -> Load:
-    """Return the bytes where weights are divided: shares, two layers that are gathered, and what
-    stays whole.
+    """Return ``load`` for divided weights: shares, two gathered layers, and what stays whole.
 
-    Trained layers need the gradients of one before and after they are summed, and all of the
-    embedding and the head; frozen ones need all of the head.
+    For trained weights this includes the gradients of one layer before and after their sum, and
+    those of the whole embedding and head. For frozen ones it includes the whole head.
 
     Args:
-        facts: of a model whose frozen layers may be divided already.
+        facts: facts of a model whose frozen layers may be divided already.
         among: number of processes that share a copy.
         load: bytes of the run without sharding.
     """
     config = facts.config
     model = facts.model
-    # The copy of what attention returns is counted on every backend.
+    # The copy of attention's output is counted for every backend, needed or not.
     copies = facts.fuses_whole_layers and adapts_output(model)
     load = replace(load, step=replace(load.step, copies_attended=copies))
     if not facts.trains_layers:
@@ -160,7 +166,8 @@ def load_of_shares(facts: Facts, among: int, load: Load) -> Load:
     others = sum(p.numel() for p in model.parameters()) - sum(sizes)
     whole = max(sizes) * (3 * gathered + 8) + others * gathered
     summed = others * (gathered + 4)
-    stays = config.gradient_accumulation_steps > 1  # no graphs run, which would keep gradients
+    # No CUDA graphs run with divided weights, so gradients stay only to be accumulated.
+    stays = config.gradient_accumulation_steps > 1
     return replace(
         load,
         frozen=gathered / among,
@@ -175,10 +182,10 @@ def load_of_shares(facts: Facts, among: int, load: Load) -> Load:
 
 
 def _beside_frozen_shares(model: Any, element: int, among: int) -> int:
-    """Return the bytes of frozen weights divided among so many, less those of them as they are.
+    """Return the bytes of divided frozen weights, minus their bytes without division.
 
-    These are shares, two layers that are gathered, and where products read whole weights in place,
-    a dense layer that they read instead.
+    These are the shares, two gathered layers and, for products that otherwise read the whole weight
+    in place, a dense layer.
     """
     total = 0
     here = 0
@@ -205,7 +212,7 @@ def _beside_frozen_shares(model: Any, element: int, among: int) -> int:
 
 
 def frozen_bytes(module: Any, element: int) -> int:
-    """Return the bytes of a frozen linear layer's weight, as all ranks that divide it hold it.
+    """Return the bytes of a frozen linear layer's weight, summed over the ranks that divide it.
 
     Args:
         element: bytes of a value that is not packed.
@@ -219,17 +226,17 @@ def frozen_bytes(module: Any, element: int) -> int:
 
 
 def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: int) -> None:
-    """Divide the weights of a model with its kernels in place, before the optimizer is made.
+    """Divide the weights of a model with its kernels, before the optimizer is created.
 
     Args:
-        sharing: neighbours that share one copy.
+        sharing: number of neighbouring ranks that share a copy.
     """
     layers = decoder_layers(model)
     device = ranks.device
     if not trains_layers(model):
         gathers = gathers_of(model)
         if gathers is None:
-            # each rank keeps rows of its own, which no other sees
+            # Each rank keeps only its own rows, so a difference would never be noticed.
             prove_alike(ranks, {"weights": fingerprint(model.parameters())})
             product = PRODUCT_TYPES[config.mixed_precision]
             gathers = shard_frozen(layers, ranks, sharing, device, product)
@@ -239,7 +246,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
         model.to(device)
         ranks.same_weights(whole_parts(model.parameters()))
         return
-    if any(is_divided(p) for p in model.parameters()):  # by a run before
+    if any(is_divided(p) for p in model.parameters()):  # divided by an earlier run
         return
     products = list(names_of_products(model))
     dtype = GATHERED_TYPES[config.mixed_precision]
@@ -257,7 +264,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
 
 
 def _in_memory(ranks: Mesh, device: torch.device) -> Callable[[str, Tensor, range], Tensor]:
-    """Return a reader of rows of weights that every process has whole; the first one's count."""
+    """Return a reader of rows for weights that every process holds; those of rank 0 are used."""
 
     def read(name: str, weight: Tensor, rows: range) -> Tensor:
         value = weight.detach().to(device)

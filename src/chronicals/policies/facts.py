@@ -20,7 +20,7 @@ WEIGHTS = "weights"
 """Value of ``sharding`` where weights are divided."""
 
 GATHERED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
-"""Dtype in which trained weights are gathered, by ``mixed_precision``; autocast makes fp16 of it."""
+"""Dtype in which trained weights are gathered, by ``mixed_precision``; autocast casts to fp16."""
 
 PRODUCT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtype of products, activations and frozen weights, by ``mixed_precision``."""
@@ -86,7 +86,7 @@ class Facts:
         backend = choose_backend(
             input_device(model),
             PRODUCT_TYPES[config.mixed_precision],
-            ModelShape.of(model.config).head_dim or 128,  # families without a single one
+            ModelShape.of(model.config).head_dim or 128,  # 128 if layers have different ones
             softcap=getattr(text, "attn_logit_softcapping", None) is not None,
             flash=config.use_flash_attention,
         )

@@ -1,4 +1,4 @@
-"""Frozen weights, for which FP8 copies stand in, in host memory."""
+"""Offloading to host memory of frozen weights that have FP8 copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadFrozenWeights(Policy):
-    """The card keeps the FP8 copies alone."""
+    """Only the FP8 copies of frozen weights stay on the GPU."""
 
     name = "offload_frozen_weights"
     title = "frozen weights in host memory"

@@ -15,7 +15,7 @@ from chronicals.policies.state_bytes import state_bytes
 
 
 class OffloadOptimizerStates(Policy):
-    """States of large weights come to the card in every update, by buffers, and go back."""
+    """States of large weights are copied to the GPU for every update, through buffers, and back."""
 
     name = "offload_optimizer_states"
     title = "optimizer states in host memory"
@@ -49,7 +49,7 @@ class OffloadOptimizerStates(Policy):
         )
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Buffers are on the card instead of the states that moved."""
+        """Return ``load`` with buffers instead of the states that moved to host memory."""
         moved = states_in_host_memory(facts.model)
         away = {id(p) for p in moved}
         here = [p for p in facts.trained if id(p) not in away]

@@ -1,4 +1,4 @@
-"""Refusal, before the first step, of a run that its card cannot hold."""
+"""Check before the first step that a run fits in the memory of its GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from chronicals.policies.advice import ways_to_take_less
 logger = logging.getLogger(__name__)
 
 FILLED = 0.95
-"""Fraction of a card's memory that tensors can fill: between the allocator's blocks some is
-always left over.
-"""
+"""Fraction of a GPU's memory that tensors can fill; the allocator loses some between blocks."""
 
 LENGTH_STEP = 256
 """Tokens to which the longest length that fits is rounded down."""
@@ -29,14 +27,17 @@ def refuse_what_cannot_fit(
     estimated: Callable[[int], Estimate],
     ranks: int = 1,
 ) -> None:
-    """Raise ConfigurationError where the run is expected to hold more than its card has.
+    """Check that the run is expected to fit in its GPU's memory.
 
     Args:
         config: the configuration of the run.
-        memory: expected of the run as it is set.
-        policy: what every layer recomputes; None where the estimate chooses.
-        estimated: takes a ``max_seq_length`` and returns the estimate of the run with it.
+        memory: estimate for the run as configured.
+        policy: what every layer recomputes; None if the estimate chooses.
+        estimated: returns the estimate of the run for a ``max_seq_length``.
         ranks: number of processes that train together.
+
+    Raises:
+        ConfigurationError: it is not; the message names remedies.
     """
     if not memory.total:
         return
@@ -68,8 +69,9 @@ def refuse_what_cannot_fit(
 
 
 def longest_that_fits(asked: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest multiple of ``LENGTH_STEP`` below ``asked`` that ``fits``, by bisection;
-    0 where none does.
+    """Return the largest multiple of ``LENGTH_STEP`` below ``asked`` that ``fits``, else 0.
+
+    Found by bisection.
     """
     below = 0
     above = -(-asked // LENGTH_STEP)

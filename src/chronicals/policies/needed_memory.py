@@ -1,4 +1,4 @@
-"""Bytes that a run is expected to hold on each card."""
+"""Estimate of the bytes that a run needs on each GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from chronicals.quantization import Dense
 
 
 def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
-    """Return whether gradients are summed in the backward pass to free them, and the estimate.
+    """Return whether gradients are summed and freed in the backward pass, and the estimate.
 
-    They are as asked, or where all of them would not fit.
+    They are if asked for, or if all gradients together would not fit.
     """
     config = facts.config
     shares_states = facts.ranks > 1 and config.sharding != "none" and not facts.divides_weights
@@ -33,8 +33,8 @@ def asked_for(facts: Facts, frees: bool) -> set[str]:
     """Return the names of the policies that the configuration asks for or permits.
 
     Args:
-        frees: True if gradients are summed in the backward pass to free them, which the memory
-            may ask for, too.
+        frees: True if gradients are summed and freed in the backward pass; memory may require it
+            even if nobody asks for it.
     """
     names = {policy.name for policy in policies() if policy.asked(facts.config)}
     names.discard("reduce_in_backward")

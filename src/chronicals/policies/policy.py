@@ -1,4 +1,4 @@
-"""The parts that every policy is made of, and the list of all policies."""
+"""Base class of the policies of a run, their list, and the values that they pass on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from chronicals.policies.facts import Facts
 
 @dataclass(frozen=True)
 class Decision:
-    """Record whether a policy runs, and why.
+    """Decision on a policy, and its reason.
 
     Attributes:
         field: name of the policy.
         runs: True if it runs.
         reason: words for the log.
-        how: of recomputation, what every layer saves; of sharding, what is divided.
-        layers: of recomputation, the number of layers that are recomputed whole, None for all.
-        matters: True if the log names the policy even where it does not run.
-        among: of sharding, the number of processes that share one copy of what is divided.
-        stay: of sharding, the number of the last layers that stay gathered between their passes.
+        how: for recomputation, what every layer saves; for sharding, what is divided.
+        layers: for recomputation, the number of layers that are recomputed whole, None for all.
+        matters: True if the log names the policy even if it does not run.
+        among: for sharding, the number of processes that share one copy of what is divided.
+        stay: for sharding, the number of the last layers that stay gathered between their passes.
     """
 
     field: str
@@ -44,16 +44,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes that a run puts on a card, as the policies change them one after the other.
+    """Bytes that a run needs on a GPU, as the policies change them one after the other.
 
     Attributes:
-        step: shape of a step, which gives the activations.
+        step: shape of a step, which determines the activations.
         frozen: bytes of a frozen value.
         weight: bytes of a trained value.
-        states: bytes of the optimizer states of a trained value, in the mean.
+        states: mean bytes of the optimizer states of a trained value.
         gradient: bytes of the gradient of a trained value.
-        gradients_stay: True if gradients exist during a forward pass; else activations make way
-            for them.
+        gradients_stay: True if gradients exist during a forward pass; else the peak is the larger
+            one of activations and gradients, not their sum.
         fixed: further bytes that exist all the time.
         gradients: further bytes of gradients that the backward pass makes.
     """
@@ -234,7 +234,7 @@ P = TypeVar("P", bound=Policy)
 
 
 def register(policy: P) -> P:
-    """Make ``policy`` one of those that every run asks."""
+    """Add ``policy`` to ``POLICIES`` and return it."""
     POLICIES[policy.name] = policy
     return policy
 

@@ -1,4 +1,4 @@
-"""Activations that the backward pass computes again: of whole layers, or of norms and units."""
+"""Recomputation of activations in the backward pass: whole layers, or norms and gated units."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Stage, register
 
 CHECKPOINTED = "_chronicals_checkpointed"
-"""Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
+"""Attribute of a decoder whose layers an earlier run recomputed; this run may not need it."""
 
 
 class RecomputeLayers(Policy):
-    """Recomputation as asked for; else as much of it as the memory needs."""
+    """Recomputation as configured, else as much as the memory requires."""
 
     name = "use_gradient_checkpointing"
     title = "activation recomputation"
@@ -37,7 +37,7 @@ class RecomputeLayers(Policy):
         return asked_recomputation(config) != NOTHING
 
     def why_not(self, facts: Facts) -> str | None:
-        """Return why norms and gated units cannot be recomputed."""
+        """Return why norms and gated units cannot be recomputed; None if they can."""
         if facts.unfused is None:
             return None
         return f"needs fused decoder layers, and none run ({facts.unfused}); take recompute_layers"
@@ -104,22 +104,20 @@ RECOMPUTE_LAYERS = register(RecomputeLayers())
 
 
 def forget_recomputation(model: Any) -> None:
-    """Switch off the recomputation that an earlier run of ours switched on."""
+    """Switch off recomputation that an earlier run of chronicals switched on."""
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         disable_gradient_checkpointing(model)
 
 
 def stop_other_recomputation(model: Any, decision: Decision) -> None:
-    """Switch off recomputation by the model itself, but for where the decision leaves it that."""
+    """Switch off the model's own recomputation, unless the decision relies on it."""
     own = decision.runs and decision.layers == 0 and decision.how != CHEAP
     if recomputes(model) and not own:
         disable_gradient_checkpointing(model)
 
 
 def asked_recomputation(config: ChronicalsConfig) -> str | None:
-    """Return what every layer recomputes where the configuration says so; None where the memory
-    decides.
-    """
+    """Return what every layer recomputes by the configuration; None if the memory decides."""
     if "recompute_layers" in config.memory_policies:
         return LAYERS
     if "recompute_elementwise" in config.memory_policies:
@@ -130,7 +128,7 @@ def asked_recomputation(config: ChronicalsConfig) -> str | None:
 
 
 def fixed_recomputation(facts: Facts) -> str | None:
-    """Return what every layer recomputes whatever the memory; None where the memory decides."""
+    """Return what every layer recomputes regardless of memory; None if the memory decides."""
     asked = asked_recomputation(facts.config)
     if asked is None and recomputes(facts.model):
         return LAYERS

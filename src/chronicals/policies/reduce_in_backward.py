@@ -1,4 +1,4 @@
-"""Gradients of several processes that are summed, and freed, within the backward pass."""
+"""Summing over the ranks and freeing of gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chronicals.policies.policy import Course, Decision, Load, Policy, register
 
 
 class ReduceInBackward(Policy):
-    """Sums as asked for, or where all gradients would not fit, or where no graphs are in the way."""
+    """Gradients are summed in the backward pass if asked, if not all fit, or if no graphs run."""
 
     name = "reduce_in_backward"
     title = "gradients summed in the backward pass"
@@ -53,7 +53,7 @@ class ReduceInBackward(Policy):
         return Decision(self.name, True, words)
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """A gradient is freed once it was sent."""
+        """Return ``load`` with gradients that are freed once they were sent."""
         return replace(load, gradient=0)
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:

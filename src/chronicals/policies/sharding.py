@@ -1,4 +1,4 @@
-"""A share of the optimizer states, or of the weights too, in each of several processes."""
+"""Sharding of the optimizer states, or of the weights too, among processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from chronicals.policies.weight_copies import ranks_per_copy, why_stays_whole
 
 
 class Sharding(Policy):
-    """``sharding: optimizer`` or ``weights``; where nothing is set, ``weight_copies.with_sharding``
-    chooses.
-    """
+    """``sharding: optimizer`` or ``weights``; if unset, ``weight_copies.with_sharding`` chooses."""
 
     name = "sharding"
     title = "sharding"
@@ -87,7 +85,9 @@ class Sharding(Policy):
         return replace(decision, reason=decision.reason + words)
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """A share of the states, with the share itself and the sums of its gradients."""
+        """Return ``load`` with a share of the states, the share's own values and its summed
+        gradients.
+        """
         if facts.ranks == 1:
             return load
         if facts.divides_weights:
@@ -95,9 +95,9 @@ class Sharding(Policy):
         return replace(load, states=(load.states + load.weight + 4) / facts.ranks)
 
     def divide(self, model: Any, facts: Facts, decision: Decision, ranks: Mesh) -> None:
-        """Divide the weights, or prove that they are whole and the same in every process.
+        """Divide the weights, or make whole weights the same in every process.
 
-        Called by the recipe, for the processes must meet here.
+        The recipe calls it directly, since all ranks must meet here.
         """
         if decision.how != WEIGHTS:
             check_whole(model, facts.config)
@@ -105,7 +105,7 @@ class Sharding(Policy):
             return
         divide_weights(model, facts.config, ranks, decision.among)
         if trains_layers(model):
-            divide_again(model)  # after a pass of the caller's own
+            divide_again(model)  # the caller may have run a pass that left layers gathered
             stay_gathered(decoder_layers(model), decision.stay)
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:

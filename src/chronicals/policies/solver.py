@@ -1,4 +1,4 @@
-"""What runs of all that is asked for and permitted: one solver for the trainer and for plans."""
+"""Decision on all policies of a run: one solver for the trainer and for plans."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def fit(
     stay = smallest(layers_that_stay(memory, recomputed.how, recomputed.layers, size))
     if stay:
         memory = memory.beside(stay * size)
-        recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)  # the same, for these bytes fit
+        recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)  # unchanged, since these bytes fit
         words = (
             f"; the last {stay} layers stay gathered between their passes, "
             f"{stay * size / 2**30:.1f} GiB"

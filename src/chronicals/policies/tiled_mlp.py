@@ -1,4 +1,4 @@
-"""MLPs that are computed a tile of rows at a time."""
+"""MLPs computed in tiles of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chronicals.policies.policy import Course, Decision, Load, Policy, Stage, re
 
 
 class TiledMLP(Policy):
-    """Each tile is computed again in the backward pass; the gradients of tiles are added up."""
+    """Each tile is recomputed in the backward pass; weight gradients are summed over the tiles."""
 
     name = "tiled_mlp"
     title = "tiled MLPs"
@@ -32,7 +32,7 @@ class TiledMLP(Policy):
         return decision
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Inner activations exist for one tile; gradients are sums, which are in fp32."""
+        """Return ``load`` with inner activations of one tile, and gradients as fp32 sums."""
         if not makes_tiles(load.step.tokens):
             return load
         return replace(load, step=replace(load.step, tile=TILE), gradient=4)

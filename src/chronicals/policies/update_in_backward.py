@@ -1,4 +1,4 @@
-"""Weights that are updated within the backward pass, each when its gradient is there."""
+"""Weight updates during the backward pass, each as soon as its gradient exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chronicals.policies.policy import Load, Policy, register
 
 
 class UpdateInBackward(Policy):
-    """No gradient outlives its update (``training.in_backward``)."""
+    """Gradients are applied and freed during the backward pass (``training.in_backward``)."""
 
     name = "optimizer_in_backward"
     title = "optimizer in the backward pass"

@@ -1,4 +1,4 @@
-"""The choice of whether weights are divided, and among how many processes, where nobody set it."""
+"""Default of ``sharding``: whether weights are divided, and among how many processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from chronicals.policies.needed_memory import expected_memory
 
 
 def choose_sharding(facts: Facts) -> str:
-    """Return ``sharding`` as asked; where nothing is asked, ``weights`` if they can be divided and
-    do not fit a card whole.
+    """Return ``sharding`` as configured, else ``weights`` if whole weights do not fit on a GPU.
 
-    The model is as it was loaded; adapters that the run attaches may be there or not.
+    They must be divisible for that. The model is as it was loaded; the run's adapters may be
+    attached or not.
     """
     config = facts.config
     model = facts.model
@@ -39,9 +39,7 @@ def choose_sharding(facts: Facts) -> str:
 
 
 def why_stays_whole(facts: Facts) -> str | None:
-    """Return why the weights of a model are not divided where nobody asks for it; None where they
-    can be.
-    """
+    """Return why weights are not divided by default; None if they can be."""
     config = facts.config
     beside = {"divided weights"}
     if facts.trains_layers:
@@ -56,11 +54,12 @@ def why_stays_whole(facts: Facts) -> str | None:
 
 
 def ranks_per_copy(facts: Facts) -> int:
-    """Return how many neighbours share one copy of the weights: as asked, or those of a machine
-    where that fits their cards, else all.
+    """Return how many neighbouring ranks share one copy of the weights.
+
+    As configured, else the ranks of one machine if that fits their GPUs, else all.
 
     Raises:
-        ConfigurationError: ``sharding_ranks`` does not divide the processes.
+        ConfigurationError: ``sharding_ranks`` does not divide the number of processes.
     """
     ranks = facts.ranks
     asked = facts.config.sharding_ranks
@@ -82,7 +81,7 @@ def ranks_per_copy(facts: Facts) -> int:
 
 
 def _as_planned(facts: Facts) -> Facts:
-    """Return the facts of the same run before its model is read: with fused layers."""
+    """Return the facts of this run before its model is loaded, assuming fused layers."""
     return Facts(
         config=facts.config,
         model=facts.model,
@@ -94,9 +93,7 @@ def _as_planned(facts: Facts) -> Facts:
 
 
 def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:
-    """Return the configuration with the ``sharding`` that fits the cards of all processes, which
-    must all ask.
-    """
+    """Return the configuration with the ``sharding`` that fits the GPUs; all ranks must call it."""
     if ranks.count == 1 or "sharding" in config.explicit:
         return config
     total = smallest_card(ranks)
@@ -108,9 +105,7 @@ def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> Chronica
 
 
 def smallest_card(ranks: Mesh) -> int:
-    """Return the bytes of the smallest card of all processes, which must all ask; 0 without
-    cards.
-    """
+    """Return the bytes of the smallest GPU of all ranks, 0 without GPUs; all ranks must call it."""
     device = ranks.device
     if device.type != "cuda":
         return 0

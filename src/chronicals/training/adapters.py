@@ -1,5 +1,6 @@
-"""Adapters of a run: attached if the configuration asks for them, checked if the model has some, ours
-or PEFT's.
+"""Adapters of a run: attached if the configuration asks for them, checked if the model has some.
+
+They are ours or PEFT's.
 """
 
 from __future__ import annotations
@@ -168,8 +169,7 @@ def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
 
 
 def with_token_ids(config: ChronicalsConfig, tokenizer: Any) -> ChronicalsConfig:
-    """Return the configuration with ids for the tokens that ``lora_trainable_tokens`` names by their
-    text.
+    """Return the configuration with ids instead of texts in ``lora_trainable_tokens``.
 
     Raises:
         ConfigurationError: a text is not one token.
@@ -224,7 +224,7 @@ def _check_that_pefts_learn(model: Any) -> None:
         )
     if not hasattr(model, "get_base_model") and hasattr(model, "active_adapters"):
         try:
-            model.active_adapters()  # which transformers asks for when it saves
+            model.active_adapters()  # transformers calls it to save the model
         except (ValueError, ImportError) as error:
             raise ConfigurationError(
                 f"PEFT's adapters could not be saved by {type(model).__name__}: {error}"
@@ -310,8 +310,8 @@ def _check_what_is_trained(model: Any) -> None:
 
 
 def _is_quantised(model: Any) -> bool:
-    """Return whether the model is quantised, by us or by transformers, in a way that is not made for
-    training.
+    """Return whether the model is quantised, by us or by transformers, in a way that cannot be
+    trained.
     """
     quantiser = getattr(model, "hf_quantizer", None)
     theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
@@ -321,7 +321,7 @@ def _is_quantised(model: Any) -> bool:
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
-    """Keep the adapters that the model has, with the dropout of ``config`` if it is set.
+    """Keep the model's adapters, with the dropout of ``config`` if it is set.
 
     Raises:
         ConfigurationError: a field asks for other adapters.
@@ -346,15 +346,16 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
 
 
 def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
-    """Return whether the model's adapters are what a field asks for; layers are compared by their
-    places in the model, not by their names.
+    """Return whether the model's adapters are as a field asks.
+
+    Layers are compared by their places in the model, not by their names.
     """
     asked = getattr(config, name)
     actual = getattr(model.chronicals_lora, ADAPTERS[name])
     unlimited = config.lora_target_modules is None and config.lora_layers is None
     if name == "lora_target_parameters":
         return adapts_parameters(model, asked, config.lora_layers)
-    if name == "lora_modules_to_save":  # beside those that the run adds
+    if name == "lora_modules_to_save":  # ignoring heads that the run adds by itself
         return set(asked or ()) == {
             module for module in actual or () if not is_of_head(module) or module in (asked or ())
         }

@@ -1,5 +1,7 @@
-"""Audit of the first step: how many of the parameters that should be trained are in the optimizer, get
-a gradient, and change; by tensors and, for stacked experts, by experts.
+"""Audit of the first step: how many parameters are trained as they should be.
+
+Those that should be trained must be in the optimizer, get a gradient, and change. They are counted
+by tensors and, for stacked experts, by experts.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from chronicals.training.errors import TrainingError
 logger = logging.getLogger(__name__)
 
 SMALL = 1 << 16
-"""Elements of the largest tensor that is compared whole; larger ones are compared by the sums of their
-bit patterns.
+"""Elements of the largest tensor that is compared whole.
+
+Larger ones are compared by the sums of their bit patterns.
 """
 
 WAITS_FOR = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A", "down": "up"}
-"""Matrices of adapters and heads, and the other factor of each, which begins at zero: as long as it is
-zero they have no gradient.
+"""Factors of adapters and heads that have no gradient at first, each with its other factor.
+
+The other factor begins at zero, and the gradient is zero as long as it is.
 """
 
 _LISTED_NAMES = 5
@@ -179,7 +183,7 @@ class FirstStepAudit:
         self.reached = False
 
     def see_gradients(self) -> None:
-        """Note the gradients that exist now; may be called whenever some of them do."""
+        """Record the gradients that exist now; call it whenever some of them do."""
         for name, p in self.attached.items():
             if p.grad is None:
                 continue
@@ -191,9 +195,7 @@ class FirstStepAudit:
                     self.learning[name] = counts
 
     def _nonzero(self, name: str, gradient: Tensor) -> list[int]:
-        """Return the number of elements that are not zero: of each expert if the tensor is whole and
-        has a part for each.
-        """
+        """Return the number of nonzero elements: of each expert if the tensor is a whole stack."""
         weight, side = self.stacks.get(name, (None, ""))
         if weight is None or gradient.shape != self.attached[name].shape:
             return [int(gradient.count_nonzero())]
@@ -268,7 +270,7 @@ class FirstStepAudit:
         )
 
     def _mark(self, parameter: Tensor) -> Tensor:
-        """Return a tensor that changes if the weight or the lower half of its master does."""
+        """Return a tensor that changes if the weight, or the lower half of its master, does."""
         states = self.optimizer.state_of(parameter)
         parts = [local(parameter.detach())]
         if "low" in states:

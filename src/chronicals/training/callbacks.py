@@ -28,51 +28,54 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Override the events you need. All are called on the first rank only, between steps, while the
-    others wait however long, and may call the model, for example to generate; not where its weights
-    are divided among the ranks. An error that one raises ends the run on all ranks; to end it on
-    purpose call ``ChronicalsTrainer.stop``.
+    """Base class of callbacks; override the events you need.
+
+    All events are called on rank 0 only, between steps, while the other ranks wait without a limit.
+    They may call the model, for example to generate, unless its weights are divided among the
+    ranks. An exception ends the run on all ranks; to end it on purpose, call
+    ``ChronicalsTrainer.stop``.
     """
 
     def run_began(self, run: Run) -> None:
-        """The model is prepared and a checkpoint restored; the first step follows.
+        """Called when the model is prepared and a checkpoint restored, before the first step.
 
         Args:
-            run: where the run stands: total steps, steps done, folders. It is kept up to date.
+            run: state of the run: total steps, steps done, folders. It is kept up to date.
         """
 
     def step_done(self, metrics: StepMetrics) -> None:
-        """The metrics of a step have arrived, while the next step is computed already."""
+        """Called when the metrics of a step have arrived, while the next step is computed."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Held-out data was evaluated after ``step`` steps."""
+        """Called after an evaluation on held-out data, after ``step`` steps."""
 
     def saved(self, step: int, folder: Path) -> None:
-        """The checkpoint of ``step`` is whole in ``folder``."""
+        """Called when the checkpoint of ``step`` is complete in ``folder``."""
 
     def run_ended(self, run: Run) -> None:
-        """The run is over, once for each ``run_began``.
+        """Called at the end of a run, once for each ``run_began``.
 
         Args:
-            run: ``run.outcome`` is "finished" (then the model and the report are written),
-                "interrupted" (by a signal or ``stop``) or "failed"; ``run.error`` says what ended
-                it in the last two cases.
+            run: ``run.outcome`` is "finished" (the model and the report are written), "interrupted"
+                (by a signal or ``stop``) or "failed". In the last two cases ``run.error`` says what
+                ended it.
         """
 
 
 class Callbacks:
-    """Tells the first rank's callbacks what happens.
+    """Calls the callbacks of rank 0 when something happens.
 
-    With several ranks, what a callback raises is kept until all ranks ask for it, so that none
-    waits for the first.
+    With several ranks, an exception of a callback is kept until all ranks call ``raise_anywhere``,
+    so that no rank waits for rank 0 in vain.
 
     Args:
-        callbacks: in the order in which they are told; on the first rank.
-        may_call_the_model: whether one of them may.
-        divided: the model, where its weights are divided among the ranks; calling it raises.
+        callbacks: callbacks of rank 0, called in this order.
+        may_call_the_model: True if one of them may call the model.
+        divided: the model, if its weights are divided among the ranks; a callback that calls it
+            gets an error.
 
     Attributes:
-        error: what a callback raised, and not yet all ranks.
+        error: exception of a callback that has not been raised on all ranks yet.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Callbacks:
         self.error: BaseException | None = None
 
     def tell(self, event: Callable[[Callback], None]) -> None:
-        """Call ``event`` with each callback in order. Nothing more is told after an error."""
+        """Call ``event`` with each callback in order; after an exception, no more events follow."""
         if self.error is not None:
             return
         try:
@@ -110,8 +113,10 @@ class Callbacks:
         return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
-        """Raise what a callback raised, on the first rank, and TrainingError with its words on
-        the others; all must ask.
+        """Raise a callback's exception on rank 0, and TrainingError with its message on the other
+        ranks.
+
+        All ranks must call it.
         """
         if self.ranks.count == 1:
             return
@@ -124,8 +129,9 @@ class Callbacks:
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        """Return a context in which the run is in progress: callbacks that were told of its
-        beginning are told of its end.
+        """Return a context in which the run is in progress.
+
+        Callbacks whose ``run_began`` was called get ``run_ended`` at its end, however the run ends.
         """
         began: list[Callback] = []
 
@@ -161,11 +167,10 @@ def _needs_all(done: str) -> ConfigurationError:
 
 
 class MetricsFile(Callback):
-    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on
-    resume.
+    """Writer of ``metrics.jsonl``: one line for each step and each evaluation.
 
     Each line has the ``time`` at which it was written, in seconds since 1970 (UTC), and ``null``
-    for what is no number.
+    for NaN and infinity. A resumed run first removes the lines after its checkpoint.
     """
 
     def __init__(self, path: Path):
@@ -195,7 +200,9 @@ class MetricsFile(Callback):
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a ``metrics.jsonl``, with NaN for ``null``; a torn last line is left out."""
+    """Return the lines of a ``metrics.jsonl``, with NaN for ``null`` and without an incomplete last
+    line.
+    """
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:

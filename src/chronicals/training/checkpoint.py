@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there: safetensors and JSON, never pickle.
+"""Checkpoints that are either complete or absent: safetensors and JSON, never pickle.
 
 A checkpoint is a folder ``step-00000100`` that ``saving.write_folder`` wrote: ``model/`` (Hugging
 Face weights, or a PEFT adapter, with the tokenizer), the states of the optimizer and of the random
-numbers, ``state.json`` and ``manifest.json``. A damaged one is named in the log, and the one before
-it is used.
+number generators, ``state.json`` and ``manifest.json``. If one is damaged, the log names it and the
+checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RNG = "rng.safetensors"
 MODEL = "model"
 
 STEP = re.compile(r"step-\d{8,}")
-"""Names of checkpoints; other folders beside them are somebody's own."""
+"""Pattern of the names of checkpoints; other folders beside them are the user's own."""
 
 
 def check_checkpoint(folder: Path) -> str | None:
@@ -64,7 +64,7 @@ def check_checkpoint(folder: Path) -> str | None:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Folders of checkpoints, newest first, whole or not."""
+    """Return the folders of checkpoints, newest first, complete or not."""
     return sorted(
         (path for path in (output_dir / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)),
         reverse=True,
@@ -72,7 +72,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def newest_valid(output_dir: Path) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are named in the log."""
+    """Return the newest complete checkpoint, or None; damaged ones are named in the log."""
     for folder in checkpoints(output_dir):
         damage = check_checkpoint(folder)
         if damage is None:
@@ -98,8 +98,9 @@ class State:
     facts: Mapping[str, Any]
 
     def changing(self) -> dict[tuple[str, str], Tensor]:
-        """The tensors that the next update changes, by place and name; buffers are among them.
-        Frozen weights are not.
+        """Return the tensors that the next update changes, by place and name.
+
+        Buffers are included, frozen weights are not.
         """
         return {
             **{
@@ -128,7 +129,7 @@ class State:
         return replace(self, weights=weights, optimizer=optimizer)
 
     def write_optimizer(self, folder: Path, ranks: Mesh) -> None:
-        """This rank's states, or all."""
+        """Write this rank's optimizer states: its pieces if they are sharded, else all states."""
         pieces = {name: state for name, state in self.optimizer.items() if isinstance(state, Piece)}
         if pieces or (ranks.count > 1 and not self.optimizer):
             write_pieces(pieces, folder, ranks.rank, ranks.count)
@@ -156,18 +157,19 @@ def save_checkpoint(
     write_divided: Callable[..., None] | None = None,
     ready: Callable[[], None] | None = None,
 ) -> Path:
-    """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of
-    step ``best`` stays, also where ``keep`` is 1, and beside it the newest.
+    """Write the checkpoint of ``step``, and remove the older checkpoints that are not to be kept.
 
-    Those of later steps were damaged, or the run would not have come here again: they take no whole
-        one's place.
+    ``keep`` checkpoints remain: the new one, that of step ``best`` (even if ``keep`` is 1), and the
+    newest of the others. Checkpoints of later steps do not count: they must be damaged, or the run
+    would have resumed from them.
 
     Args:
-        text_files: of ``saving.text_files``.
-        beside: called with the folder, which is written within; other ranks' files come by it.
-        write_divided: writes the model, out of the files of all ranks, where no rank has it whole;
-            called with the folder and what was trained.
-        ready: of ``write_folder``.
+        text_files: result of ``saving.text_files``.
+        beside: context, given the folder, in which it is written; it brings the files of other
+            ranks.
+        write_divided: writes the model from the files of all ranks, if no rank has all weights.
+            Called with the folder and the description of the data.
+        ready: passed on to ``write_folder``.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
@@ -201,7 +203,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path, model: Any) -> None:
-    """Put the weights, or adapters, of a checkpoint into the model.
+    """Load the weights, or adapters, of a checkpoint into the model.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -212,11 +214,12 @@ def load_weights(folder: Path, model: Any) -> None:
 
 @torch.no_grad()
 def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str, dict[str, Tensor]]:
-    """Put the optimizer states of a checkpoint back, bit for bit; the weights must already be its
-    own.
+    """Load the optimizer states of a checkpoint, bit for bit.
+
+    The model must already have the weights of the checkpoint.
 
     Returns:
-        Those states, by weight and name.
+        The loaded states, by weight and name.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -231,8 +234,10 @@ def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str,
 
 
 def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """States beside which a weight was kept in fp32: with the lower half of it, which is that of
-    a weight's master in bf16.
+    """Return the states of a weight, with its stored fp32 value replaced by the lower half.
+
+    The lower half complements the weight's bf16 value to the fp32 master. States without a stored
+    value are returned unchanged.
     """
     value = states.pop(VALUE, None)
     return states if value is None else {**states, "low": split_master(value)[1]}
@@ -242,9 +247,14 @@ def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_divided(
     folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True
 ) -> None:
-    """Weights of which every rank holds some rows, with their states, from a checkpoint that the
-    first rank alone may see; no more than one weight is whole at a time, unless ranks that held all
-    wrote some under other names. All ranks call it alike.
+    """Load weights whose rows are divided among the ranks, and their states; all ranks must call
+    it.
+
+    Only rank 0 needs to see the checkpoint. One weight is whole at a time, except if the checkpoint
+    was written by ranks that each held all weights.
+
+    Args:
+        states: load optimizer states too.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -256,7 +266,7 @@ def load_divided(
         with _belonging_to(folder):
             if not _has_weights(
                 folder, model
-            ):  # which ranks wrote that held all: they are in the model's own files
+            ):  # written by ranks that held all weights: these are in the model's own files
                 whole = saving.stored_weights(folder / MODEL, model)
 
     ranks.writer_does(check, CheckpointError)
@@ -314,7 +324,9 @@ def _belonging_to(folder: Path) -> Iterator[None]:
 
 
 def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Piece]:
-    """The optimizer's states, named ``weight:state``: this rank's pieces where they are sharded."""
+    """Return the optimizer's states, named ``weight:state``; this rank's pieces if they are
+    sharded.
+    """
     found = {
         f"{name}:{part}": state
         for name, parameter in trained(model)

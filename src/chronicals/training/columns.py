@@ -157,7 +157,8 @@ class StartColumns:
         self.batches = batches
         self.limited = limited
         self.declared = session.objective.start_columns(model)
-        loaded_from = vars(model).pop(LOADED_FROM, None)  # the run changes the model
+        # Removed, since the run changes the model.
+        loaded_from = vars(model).pop(LOADED_FROM, None)
         self.policy = session.objective.reference_policy(model, loaded_from, session.config)
         self.record: Record | None = None if self.policy is None else self.policy.record
         self.facts: dict[str, Any] = {}
@@ -367,7 +368,7 @@ class _CachedColumns:
             "%s: computing the %s of %d documents", self.declared.name, self.declared.content, count
         )
         for numbers, part, values in self.source.values(self.declared, store):
-            row = np.where(numbers < 0, count, numbers)[part]  # the last row takes what is none
+            row = np.where(numbers < 0, count, numbers)[part]  # the last row takes filler
             index = torch.from_numpy(row).to(device, non_blocking=True)
             for total, value in zip(totals, values):
                 total.index_copy_(0, index, value.to(total.dtype))
@@ -479,7 +480,7 @@ class _CachedColumns:
 def _remove_abandoned(folder: Path) -> None:
     """Remove what killed processes left of the same columns."""
     for aside in folder.parent.glob(f"{folder.stem}.*.aside"):
-        with suppress(OSError):  # another process may be at it
+        with suppress(OSError):  # another process may be removing it
             last_write = max(file.stat().st_mtime for file in (aside, *aside.iterdir()))
             if time.time() - last_write > _ABANDONED_SECONDS:
                 shutil.rmtree(aside)

@@ -1,5 +1,5 @@
-"""Compiles what a micro-step launches before the first one runs, so that a run with cold caches
-starts sooner.
+"""Compilation of a micro-step's Triton kernels before the first step, so that cold runs start
+sooner.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from chronicals.training.step import micro_step
 def compiles_beforehand(
     config: ChronicalsConfig, model: PresentedModel, updates_in_backward: bool
 ) -> bool:
-    """Whether ``compile_micro_step`` is right here: on a card, where both halves of all layers
-    run fused, so that arbitrary values choose no experts and change no buffers; where no weight
-    is updated by a backward pass, and nothing is kept of 8-bit values."""
+    """Return whether ``compile_micro_step`` has no side effects for this run.
+
+    It needs a GPU, and fused layers throughout: kernels that do not run leave arbitrary values,
+    which must not select experts or change buffers. It must not be used if the backward pass
+    updates weights, or with FP8, which keeps quantised values.
+    """
     if (
         input_device(model.model).type != "cuda"
         or not can_compile_only()
@@ -47,12 +50,11 @@ def compile_micro_step(
     counts: Mapping[str, Count],
     precision: Precision,
 ) -> None:
-    """Go through one forward and backward pass in which Triton's kernels are compiled, beside each
-    other, and not run.
+    """Trace a forward and backward pass that compiles Triton kernels in parallel without running
+    them.
 
-    Its values mean nothing: its gradients are dropped, norms of rows are not kept, and the state of
-        the random numbers is as
-    before.
+    The computed values are meaningless: gradients and norms of rows are discarded, and the state of
+    the random number generator is restored.
     """
     with torch.random.fork_rng([precision.device]), compiling_only():
         micro_step(model, objective, batch.to(precision.device), counts, precision)

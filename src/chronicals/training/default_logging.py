@@ -26,8 +26,7 @@ class Stderr(logging.StreamHandler):
 
 @contextmanager
 def heard(first: bool = True) -> Iterator[None]:
-    """Let our logger write to stderr for the duration of the context, unless it or a logger above it
-    has a handler.
+    """Context manager in which our logger writes to stderr, unless a handler is configured.
 
     Args:
         first: True for the first rank; other ranks write only warnings.

@@ -25,10 +25,10 @@ class DiskUse:
     """Bytes that a run writes.
 
     Attributes:
-        model: the weights of the trained model, or its adapter.
-        checkpoint: of one, with the model in it.
-        at_a_time: checkpoints that are there at once: those that are kept, and one that is being
-            written.
+        model: weights of the trained model, or its adapter.
+        checkpoint: one checkpoint, including its model.
+        at_a_time: number of checkpoints that exist at once: those that are kept, and the one that
+            is being written.
     """
 
     model: int
@@ -37,7 +37,7 @@ class DiskUse:
 
     @property
     def largest(self) -> int:
-        """Of all that is there at once."""
+        """Maximum bytes that exist at the same time."""
         return self.at_a_time * self.checkpoint + self.model
 
 
@@ -57,7 +57,7 @@ def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -
         saved = count * (2 if in_bf16 else 4)
         states += count * (
             2 if in_bf16 else 4
-        )  # weights are kept in fp32 beside them, in the place of masters' lower halves
+        )  # checkpoints hold fp32 weights instead of the lower halves of masters
     kept = max(config.save_total_limit, 2 if keeps_best else 1)
     at_a_time = min(_saves(config, run, keeps_best) + len(checkpoints(run.output_dir)), kept + 1)
     return DiskUse(saved, saved + states, at_a_time)
@@ -68,7 +68,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _saves(config: ChronicalsConfig, run: Run, keeps_best: bool) -> int:
-    """The most checkpoints that the rest of the run writes."""
+    """Return the largest number of checkpoints that the rest of the run writes."""
     left = run.total_steps - run.step
     saves = -(-left // config.save_steps) if config.save_steps else 1
     if keeps_best and config.eval_steps:
@@ -77,10 +77,10 @@ def _saves(config: ChronicalsConfig, run: Run, keeps_best: bool) -> int:
 
 
 def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
-    """Warn where the disk may become full; the folder of the run must exist.
+    """Warn if the disk may become full; the folder of the run must exist.
 
     Raises:
-        CheckpointError: the first checkpoint does not fit on it.
+        CheckpointError: the first checkpoint does not fit.
     """
     folder = config.output_dir
     free = shutil.disk_usage(folder).free

@@ -1,5 +1,7 @@
-"""The model's own files where every rank has rows of its weights: each is made from the
-checkpoint that all ranks wrote, by one of the ranks that see it."""
+"""Model files of a run whose weights are divided among the ranks by rows.
+
+The ranks that see the checkpoint's folder make the files from it, each rank a share.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from chronicals.saving import ModelParts, StoredStates, save_without_weights
 
 
 class DividedModel:
-    """Writes them. Made by all ranks alike.
+    """Writer of the model files; all ranks must create it.
 
     Args:
-        dtype: of trained weights in the files.
+        dtype: dtype of trained weights in the files.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype):
@@ -52,7 +54,7 @@ class DividedModel:
         self._parts.name_files(folder / name)
 
     def write_share(self, name: str, folder: Path, turn: int, turns: int) -> None:
-        """A rank's share of the files of ``name``."""
+        """Write one of ``turns`` shares of the files of ``name``."""
         stored = StoredStates(folder)
         self._parts.write(
             folder / name,

@@ -40,28 +40,26 @@ MOVING = ".moving-run"
 DISCARDED = ".discarded-run"
 
 REPLACED_BY = "replaced-by"
-"""File in ``.earlier-run``: the name of the checkpoint in whose favour all of the earlier run
-was moved.
-"""
+"""File in ``.earlier-run`` with the name of the checkpoint that replaced the whole earlier run."""
 
 BESIDE = (RUN_FILES | {REFERENCE_FILE, ANCHOR}) - {CHECKPOINTS, MODEL}
-"""Names of what a run writes beside its checkpoints and its model."""
+"""Names of the files of a run other than its checkpoints and its model."""
 
 LEFT = re.compile(
     rf"\.(replaced-)?\.?({MODEL}|resume\.yaml|step-\d+)\.\d+|.*\.aside|{re.escape(LOCK_FILE)}"
 )
-"""Names of files and folders that a killed run may leave beside the others, and of the lock."""
+"""Pattern of the lock file, and of files and folders that a killed run may leave."""
 
 
 class EarlierRun:
-    """The run that was found in ``output_dir``, which the caller has locked."""
+    """The earlier run in ``output_dir``; the caller has locked the folder."""
 
     def __init__(self, output_dir: Path):
         self.output_dir = output_dir
         self.kept = True
 
     def begin(self) -> None:
-        """Make room for the files of a new run."""
+        """Move the files whose names the new run uses aside."""
         moving = self.output_dir / MOVING
         moving.mkdir()
         for name in BESIDE:
@@ -69,9 +67,7 @@ class EarlierRun:
         os.rename(moving, self.output_dir / EARLIER)
 
     def give_way_to(self, name: str) -> None:
-        """Move its checkpoints and its model aside, as the checkpoint of this name is about to
-        appear.
-        """
+        """Move checkpoints and model aside, just before checkpoint ``name`` gets its name."""
         aside = self.output_dir / EARLIER
         (aside / CHECKPOINTS).mkdir(exist_ok=True)
         for folder in checkpoints(self.output_dir):
@@ -80,7 +76,7 @@ class EarlierRun:
         (aside / REPLACED_BY).write_text(name)
 
     def discard(self) -> None:
-        """Remove it, as the new run has a checkpoint."""
+        """Remove the earlier run, once the new run has a checkpoint."""
         self.kept = False
         _discard(self.output_dir)
         logger.info("the run that was in %s before is replaced", self.output_dir)
@@ -110,9 +106,7 @@ def replacing(output_dir: Path) -> Iterator[EarlierRun]:
 
 
 def put_back(output_dir: Path) -> None:
-    """Give an earlier run its place again where the new one has no checkpoint; does nothing
-    where there is none.
-    """
+    """Restore an earlier run if the new run has no checkpoint; do nothing if there is none."""
     earlier = output_dir / EARLIER
     moving = output_dir / MOVING
     remove(output_dir / DISCARDED)
@@ -148,11 +142,10 @@ def _move(source: Path, target: Path) -> None:
 
 
 def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) -> None:
-    """See that everything in the folder was written by a run, and that the new run does not need
-    it.
+    """Check that only runs wrote to the folder, and that the new run reads nothing from it.
 
     Raises:
-        CheckpointError: it is not so; the message names the file.
+        CheckpointError: the check failed; the message names the file.
     """
     said = f"output_dir={str(output_dir)!r} cannot be replaced (overwrite=True)"
     if (foreign := next(foreign_files(output_dir), None)) is not None:
@@ -168,9 +161,7 @@ def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) ->
 
 
 def _read_by(model: Any, config: ChronicalsConfig) -> Iterator[str]:
-    """Places that a run reads from, and whoever uses what it leaves: of its model, and of models
-    in its settings.
-    """
+    """Yield the places that a run reads from, for its model and for the models in its settings."""
     yield str(
         getattr(within_adapters(model).config, "_name_or_path", "") or model.config._name_or_path
     )
@@ -179,7 +170,7 @@ def _read_by(model: Any, config: ChronicalsConfig) -> Iterator[str]:
 
 
 def foreign_files(output_dir: Path) -> Iterator[Path]:
-    """Files and folders in the folder of a run that no run wrote there."""
+    """Yield the files and folders in a run's folder that no run wrote."""
     for path in sorted(output_dir.iterdir()):
         if path.name == MODEL:
             yield from _beside_manifest(path)
@@ -204,8 +195,8 @@ def _beside_checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _beside_manifest(folder: Path) -> Iterator[Path]:
-    """The files of a folder that its manifest does not name; the folder itself where it has
-    none.
+    """Yield the files of a folder that its manifest does not list; the folder itself without a
+    manifest.
     """
     try:
         described = json.loads((folder / MANIFEST).read_text())

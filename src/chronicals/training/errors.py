@@ -1,4 +1,4 @@
-"""What can go wrong in training, light to import."""
+"""Exceptions of training, in a module without heavy imports."""
 
 from chronicals.saving.errors import CheckpointError
 
@@ -6,8 +6,10 @@ __all__ = ["CheckpointError", "Interrupted", "TrainingError"]
 
 
 class TrainingError(RuntimeError):
-    """Training went wrong in a way that going on would hide; the last checkpoint is intact."""
+    """Training cannot go on without hiding a fault; the last checkpoint is intact."""
 
 
 class Interrupted(RuntimeError):
-    """Stopped from outside after a checkpoint was written; the message says how to go on."""
+    """The run was stopped from outside after a checkpoint was written; the message says how to
+    resume.
+    """

@@ -110,7 +110,7 @@ def evaluate(
         passed: called after each pass through the model; the host launches one pass ahead.
     """
     ranks = ranks or Mesh()
-    counts = Counter[str]()  # of sums of weights, too
+    counts = Counter[str]()  # floats for sums of weights
     sums = dict[str, Tensor]()
     terms = dict[str, Term]()
     with in_evaluation(model.model):

@@ -39,7 +39,7 @@ TAUGHT = (
     "overlong",
     "gate",
 )
-"""Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
+"""Fields of the configuration that decide which rows are accepted, and which tokens are targets."""
 
 
 def about_data(
@@ -51,9 +51,9 @@ def about_data(
 ) -> dict[str, Any]:
     """Return what later commands must know of a trained model.
 
-    ``generate`` prompts it as it was trained; ``evaluate`` scores the same tokens beside the same
-    ``reference`` policy. The model's layers are described by how they are quantised, or by their
-    GGUF file; so are the active adapters of PEFT and the dtype of products.
+    ``generate`` prompts it as it was trained; ``evaluate`` scores the same tokens against the same
+    ``reference`` policy. The result also says how the model's layers are quantised, or names their
+    GGUF file, and holds PEFT's active adapters and the dtype of products.
     """
     file = getattr(within_adapters(model), GGUF_FILE, None)
     form = BaseFormat.of(model)
@@ -81,15 +81,14 @@ def finish(
     about: Callable[[], dict[str, Any]],
     answers: Callable[[], list[Sample]],
 ) -> TrainingResult:
-    """Load the best weights where those are kept, and write the model and the report on the first
-    rank.
+    """Load the best weights if they are kept, and write the model and the report on rank 0.
 
     Args:
-        about: makes what ``about_data`` returns.
+        about: makes the result of ``about_data``.
         answers: makes the samples of the report.
 
     Raises:
-        CheckpointError: the model cannot be written, or what is read back is not what was trained.
+        CheckpointError: the model cannot be written, or differs after it is read back.
     """
     model_dir = run.output_dir / MODEL
     report = run.output_dir / "report.html"
@@ -121,7 +120,7 @@ def finish(
             data = data_reports(run.output_dir)
             device = input_device(model)
             Report(title, facts, metrics, data, config, answers()).write(report, device)
-        except Exception as error:  # the model is there
+        except Exception as error:  # the model is written already, so the run has succeeded
             logger.error(
                 "%s: the report cannot be written (%s: %s)", report, type(error).__name__, error
             )

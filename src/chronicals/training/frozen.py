@@ -1,6 +1,4 @@
-"""Frozen models that an objective needs beside the trained one, such as a teacher: from loading to
-release.
-"""
+"""Frozen models that an objective needs besides the trained one, such as a teacher."""
 
 from __future__ import annotations
 
@@ -36,8 +34,10 @@ def bring_frozen(
 def present_frozen(
     objective: Objective, models: Mapping[str, Any], model: Any, config: ChronicalsConfig
 ) -> None:
-    """Freeze models, move them to the device of ``model``, give them its kernels, and put them into
-    ``objective.frozen``. Their own adapters stay as they are.
+    """Freeze models and put them into ``objective.frozen``, on the device of ``model`` and with its
+    kernels.
+
+    Their own adapters stay as they are.
     """
     device = input_device(model)
     for name, frozen in models.items():
@@ -70,9 +70,7 @@ def check_frozen_positions(objective: Objective, longest: int) -> None:
 
 @contextmanager
 def frozen_attending(objective: Objective) -> Iterator[None]:
-    """Return a context in which the frozen models may be called, and attend within documents as the
-    trained one does.
-    """
+    """Return a context in which the frozen models may be called and attend within documents."""
     with ExitStack() as contexts:
         for presented in objective.frozen.values():
             contexts.enter_context(presented.attending_documents())

@@ -14,7 +14,10 @@ from chronicals.training.step import EagerStep
 
 
 class GatheredStep(EagerStep):
-    """An ``EagerStep`` whose copies of the weights add up their sums after the last micro-batch."""
+    """``EagerStep`` that sums gradients over copies of the weights only after the last micro-batch.
+
+    The copies are those of several machines.
+    """
 
     _left = 0
 
@@ -28,8 +31,9 @@ class GatheredStep(EagerStep):
 
 
 class FrozenGatheredStep(EagerStep):
-    """An ``EagerStep`` over frozen weights that are gathered: every micro-step gathers the same,
-    and all that it reads.
+    """``EagerStep`` over frozen weights that are gathered layer by layer.
+
+    Every micro-step gathers the same weights in the same order, including all that it reads.
     """
 
     def __init__(self, *given: Any):

@@ -1,20 +1,21 @@
-"""The parts of a step as CUDA graphs: one of each kind of micro-step and one of the update,
-replayed over fixed memory.
+"""A training step as CUDA graphs: one for each shape of micro-step and one for the update.
 
-A micro-step's graph belongs to a shape: (T, entries of the bounds, ``max_seqlen``, targets rounded
-up). A shape is run as usual when it is first met, for kernels are compiled then, and captured when
-it is met again. What changes between steps lives on the device: the batch, the counts, the learning
-rate, the random state of dropout, which torch keeps for graphs.
+All graphs work on fixed memory. A micro-step's graph belongs to a shape: (T, number of document
+bounds, ``max_seqlen``, targets rounded up). The first micro-step of a shape runs eagerly, since
+kernels are compiled then; the second one is captured. Whatever changes between steps lives on the
+device: the batch, the counts, the learning rate, and the random state of dropout, which torch
+manages for graphs.
 
-The first graph's gradients stay and are shared by all graphs: the first micro-step of an optimizer
-step writes them, by itself in that graph and by a copy in the others; later ones add to them. Sums
-over ranks run between the graphs, in place. Where weights are updated in the backward pass, a
-micro-step leaves no gradients and the update is not captured. All graphs share one pool of memory.
+The gradients of the first graph stay allocated and are shared by all graphs. The first micro-step
+of an optimizer step overwrites them, directly in that graph and by a copy in the others; later ones
+add to them. Sums over ranks run between the graphs, in place. If weights are updated in the
+backward pass, a micro-step leaves no gradients and the update is not captured. All graphs share one
+memory pool.
 
-A micro-step over frozen weights that ranks divide has collectives in it, and NCCL wants what one
-rank captures or replays to be captured or replayed by all (Using NCCL with CUDA Graphs, in its
-documentation). So before each the hosts tell each other its shape, and all take the largest bounds;
-where other sizes differ, all run it as usual; and where one rank fails, all go on without graphs.
+With frozen weights divided among ranks, a micro-step contains collectives, and NCCL requires that
+all ranks capture and replay them together (Using NCCL with CUDA Graphs, in its documentation). So
+the hosts first exchange their shapes, and all ranks use the largest bounds. If other sizes differ,
+all ranks run this micro-step eagerly. If one rank fails, all go on without graphs.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ from chronicals.training.step import StepParts, gradients_of
 logger = logging.getLogger(__name__)
 
 SHARES = 16
-"""Targets of a batch are rounded up to a multiple of such a share of its tokens: rows of the
-head that cost, but are the same in many batches."""
+"""Targets of a batch are rounded up to a multiple of 1/``SHARES`` of its tokens.
+
+The added rows of the head cost time, but fewer shapes occur.
+"""
 
 MOST = 64
-"""Shapes that are captured; further ones run as usual."""
+"""Maximum number of shapes that are captured; others run eagerly."""
 
 Result = TypeVar("Result")
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Numbers of this rank to those of all."""
+"""All-gather between hosts: from the numbers of this rank to those of all ranks."""
 BatchShape = tuple[
     int, int, int | tuple[int, int], int | None, tuple[tuple[str, torch.Size], ...], bool
 ]
@@ -56,7 +59,7 @@ BatchShape = tuple[
 
 @dataclass
 class Graph:
-    """A graph with the tables that its launches look up."""
+    """A CUDA graph, and the tables that its launches read."""
 
     graph: torch.cuda.CUDAGraph
     looked_up: list[Tensor]
@@ -66,7 +69,7 @@ class Graph:
 
 
 class Recorder:
-    """Captures graphs that share one pool of memory, on a stream of its own."""
+    """Captures graphs that share one memory pool, on a stream of its own."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -75,7 +78,7 @@ class Recorder:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Within: work goes to the stream that graphs are captured and replayed on."""
+        """Context manager that queues work on the stream of captures and replays."""
         caller = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
@@ -83,7 +86,8 @@ class Recorder:
         caller.wait_stream(self.stream)
 
     def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
-        """The graph of ``run`` and what it returns, not yet filled.
+        """Capture ``run``; return its graph and its result, whose tensors are filled by the first
+        replay.
 
         Raises:
             RuntimeError: it cannot be captured; nothing has run.
@@ -100,13 +104,11 @@ class Recorder:
         except RuntimeError:
             generator.graphsafe_set_state(
                 before
-            )  # the one that took part would go on waiting for the capture
+            )  # the generator would stay registered with the failed capture
             raise
 
     def forget(self) -> None:
-        """Further graphs share a new pool; the memory of the old one is free once its graphs are
-        dropped.
-        """
+        """Use a new memory pool from now on; the old one is freed once its graphs are dropped."""
         torch.cuda.synchronize(self.device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -121,16 +123,16 @@ class _Captured:
 
 
 class GraphedStep:
-    """Replays what ``parts`` do. Called within ``on_stream``.
+    """The parts of a step as CUDA graphs, to be called inside ``on_stream``.
 
     Args:
-        parts: captured once, and used for whatever is not captured.
-        weights: all of the model's; graphs are captured anew when one lies elsewhere.
-        parameters: those that are trained.
-        recorder: captures; by default on the device of the parameters.
-        with_update: whether the update is captured, too.
-        exchange: between ranks whose micro-steps have collectives in them, which all must capture
-            and replay alike.
+        parts: the parts to capture; they also run what is not captured.
+        weights: all weights of the model; if one of them moves, graphs are captured again.
+        parameters: the trained parameters.
+        recorder: captures the graphs; by default on the device of the parameters.
+        with_update: capture the update too.
+        exchange: for micro-steps with collectives: exchange between ranks, all of which must
+            capture and replay together.
     """
 
     def __init__(
@@ -184,8 +186,12 @@ class GraphedStep:
         return captured.scalars
 
     def _agreed(self, batch: Batch, first: bool) -> tuple[Batch, bool]:
-        """The batch with the largest bounds of all ranks, and whether its shape is then the same
-        on all; else as it is. What one rank has released or given up, all have afterwards."""
+        """Return the batch with the largest bounds of all ranks, and whether its shape is the same
+        on all.
+
+        If the shapes differ, the batch is returned unchanged. If one rank has released its graphs
+        or given up, this rank does the same.
+        """
         if self.exchange is None:
             return batch, True
         told = self.exchange([self.given_up, self.releases, *_bounds(batch), _other_sizes(batch)])
@@ -199,17 +205,15 @@ class GraphedStep:
         return (_within(batch, bounds) if alike else batch), alike
 
     def _go_on_without(self, first: bool) -> None:
-        """Of a rank or several that have given up all hear at once, and exchange nothing any
-        more.
-        """
+        """Stop using graphs and exchanging shapes. All ranks call it in the same micro-step."""
         self.exchange = None
         if not self.given_up:
             self._give_up("another process could not go on with graphs")
         if first:
-            self._set_gradients(None)  # those of the step before
+            self._set_gradients(None)  # they are the previous step's
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
-        """Bring to the device what differs between steps."""
+        """Copy the values that differ between steps to the device."""
         addresses = tuple(weight.data_ptr() for weight in self.weights)
         if self.of_micro and addresses != self.addresses:
             self.release()
@@ -234,13 +238,13 @@ class GraphedStep:
         return scalars
 
     def _gradients_differ(self) -> bool:
-        """Whether gradients are not those that graphs write."""
+        """Return whether ``grad`` of a parameter is not the tensor that graphs write."""
         return self.gradients is not None and any(
             p.grad is not kept for p, kept in zip(self.parameters, self.gradients)
         )
 
     def _give_up(self, reason: str) -> None:
-        """Go on without graphs; gradients stay as they are."""
+        """Stop using graphs; gradients are kept."""
         self.failed = self.given_up = True
         self.gradients = self.of_update = None
         self.of_micro.clear()
@@ -272,8 +276,10 @@ class GraphedStep:
             parameter.grad = None if gradients is None else gradients[number]
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Replay it, unless ``reduce`` gave a weight that has no gradient on this rank one of
-        zeros.
+        """Replay the update.
+
+        It runs eagerly if ``reduce`` gave a zero gradient to a weight without gradient on this
+        rank.
         """
         in_place = (
             self.with_update
@@ -285,7 +291,7 @@ class GraphedStep:
             norm_tables(gradients_of(self.parameters))
             self.of_update = self._captured(
                 lambda: self.parts.update(None)
-            )  # this rank has a gradient of every weight
+            )  # None: this rank has a gradient of every weight
             self._set_gradients(self.gradients)
         if in_place and self.of_update is not None:
             graph, scalars = self.of_update
@@ -297,8 +303,8 @@ class GraphedStep:
         return scalars
 
     def _captured(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
-        """The graph of ``run`` and what it returns, not yet filled; None, said once, where it
-        cannot be captured.
+        """Capture ``run``; return its graph and its result, or None, with one warning, if that
+        fails.
         """
         try:
             return self.recorder.capture(run)
@@ -307,7 +313,9 @@ class GraphedStep:
             return None
 
     def _captured_by_all(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
-        """``_captured``, or None where a rank that must replay it, too, has none."""
+        """Return the result of ``_captured``, or None if it failed on a rank that must replay it
+        too.
+        """
         captured = self._captured(run)
         if self.exchange is None or all(
             there for (there,) in self.exchange([captured is not None])
@@ -318,7 +326,8 @@ class GraphedStep:
         return None
 
     def _cannot_capture(self, reason: str) -> None:
-        self.optimizer.weights_moved()  # which were not written, though their versions say so
+        # A failed capture raises the versions of weights without writing them.
+        self.optimizer.weights_moved()
         self.failed = True
         logger.warning(
             "use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)",
@@ -326,8 +335,8 @@ class GraphedStep:
         )
 
     def release(self) -> None:
-        """Give the memory of the graphs back; gradients are none afterwards, and steps are
-        captured anew.
+        """Free the graphs' memory. Gradients are None afterwards, and later steps are captured
+        again.
         """
         self.recorder.forget()
         self.of_micro.clear()
@@ -344,8 +353,11 @@ def _shape(batch: Batch, first: bool) -> BatchShape:
 
 
 def _bounds(batch: Batch) -> tuple[int, int, int, int]:
-    """What may be larger than it need be: ``max_seqlen`` of queries and of keys, ``trained``,
-    and the entries of the bounds, where nothing else has one for each document."""
+    """Return the sizes of a Batch that may be rounded up.
+
+    These are ``max_seqlen`` of queries and of keys, ``trained``, and the number of document bounds
+    if no other tensor has one entry for each document.
+    """
     entries = 0 if batch.segments or batch.keys else len(batch.cu_seqlens)
     return (
         batch.max_seqlen,
@@ -356,7 +368,9 @@ def _bounds(batch: Batch) -> tuple[int, int, int, int]:
 
 
 def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
-    """With other ``_bounds``, which are no smaller; further entries repeat the end."""
+    """Return the Batch with other ``_bounds``, none of them smaller; added bounds repeat the last
+    one.
+    """
     longest, keys, trained, entries = bounds
     ends = batch.cu_seqlens
     if len(ends) < entries:
@@ -372,7 +386,7 @@ def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
 
 
 def _other_sizes(batch: Batch) -> int:
-    """A number of what a shape has beside ``_bounds``, in every process the same."""
+    """Return a hash of the sizes in a shape other than ``_bounds``, the same in every process."""
     entries = len(batch.cu_seqlens) if batch.segments or batch.keys else 0
     sizes = [(name, tuple(tensor.shape)) for name, tensor in _further(batch).items()]
     return zlib.crc32(repr((len(batch), entries, batch.trained is None, sizes)).encode())
@@ -383,10 +397,10 @@ def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def _copy_gradients(kept: list[Tensor | None], new: list[Tensor | None]) -> None:
-    """Copy gradients to where they stay; zero where a weight has none this time.
+    """Copy gradients into the tensors that stay allocated; write zeros if a weight has none now.
 
     Raises:
-        RuntimeError: a weight has one that had none when the first graph was captured.
+        RuntimeError: a weight has a gradient now but had none when the first graph was captured.
     """
     pairs = list(zip(kept, new))
     if any(there is None and given is not None for there, given in pairs):
@@ -399,7 +413,7 @@ def _copy_gradients(kept: list[Tensor | None], new: list[Tensor | None]) -> None
 
 
 def _rounded(batch: Batch) -> Batch:
-    """With ``trained`` rounded up, so that few shapes occur."""
+    """Return the Batch with ``trained`` rounded up, so that few shapes occur."""
     if batch.trained is None:
         return batch
     share = -(-len(batch) // SHARES)
@@ -415,7 +429,7 @@ def _fill(static: Batch, batch: Batch) -> None:
 
 
 def _further(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a Batch that not every Batch has, by name."""
+    """Return the optional tensors of a Batch, by name."""
     found = {
         **batch.segments,
         **{f"tokens.{name}": column for name, column in batch.tokens.items()},
@@ -430,10 +444,9 @@ def _further(batch: Batch) -> dict[str, Tensor]:
 
 
 def enable_cuda_graphs(trainer: Any) -> None:
-    """Ask a ``ChronicalsTrainer`` for CUDA graphs, as ``use_cuda_graphs=True`` in its configuration
-    does.
+    """Make a ``ChronicalsTrainer`` use CUDA graphs, like ``use_cuda_graphs=True`` in its
+    configuration.
 
-    Raises:
-        ConfigurationError: by ``train``, where they cannot be had; the message says why.
+    If that is impossible, ``train`` raises ConfigurationError with the reason.
     """
     trainer.config = trainer.config.replace(use_cuda_graphs=True)

@@ -1,4 +1,4 @@
-"""Checks that end a run where going on would hide that nothing is learned."""
+"""Checks that end a run if nothing is learned."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from chronicals.training.run import Run
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 20
-"""Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss
-scale adapts.
-"""
+"""Maximum of consecutive steps with non-finite gradients, while the fp16 loss scale adapts."""
 
 
 MOST_FLAT = 50
-"""Steps without a gradient after which a run in which no step had one is taken to learn nothing:
-where nine steps in ten are flat, one run in 200 begins with so many."""
+"""Number of steps at the start after which a run without any gradient counts as learning nothing.
+
+If nine steps in ten have no gradient, one run in 200 begins with so many.
+"""
 
 
 def check_step(
@@ -95,11 +95,11 @@ def _check_zero_gradient(run: Run, metrics: StepMetrics, objective: Objective) -
 
 @torch.no_grad()
 def check_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
-    """Look for weights that are not finite, before they take the place of a good checkpoint; all
-    ranks call it alike.
+    """Check that all weights are finite, before they replace a good checkpoint; all ranks must call
+    it.
 
     Raises:
-        TrainingError: there are some, on any rank.
+        TrainingError: a weight on any rank is not finite.
     """
     own = [local(parameter) for parameter in parameters]
     largest = [torch.linalg.vector_norm(weight, math.inf) for weight in own if weight.numel()]
@@ -117,8 +117,10 @@ def check_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
 
 
 def check_that_something_was_applied(run: Run, precision: Precision) -> None:
-    """Check that the weights are not those that the run began with; log it if the loss was flat in
-    some or all steps. Raises TrainingError if every step was skipped.
+    """Check that at least one step was applied; log it if some or all steps had a flat loss.
+
+    Raises:
+        TrainingError: every step was skipped.
     """
     if run.without_gradient:
         none = (

@@ -1,10 +1,9 @@
-"""Updates in the backward pass: weights as soon as some gradients are there, which are then
-dropped.
+"""Weight updates during the backward pass: gradients are applied in groups and then dropped.
 
-Gradients never exist all at once (Lv et al., 2023, section 3.1), so their norm is known only when
-it is too late to clip by it, and they cannot be added up over micro-batches or ranks: a step has
-one micro-batch. Weights are otherwise those of an update afterwards, bit by bit, but for the random
-numbers by which states in bf16 are rounded.
+Gradients never exist all at once (Lv et al., 2023, section 3.1). Their norm is therefore known too
+late to clip by it, and they cannot be accumulated over micro-batches or ranks: a step has one
+micro-batch. The updated weights are bit-identical to those of a separate update, except for the
+random numbers that round bf16 states.
 """
 
 from __future__ import annotations
@@ -22,22 +21,24 @@ from chronicals.training.precision import Precision
 from chronicals.training.step import micro_step
 
 HELD = 1 << 26
-"""Bytes of gradients that are there when their weights are updated, by one launch: a small
-weight by itself would take the host longer than the card."""
+"""Bytes of gradients after which their weights are updated, in one launch.
+
+Launching for each small weight would take the host longer than the GPU.
+"""
 
 
 class UpdatesInBackward:
-    """The parts of a step whose weights are updated by ``micro``, until the end of ``with``.
+    """The parts of a step whose ``micro`` updates the weights, until the end of ``with``.
 
-    If a gradient is not finite, it and all that come after it in this step change nothing.
+    If a gradient is not finite, it and all that follow in this step change nothing.
 
     Args:
-        parameters: those that are trained; the states of all of them are made at once, so that a
-            step can be captured.
-        norm: of some gradients.
+        parameters: the trained parameters; all their states are created at once, so that a step can
+            be captured.
+        norm: returns the norm of some gradients.
 
     Attributes:
-        inspect: called whenever some gradients are there, before they are used; each is seen once.
+        inspect: called with each group of gradients before they are used.
     """
 
     inspect: Callable[[], None] | None = None
@@ -100,7 +101,9 @@ class UpdatesInBackward:
         self.held = 0
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Weights are updated already: the norm of all gradients, and whether all were applied."""
+        """Return the norm of all gradients and whether all were applied; weights are updated
+        already.
+        """
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
 

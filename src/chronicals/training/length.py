@@ -1,6 +1,4 @@
-"""Decisions that the configuration leaves open: the length of a run, the batch for little data, the
-learning rate.
-"""
+"""Defaults that depend on data and objective: length of the run, batch size and learning rate."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ SHRUNK = (PASSES, "batch_size")
 """Fields that shrink, in this order: fewer forward passes in a step cost no speed."""
 
 PROCESSES = "processes"
-"""In a checkpoint's state: how many took packs of their own."""
+"""Key in a checkpoint's state: size of the data axis."""
 
 LENGTHS = ("max_steps", "num_epochs")
-"""Fields that say how long a run is; of the one it goes on from, where neither is set."""
+"""Fields for the length of a run; a resumed run keeps its own if neither is set."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ class Length:
     """Length of a run.
 
     Attributes:
-        packs, tokens: of one epoch.
-        packs_a_step: on all ranks together.
-        steps: of the run.
+        packs, tokens: packs and tokens of one epoch.
+        packs_a_step: packs of an optimizer step on all ranks together.
+        steps: optimizer steps of the run.
     """
 
     packs: int
@@ -63,7 +61,7 @@ class Length:
         return _steps(self.packs, self.packs_a_step)
 
     def epochs(self, config: ChronicalsConfig) -> float:
-        """Passes over the data in the whole run."""
+        """Return the number of passes over the data in the whole run."""
         return config.epochs or self.steps * self.packs_a_step / self.packs
 
     def words(self, config: ChronicalsConfig) -> str:
@@ -88,11 +86,13 @@ class Length:
 
 
 def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) -> ChronicalsConfig:
-    """``config`` with the objective's default ``learning_rate``, for adapters or for all weights,
-    where none was set. It is logged.
+    """Return ``config`` with a ``learning_rate``, by default that of the objective; log the
+    default.
+
+    The default depends on whether adapters or all weights are trained.
 
     Args:
-        model: one that has adapters already is trained with those.
+        model: model that may have adapters already.
     """
     if "learning_rate" in config.explicit:
         return config
@@ -113,15 +113,16 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) 
 def fit_batch(
     config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Path | None = None
 ) -> ChronicalsConfig:
-    """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one
-    shrinks, one that was set stays and is warned about. Where neither ``max_steps`` nor
-    ``num_epochs`` is set, a resumed run keeps its own, and without a batch the packs of its steps,
-    on another number of processes, too. Every rank gets the values of the first. The length of the
-    run is logged.
+    """Return ``config`` with a batch for which an epoch has about ``STEPS_AN_EPOCH`` steps.
+
+    Only a default batch shrinks; one that was set stays, with a warning. If neither ``max_steps``
+    nor ``num_epochs`` is set, a resumed run keeps its length. If no batch is set, it also keeps the
+    number of packs in a step, even on another number of processes. Every rank gets the values of
+    rank 0. The length of the run is logged.
 
     Args:
         plan: packs of one epoch.
-        resumed: checkpoint that the run goes on from, whose batch and length are kept.
+        resumed: checkpoint that the run resumes from.
     """
     before = _config_of_run(resumed) if resumed is not None else {}
     kept = _on_processes(before, ranks.data_count)
@@ -177,8 +178,9 @@ def _say_shrunk(
 
 
 def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:
-    """Warn if an epoch has few steps for a batch that was set, or if the whole run has few and their
-    number was not set.
+    """Warn if an epoch has few steps for the batch that was set.
+
+    Also warn if the whole run has few steps and their number was not set.
     """
     kept = [name for name in SHRUNK if name in asked.explicit and getattr(fitted, name) > 1]
     merges = length.packs_a_step > length.packs
@@ -204,8 +206,8 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
 
 
 def _on_processes(before: Mapping[str, Any], processes: int) -> Mapping[str, Any]:
-    """The batch of a run, with other forward passes where so many processes then take the packs
-    that its steps took.
+    """Return the batch of a run, with as many forward passes as keep the packs of a step on
+    ``processes``.
     """
     passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), processes)
     return before if rest or not passes else {**before, PASSES: passes}
@@ -246,7 +248,7 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
     ].tolist()
     name, value = (
         ("num_epochs", epochs) if epochs else ("max_steps", steps)
-    )  # of both, epochs were set and steps a default
+    )  # if the run has both, epochs were set and steps are the default
     if value and ranks.writer:
         logger.info(
             "neither max_steps nor num_epochs is set: %s=%d, as the run began with", name, value
@@ -255,8 +257,8 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
 
 
 def _config_of_run(folder: Path) -> Mapping[str, Any]:
-    """``SHRUNK``, ``LENGTHS`` and ``PROCESSES`` of a checkpoint; empty where this machine does
-    not have it.
+    """Return ``SHRUNK``, ``LENGTHS`` and ``PROCESSES`` of a checkpoint; empty if it is on another
+    machine.
     """
     try:
         state = checkpoint.load_state(folder)

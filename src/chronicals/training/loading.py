@@ -1,6 +1,4 @@
-"""The model that a run trains, loaded for how its weights are kept: whole in every process, or
-divided while they are read.
-"""
+"""Loading of the model to train: whole in every process, or divided among ranks on reading."""
 
 from __future__ import annotations
 
@@ -39,24 +37,22 @@ from chronicals.training.adapters import begins_with_weights, watcher
 logger = logging.getLogger(__name__)
 
 LOADED_FROM = "_chronicals_loaded_from"
-"""Attribute of a model that nothing has changed since it was loaded: its ``SavedModel``."""
+"""Attribute of a model that is unchanged since it was loaded: its ``SavedModel``."""
 
 
 def load_to_train(
     saved: SavedModel, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool = False
 ) -> tuple[Any, ChronicalsConfig]:
-    """The model, and the configuration with the ``sharding`` that memory asks for where none is
-    set.
+    """Return the model, and the configuration with a ``sharding`` that fits memory if none is set.
 
-    Where weights are divided no process ever has all of them: each reads its rows, or quantises a
-        weight after the other and
-    keeps its own. A base is loaded whole, and divided later, where it has adapters, is packed in
-    its files, or adapters begin with its weights.
+    If weights are divided, no process ever holds all of them: each reads its rows, or quantises one
+    weight after the other and keeps its rows. A frozen base is loaded whole and divided later if it
+    has adapters already, if its files are packed, or if the starting values of adapters are
+    computed from its weights.
 
     Raises:
-        ValueError: it cannot be loaded, with the reason.
-        ConfigurationError: where each process keeps rows of its own, that they read them from other
-            files than the first.
+        ValueError: the model cannot be loaded, with the reason.
+        ConfigurationError: the ranks read their rows from files that differ.
     """
     kind = OBJECTIVES[config.objective]
     place = saved.place
@@ -90,9 +86,7 @@ def load_to_train(
 def _with_sharding(
     place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
 ) -> ChronicalsConfig:
-    """With what memory asks for of the fields that are not set, decided by the shapes of the
-    model.
-    """
+    """Return the configuration with sharding fields chosen by memory, from the model's shapes."""
     if "sharding" in config.explicit and config.sharding != WEIGHTS:
         return config
     model = load_without_weights(place, trust_remote_code)
@@ -117,8 +111,14 @@ def _with_sharding(
 def _divided(
     place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
 ) -> Any | None:
-    """The model without its weights, to be read by rows, where they are trained; in shards where
-    they are frozen. None where its files hold them otherwise, and nobody asked for it."""
+    """Return the model of which no process reads all weights.
+
+    With trained weights the model has none yet and reads its rows when it is sharded; frozen linear
+    layers are divided here. None, with a warning, if the layout of the files does not permit it.
+
+    Raises:
+        NotByRows: the layout does not permit it, and ``sharding`` was set.
+    """
     dtype = DTYPES[config.mixed_precision]
     sharing = config.sharding_ranks or ranks.count
     device = ranks.device
@@ -152,5 +152,5 @@ def _divided(
 
 
 def _prove_that_files_are_alike(place: Path | str, ranks: Mesh) -> None:
-    """Of which each process keeps rows of its own, that no other sees."""
+    """Check that all ranks read the same files, since each keeps rows that no other rank sees."""
     prove_alike(ranks, {"the content of the model's files": digest_of_files(place)})

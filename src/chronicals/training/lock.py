@@ -15,12 +15,10 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
-"""What the system says of a lock that another process, or another part of this one, holds."""
+"""Error numbers of a lock that is held, by another process or in this one."""
 
 LOCK_FILE = "run.lock"
-"""Locked in place of the folder, where a file system (NFS) locks only files that are open for
-writing.
-"""
+"""File that is locked instead of the folder if the file system (NFS) locks only writable files."""
 
 
 class FolderInUse(Exception):
@@ -48,7 +46,7 @@ def _acquire(folder: Path) -> int | None:
     try:
         return _open_and_lock(folder, os.O_RDONLY)
     except OSError as error:
-        if error.filename is not None:  # it could not even be opened
+        if error.filename is not None:  # from open, not from the lock
             raise
     try:
         return _open_and_lock(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)

@@ -66,7 +66,7 @@ class Loop:
 
     def hooks(self) -> StepHooks:
         """Return what the session's steps call, for ``Session.stepping``."""
-        if self.session.ranks.count == 1:  # one process has no watch
+        if self.session.ranks.count == 1:  # no watch needs to know of progress
             return StepHooks(self.saved.hold_update, self._wants_to_stop)
         compiling = partial(self.watch.alone, "compiling the first step")
         return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
@@ -220,8 +220,9 @@ class Loop:
         self.run.last_loss = metrics.loss
 
     def _passed(self) -> None:
-        """Note that the host has launched a micro-batch; the device reaches it later, and is waited
-        for when the metrics arrive.
+        """Record that the host has launched a micro-batch.
+
+        The device reaches it later; the host waits for it when the metrics arrive.
         """
         self._passes.append(Moment(self.device))
         self.watch.passed()
@@ -260,8 +261,10 @@ class Loop:
             self._tell(methodcaller("saved", step, folder))
 
     def _tell(self, event: Callable[[Callback], None]) -> None:
-        """Call the callbacks. A user's callback may call the model, which then attends as before the
-        run, and may leave it in another mode.
+        """Call the callbacks.
+
+        If a user's callback may call the model, it attends as before the run meanwhile. The
+        callback may leave it in evaluation mode, so training mode is set again.
         """
         if not self.callbacks.may_call_the_model:
             self.callbacks.tell(event)

@@ -58,7 +58,7 @@ class StepMetrics:
 
 
 class Moment:
-    """A point in the device's work (a card's own clock, or ours for the CPU)."""
+    """A point in the device's work: a CUDA event, or a host time for the CPU."""
 
     def __init__(self, device: torch.device):
         self.event = None
@@ -80,13 +80,14 @@ class Moment:
 
 
 class PendingMetrics:
-    """Scalars of a step that began at ``began``, on their way from the device.
+    """Scalars of a step that are being copied from the device.
 
     Args:
-        passes: where its micro-batches are done.
+        began: start of the step.
+        passes: end of each of its micro-batches.
 
     Attributes:
-        told: whether a rank wants all to stop; known after ``arrive``.
+        told: True if a rank wants all ranks to stop; known after ``arrive``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW over what is trained, with its states as asked."""
+"""Construction of the optimizer of a run: AdamW over the trained parameters."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ with 4.8e-2 gradients explode, and it ends at 6.25. Adapters of rank 16 and alph
 
 
 def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = None) -> FusedAdamW:
-    """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only; with 8-bit
-    moments, or with states in host memory, where asked.
+    """Return AdamW over the trained parameters, with LoRA+ groups or with weight decay on matrices
+    only.
+
+    Moments are in 8 bits, or states in host memory, if the configuration asks for it.
 
     Args:
-        ranks: over which weights and states are sharded; None where they are not.
+        ranks: ranks among which weights and states are sharded; None for no sharding.
 
     Raises:
-        ConfigurationError: nothing requires a gradient.
+        ConfigurationError: no parameter requires a gradient.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -85,9 +87,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = N
 
 
 def say_learning_rates(config: ChronicalsConfig, optimizer: FusedAdamW) -> None:
-    """Log both rates where B learns faster than A, with a warning where B's is beyond those that
-    were seen to train.
-    """
+    """Log the rates of A and B if B learns faster; warn if B's is above ``HIGHEST_RATE_OF_B``."""
     slow = config.learning_rate
     fast = max(group["peak"] for group in optimizer.param_groups)
     if fast <= slow:
@@ -109,7 +109,7 @@ def say_learning_rates(config: ChronicalsConfig, optimizer: FusedAdamW) -> None:
 
 
 def as_rate(value: float) -> str:
-    """A learning rate as people write it: ``2.0e-4``."""
+    """Format a learning rate, as in ``2.0e-4``."""
     digits, _, exponent = f"{value:.2e}".partition("e")
     digits = digits.removesuffix("0")
     return f"{digits}e{int(exponent)}"

@@ -1,4 +1,4 @@
-"""The error of a run whose card is full, with what helps."""
+"""Advice in the error of a run whose GPU memory is exhausted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from chronicals.training.errors import TrainingError
 def saying_what_helps(
     config: ChronicalsConfig, device: torch.device, ranks: int = 1
 ) -> Iterator[None]:
-    """Raise TrainingError where the card's memory runs out within: how much there is, who holds
-    it, what takes less.
+    """Context manager that turns an out-of-memory error into TrainingError.
+
+    The message says how much memory there is, what uses it, and which settings need less.
     """
     try:
         yield

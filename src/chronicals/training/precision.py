@@ -1,6 +1,4 @@
-"""Number types of a run: what weights are kept in, what products are made in, and the scale of
-an fp16 loss.
-"""
+"""Precision of a run: dtypes of weights and products, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -20,12 +18,13 @@ GROWTH_INTERVAL = 2000
 
 
 class Precision:
-    """``bf16``: bf16 weights with an exact fp32 master. ``fp16``: fp16 products over fp32 weights,
-    with loss scaling (Micikevicius et al., 2018, section 3.2). ``fp32``: all of it.
+    """Mixed precision by name.
 
-    The scale and its counter are tensors: an overflow halves the scale and, ``GROWTH_INTERVAL``
-        good steps later, it
-    doubles again, without the host being asked.
+    ``bf16``: bf16 weights with an exact fp32 master. ``fp16``: fp16 products over fp32 weights,
+    with loss scaling (Micikevicius et al., 2018, section 3.2). ``fp32``: all in fp32.
+
+    The loss scale and its counter are tensors on the device. An overflow halves the scale, and
+    ``GROWTH_INTERVAL`` finite steps double it, without waiting on the host.
     """
 
     def __init__(self, mode: str, device: torch.device):
@@ -35,9 +34,11 @@ class Precision:
         self.good_steps = torch.zeros((), device=device)
 
     def prepare(self, model: Any, optimizer: FusedAdamW) -> None:
-        """Bring the weights into their type, in place; trained fp32 values are kept exactly in
-        bf16's master. Those that the class keeps in fp32 when transformers loads it in another
-        type, such as routers, stay so."""
+        """Cast the weights to their dtype, in place.
+
+        Trained fp32 values are kept exactly by bf16's master. Weights that transformers keeps in
+        fp32 for this class, such as routers, stay in fp32.
+        """
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
         adapted = hasattr(model, "chronicals_lora")
         patterns = kept_in_fp32(model, frozen)
@@ -68,7 +69,7 @@ class Precision:
         return nullcontext()
 
     def update(self, finite: Tensor) -> None:
-        """Adapt the scale to whether the step was finite."""
+        """Halve or raise the loss scale, depending on whether the step was finite."""
         if self.mode == "fp16":
             good_steps = torch.where(finite, self.good_steps + 1, 0.0)
             grown = good_steps >= GROWTH_INTERVAL

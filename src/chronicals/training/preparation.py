@@ -1,6 +1,4 @@
-"""Checks of what a run is given: device, class of the model, data, and the tokens that end
-generation.
-"""
+"""Checks of the inputs of a run: device, class of the model, data, and the stop token."""
 
 from __future__ import annotations
 
@@ -30,14 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
-    """The single device of the model, which becomes the current one; a process of several moves it
-    to its own card.
+    """Return the single device of the model, and make it the current one.
+
+    With several processes, the model is moved to the GPU of this process.
 
     Args:
-        divided: weights come there when they are divided among processes.
+        divided: do not move the weights, which get there when they are divided among processes.
 
     Raises:
-        ConfigurationError: the model is spread over devices.
+        ConfigurationError: the model is spread over several devices.
     """
     if divided:
         setattr(model, RUNS_ON, ranks.device)
@@ -55,12 +54,16 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
         )
     device = input_device(model)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where kernels are launched
+        torch.cuda.set_device(device)  # Triton launches kernels on the current device
     return device
 
 
 def check_class(model: Any) -> None:
-    """Check that the model is a causal language model; raises ValueError."""
+    """Check that the model is a causal language model.
+
+    Raises:
+        ValueError: it is not.
+    """
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ValueError(
@@ -83,7 +86,11 @@ def check_class(model: Any) -> None:
 
 
 def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
-    """Check that the card has bf16 if it is asked for; raises ConfigurationError."""
+    """Check that the GPU supports bf16 if it is asked for.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
     on_card = device.type == "cuda"
     if (
         config.mixed_precision == "bf16"
@@ -96,11 +103,10 @@ def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Save the tokenizer as the run will in the end, into a folder that goes away, and read it
-    back.
+    """Check that the tokenizer is the same after it is saved to a temporary folder and read back.
 
     Raises:
-        ConfigurationError: whoever loads what is saved would get another tokenizer.
+        ConfigurationError: it is not, so users of the trained model would get another tokenizer.
     """
     try:
         text_files(model, tokenizer)
@@ -117,16 +123,16 @@ def open_stores(
     ranks: Mesh,
     reports: Path | None = None,
 ) -> tuple[TokenStore, TokenStore | None]:
-    """Tokenised data that has passed the gate.
+    """Return tokenised training and held-out data that has passed the gate's checks.
 
     Args:
-        embedding_rows: of the model.
-        ranks: the first on each machine tokenises, while the others wait for its file.
+        embedding_rows: rows of the model's embedding.
+        ranks: the first rank on each machine tokenises, while the others wait for its file.
         reports: folder for the gate's reports, ``train_dataset.json`` and ``eval_dataset.json``.
 
     Raises:
-        ConfigurationError: there is held-out data, and a share to hold out as well.
-        DataError: training on it would be wrong.
+        ConfigurationError: both held-out data and a share to hold out are set.
+        DataError: training on the data would be wrong.
     """
 
     def report_of(name: str) -> Path | None:
@@ -168,9 +174,11 @@ def open_stores(
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
-    """The stop token that is trained is where generation ends, also for whoever loads the model.
-    Where its settings contradict each other, that is settled now: transformers would refuse to
-    save them when the run ends."""
+    """Make generation end at the stop token that is trained, also in the saved model.
+
+    Contradictory generation settings are resolved now, since transformers would refuse to save them
+    at the end of the run.
+    """
     generation = model.generation_config = model.generation_config or GenerationConfig()
     _settle(generation)
     known = generation.eos_token_id
@@ -185,10 +193,10 @@ def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
 
 
 def _settle(generation: Any) -> None:
-    """Settings of sampling without ``do_sample``, as some models come with, mean that it samples.
+    """Set ``do_sample`` if other settings ask for sampling, as in the files of some models.
 
     Raises:
-        ConfigurationError: they contradict each other in something else.
+        ConfigurationError: generation settings contradict each other in another way.
     """
     try:
         generation.validate(strict=True)

@@ -1,6 +1,4 @@
-"""The progress of a run: on a terminal two lines that are never wider than it, elsewhere a line
-now and then.
-"""
+"""Progress display of a run: two lines on a terminal, else log lines from time to time."""
 
 from __future__ import annotations
 
@@ -24,27 +22,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINES_OF_A_RUN = 20
-"""Lines that a run has at least without a terminal, if it has so many steps."""
+"""Minimum number of log lines of a run without a terminal, if it has as many steps."""
 
 SECONDS_BETWEEN_LINES = 10.0
-"""The longest time without a line there, unless a step takes longer."""
+"""Maximum seconds between log lines, unless a step takes longer."""
 
 MOST_LINES = 2
-"""Lines on a terminal, unless what must be seen needs more."""
+"""Lines on a terminal, unless the parts that are always shown need more."""
 
 NARROWEST_BAR = 8
 WIDEST_BAR = 24
-"""Characters of the bar; without room for the first there is none."""
+"""Maximum width of the bar in characters."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run, in parts of a line.
+    """Progress of a run, as parts of a line.
 
     Attributes:
-        step, total: steps done, and in all.
-        metrics: of the last step; None before the first.
-        seconds_left: until the last step; None where that is not known yet.
+        step, total: steps done, and all steps.
+        metrics: metrics of the last step; None before the first.
+        seconds_left: estimated seconds until the end; None if unknown.
     """
 
     step: int
@@ -91,9 +89,10 @@ class Progress:
             )
 
     def _bar_width(self, parts: list[str], width: int, separator: str) -> int:
-        """Return the characters of the bar behind the step: 0 where two lines have no room for it.
+        """Return the width of the bar behind the step, in characters: 0 if two lines have no room
+        for it.
 
-        Later parts move to the second line where the bar needs their place.
+        Later parts move to the second line to make room for the bar.
         """
         for first in range(len(parts), 0, -1):
             room = width - len(separator.join(parts[:first])) - 1
@@ -103,7 +102,7 @@ class Progress:
         return 0
 
     def _with_bar(self, line: str, start: int, width: int, ascii_only: bool) -> Text:
-        """The line with the bar drawn over its place."""
+        """Return the line with the bar drawn at its place."""
         done = width * min(self.step, self.total) // max(self.total, 1)
         full, empty = ("#", "-") if ascii_only else ("━", "─")
         text = _text(line[:start] + full * done + empty * (width - done) + line[start + width :])
@@ -119,8 +118,8 @@ def _text(line: str) -> Text:
 
 
 def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
-    """Lines of whole parts: all of ``first``, however many lines they need, and of ``further``
-    what ``MOST_LINES`` hold.
+    """Return lines of whole parts: all of ``first``, then as many of ``further`` as ``MOST_LINES``
+    hold.
     """
     lines = [first[0]]
     for part in first[1:]:
@@ -142,9 +141,7 @@ def _clock(seconds: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Two lines with a bar on a terminal; elsewhere lines that are logged, or printed where
-    nobody hears the log.
-    """
+    """Two lines with a bar on a terminal; else log lines, printed if logging is not shown."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -177,7 +174,7 @@ class ProgressBar(Callback):
         return Progress(self.step, self.total, self.metrics, self._seconds_left())
 
     def _seconds_a_step(self) -> float | None:
-        """The mean since the first step; None before there is one more."""
+        """Return the mean seconds a step since the first one; None after fewer than two steps."""
         done = self.step - self.first
         return (
             None

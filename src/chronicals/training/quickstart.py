@@ -1,8 +1,7 @@
-"""The whole road in one go, from text that is on every machine to a model that answers; no
-download.
+"""A complete run without downloads, from text that is on every machine to a model that answers.
 
 With preferences, the model is then trained to prefer a function's own description to that of
-another one.
+another function.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ WRITTEN = frozenset(
         "preference",
     }
 )
-"""What a quickstart leaves in its folder, and so all that another may delete there."""
+"""Files that a quickstart writes to its folder; another quickstart deletes only these."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ CARD = Size(
 
 PREFERENCE_EPOCHS = 1
 PREFERENCE_RATE = 0.1
-"""Learning rate of preference tuning, a share of that of the first run."""
+"""Learning rate of preference tuning, as a fraction of the first run's."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,10 @@ class Preferences:
     """Result of preference tuning.
 
     Attributes:
-        pairs: trained on, and held out.
-        before, after: of held-out pairs. ``rewards/accuracies`` is the ratio of those whose chosen
-            answer has the higher log-probability by token, ``rewards/margins`` by how much.
+        pairs: numbers of trained and of held-out pairs.
+        before, after: metrics of held-out pairs. ``rewards/accuracies`` is the ratio of pairs whose
+            chosen answer has the higher log-probability a token, ``rewards/margins`` the
+            difference.
     """
 
     pairs: tuple[int, int]
@@ -130,9 +130,7 @@ class Preferences:
 def run_preferences(
     folder: Path, seed: int = 42, size: Size | None = None
 ) -> tuple[Quickstart, Preferences]:
-    """A quickstart, and then DPO of its model, which is the reference policy, on pairs made of
-    the same answers.
-    """
+    """Run a quickstart, then DPO on pairs of its answers; its model is the reference policy."""
     size = size or default_size()
     done = run_quickstart(folder, seed, size)
     files = [
@@ -158,9 +156,7 @@ def run_preferences(
 
 
 def pairs_of(rows: list[dict], seed: int) -> list[dict]:
-    """Pairs of questions and answers: chosen is a question's own answer, rejected that of
-    another one, each once.
-    """
+    """Return preference pairs: chosen is a question's own answer, rejected another question's."""
     order = np.random.default_rng(seed).permutation(len(rows))
     answers = [row["messages"][1] for row in rows]
     others = dict(zip(order, np.roll(order, 1)))
@@ -238,7 +234,9 @@ def _read_rows(path: Path) -> list[dict]:
 
 
 def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
-    """An untrained Llama and a tokenizer trained on the rows; returns the number of parameters."""
+    """Write an untrained Llama and a tokenizer trained on the rows; return the number of
+    parameters.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = train_tokenizer(

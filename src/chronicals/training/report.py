@@ -1,6 +1,4 @@
-"""``report.html``: one file, readable without anything else: what was trained, on what, how, and
-the curves.
-"""
+"""``report.html``: one self-contained page on data, settings and result of a run, with curves."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ PANELS = {
     "fill": "packing fill",
 }
 
-"""Panels of the curves, by the name of the metric; what the objective shows has one each, too."""
+"""Titles of the panels of curves, by metric; the objective's own metrics get a panel each too."""
 
 STEP_FIELDS = {field.name for field in dataclasses.fields(StepMetrics)}
 
@@ -103,7 +101,7 @@ def data_reports(output_dir: Path) -> list[dict]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """The card or processor, and the versions of what trained."""
+    """Return the GPU or CPU, and the versions of the software that trained."""
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -118,7 +116,9 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def _times(metrics: Sequence[Mapping]) -> dict[str, str]:
-    """When the first and the last line of the metrics were written, and how long the steps took."""
+    """Return when the first and the last line of the metrics were written, and how long the steps
+    took.
+    """
     told = [line["time"] for line in metrics if "time" in line]
     seconds = sum(
         line["tokens"] / line["tokens_per_second"]
@@ -234,7 +234,7 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
         name: name for line in steps for name in line if name not in {*STEP_FIELDS, "time"}
     }
     rows = -(-len(panels) // 2)
-    high = 3 * rows  # inches, as margins and gaps are: to compute them takes as long as to draw
+    high = 3 * rows  # inches; margins are fixed, since a computed layout takes as long as drawing
     figure = Figure(figsize=(10, high))
     figure.subplots_adjust(
         left=0.08, right=0.99, bottom=0.5 / high, top=1 - 0.3 / high, wspace=0.22, hspace=0.36

@@ -1,6 +1,6 @@
 """Choice of the checkpoint that a run resumes from, and of the run that may write to a folder.
 
-The first rank chooses for all: only its ``output_dir`` counts; on other machines there may be none.
+Rank 0 chooses for all ranks: only its ``output_dir`` counts, other machines may have none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 @contextmanager
 def claimed(output_dir: Path, ranks: Mesh) -> Iterator[None]:
-    """``sole_writer``, as which the first rank stands for all."""
+    """Context manager like ``sole_writer``, held by rank 0 for all ranks."""
     with ExitStack() as held:
         ranks.writer_does(lambda: held.enter_context(sole_writer(output_dir)), CheckpointError)
         yield
@@ -76,17 +76,17 @@ def how_to_resume(output_dir: Path) -> str:
 def checkpoint_to_resume(
     output_dir: Path, resume: bool | str | Path, ranks: Mesh, overwrite: bool = False
 ) -> Path | None:
-    """The checkpoint that a run goes on from; None if it begins at step 0.
+    """Return the checkpoint that a run resumes from; None if it begins at step 0.
 
     Args:
-        resume: False for a new run; True for the newest whole checkpoint in ``output_dir``, if
-            there is one; or the folder of a checkpoint, or of a run, whose newest it is.
-        overwrite: what is in ``output_dir`` may be replaced by a run that begins there.
+        resume: False for a new run. True for the newest complete checkpoint in ``output_dir``, if
+            there is one. Else the folder of a checkpoint, or of a run, whose newest one is taken.
+        overwrite: allow a new run to replace what is in ``output_dir``.
 
     Raises:
-        ConfigurationError: the run to go on with is the one to replace.
-        CheckpointError: what is in ``output_dir`` would be overwritten, or the checkpoint that was
-            named cannot be used.
+        ConfigurationError: the run to resume is the one to replace.
+        CheckpointError: what is in ``output_dir`` would be overwritten, or the named checkpoint
+            cannot be used.
     """
     if overwrite and (resume is True or _is_within(resume, output_dir)):
         raise ConfigurationError(
@@ -117,7 +117,7 @@ def _is_within(resume: bool | str | Path, output_dir: Path) -> bool:
 
 
 def _allow(output_dir: Path) -> None:
-    """In the place of ``_refuse_to_overwrite``."""
+    """Accept any content; stands in for ``_refuse_to_overwrite``."""
 
 
 def _refuse_to_overwrite(output_dir: Path) -> None:

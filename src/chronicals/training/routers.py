@@ -1,6 +1,4 @@
-"""Losses of routers in a run: checked, added to what the model computes, and their anchor kept
-in the run's folder.
-"""
+"""Router losses of a run: checks, their addition to the objective's loss, and the anchor's file."""
 
 from __future__ import annotations
 
@@ -33,14 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
-    """Check the model, and let those lookahead heads train that have a loss. Call it before
-    adapters are attached and an optimizer is built.
+    """Check the model, and unfreeze the lookahead heads that have a loss.
+
+    Call it before adapters are attached and the optimizer is built.
 
     Returns:
-        The names of these heads, which are trained whole beside adapters.
+        The names of these heads, which are trained whole besides adapters.
 
     Raises:
-        ConfigurationError: its routers cannot be trained so; the message names the setting.
+        ConfigurationError: the model's routers cannot be trained so; the message names the setting.
     """
     model = within_adapters(model)
     if settings is not None:
@@ -57,13 +56,13 @@ def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
 
 
 def add_router_terms(presented: PresentedModel, settings: RouterSettings | None) -> None:
-    """Let the losses of ``settings`` but the anchor's be a part of any objective's, and what
-    routers do be shown: as asked, and where the class has a loss of its own.
+    """Add the losses of ``settings``, except the anchor's, to the loss of any objective.
 
-    Call it when adapters are there and weights are not yet divided.
+    Metrics of the routers are shown if asked for, or if the class has a router loss of its own.
+    Call it after adapters are attached and before weights are divided.
 
     Raises:
-        ConfigurationError: as ``prepare_routers``.
+        ConfigurationError: as for ``prepare_routers``.
     """
     model = presented.model
     if settings is None and presented.router_loss is None:
@@ -89,7 +88,7 @@ def add_router_terms(presented: PresentedModel, settings: RouterSettings | None)
 
 
 OF_ROUTERS = ("balance", "z", "temporal", "locality")
-"""Losses that are there to train routers; the anchor also holds what adapters below do to them."""
+"""Losses whose purpose is to train routers. The anchor also limits the effect of adapters below."""
 
 
 def _warn_of_untrained(losses: list[str], weights: list[str], adapters: bool) -> None:
@@ -110,16 +109,16 @@ def _warn_of_untrained(losses: list[str], weights: list[str], adapters: bool) ->
 def keep_anchor(
     session: Session, store: TokenStore, output_dir: Path, resumed: Path | None
 ) -> None:
-    """Compute and write the routers' outputs at the start of the run, or read what the run wrote
-    before; only if the anchor has a weight.
+    """Compute and write the routers' outputs at the start of the run, or read those of a resumed
+    run.
 
-    Call it before a checkpoint's weights are loaded.
+    Does nothing if the anchor has no weight. Call it before a checkpoint's weights are loaded.
 
     Args:
-        resumed: the checkpoint that the run goes on from, in the folder of a run.
+        resumed: checkpoint that the run resumes from, in the folder of a run.
 
     Raises:
-        ConfigurationError: weights are divided, or a run goes on, and what it wrote is damaged.
+        ConfigurationError: weights are divided, or the file of the resumed run is damaged.
     """
     settings = session.objective.router
     presented = session.presented
@@ -151,14 +150,14 @@ def keep_anchor(
         with presented.attending_documents(), session.precision.autocast():
             anchor = Anchor.of(settings.anchor, presented, batch)
     (terms,) = (addition for addition in presented.additions if isinstance(addition, RouterTerms))
-    assert terms.routing.scores is not None  # by check_routers, for an anchor
+    assert terms.routing.scores is not None  # check_routers ensures it for an anchor
     anchor = replace(anchor, scores=terms.routing.scores)
     session.ranks.writer_does(lambda: anchor.write(output_dir), OSError)
     presented.additions = (*presented.additions, anchor)
 
 
 def _documents(store: TokenStore) -> Iterator[Tensor]:
-    """Ids of each document, answers behind their prompts."""
+    """Yield the token ids of each document, with each answer after its prompt."""
     return (
         torch.from_numpy(store.whole_document(n)[0].astype("int64"))
         for n in range(len(store))

@@ -21,15 +21,16 @@ KEPT = (
     "evaluations_without_gain",
     "last_loss",
 )
-"""Attributes of a run that a checkpoint keeps, beside the evaluations; in JSON NaN and infinity
-are null.
+"""Attributes of a run that a checkpoint keeps, besides the evaluations.
+
+In JSON, NaN and infinity are null.
 """
 
 EVALUATIONS = ("evaluation", "best_evaluation")
-"""Attributes that are evaluations, or None."""
+"""Attributes that hold an ``Evaluation`` or None."""
 
 NO_NUMBER = {"best_loss": float("inf"), "last_loss": float("nan")}
-"""What null stands for."""
+"""Values that null stands for, by attribute."""
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -39,23 +40,23 @@ class Run:
     """State of a run.
 
     Attributes:
-        total_steps: steps after which it is done.
-        output_dir: where it is written.
+        total_steps: number of steps of the whole run.
+        output_dir: folder of the run.
         step: steps done.
         position: state of the run's ``Steps``, not read here; None at the beginning.
         applied: steps whose gradient was applied to the weights.
-        without_gradient: steps in which the loss was flat, which the objective has explained.
-        trainable_share: of all parameters.
-        best_loss, evaluations_without_gain: the lowest held-out loss, and evaluations since then;
-            for early stopping.
-        best_step, best_evaluation: the step after which it was measured, and the whole evaluation;
-            None before any.
-        skipped_in_a_row: steps without an update just now.
-        last_loss: of the last step whose metrics have arrived.
-        evaluation: the last one, if there was any.
-        coverage: the first-step audit; None where the run was resumed past it.
-        outcome: how it ended; ``failed`` until it has ended in another way.
-        error: what ended it before its time, in words; None where nothing did.
+        without_gradient: steps with a flat loss that the objective has explained.
+        trainable_share: fraction of all parameters that are trained.
+        best_loss, evaluations_without_gain: lowest held-out loss, and evaluations since then; for
+            early stopping.
+        best_step, best_evaluation: step of the lowest held-out loss, and its evaluation; None
+            before the first.
+        skipped_in_a_row: current number of consecutive steps without an update.
+        last_loss: loss of the last step whose metrics have arrived.
+        evaluation: the last evaluation, or None.
+        coverage: the first-step audit; None if the run was resumed after it.
+        outcome: how the run ended; ``failed`` until it ends otherwise.
+        error: message of the error that ended it, or None.
     """
 
     total_steps: int
@@ -100,7 +101,7 @@ class Run:
             setattr(self, name, kept[name] and Evaluation.from_dict(kept[name]))
 
     def evaluated(self, evaluation: Evaluation) -> bool:
-        """Note an evaluation; whether it is the best so far."""
+        """Record an evaluation; return whether it is the best so far."""
         better = evaluation.loss < self.best_loss
         self.evaluation = evaluation
         if better:
@@ -111,7 +112,7 @@ class Run:
         return better
 
     def forget_the_best(self) -> None:
-        """Forget the best step, whose weights are gone: the best one is chosen among later steps."""
+        """Forget the best step, whose weights are gone; the best of the later steps replaces it."""
         self.best_loss = float("inf")
         self.best_step = None
         self.best_evaluation = None
@@ -122,12 +123,12 @@ class TrainingResult:
     """Result of a run.
 
     Attributes:
-        steps: done in all, earlier parts of a resumed run included.
-        model_step: the step whose weights ``model_dir`` holds, as does the model in memory: the one
-            with the lowest held-out loss, or the last (``keep``).
-        loss: of the last step.
-        evaluation: of those weights on held-out data, if there was any.
-        coverage: the first-step audit; None where the run was resumed past it.
+        steps: all steps, including earlier parts of a resumed run.
+        model_step: step whose weights are in ``model_dir`` and in memory: that of the lowest
+            held-out loss, or the last one (``keep``).
+        loss: loss of the last step.
+        evaluation: evaluation of those weights on held-out data, or None.
+        coverage: the first-step audit; None if the run was resumed after it.
         model_dir: the trained model (or adapter) with its tokenizer.
         report: the page with the curves.
     """

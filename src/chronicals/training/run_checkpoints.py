@@ -150,7 +150,7 @@ class RunCheckpoints:
         if self.keeps_best and not self._has_best(run):
             run.forget_the_best()
         left = steps.left(run.position)
-        if left is not None:  # which may take more or fewer packs than those that were done
+        if left is not None:  # steps may have another number of packs than before
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
@@ -207,8 +207,9 @@ class RunCheckpoints:
             logger.warning("resuming with %s", ", ".join(changed.values()))
 
     def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Check that adapters go on over the base that they began over. Checkpoints of older versions
-        may not describe it.
+        """Check that adapters continue on the same base model.
+
+        Checkpoints of older versions may not describe it.
         """
         if "base" not in about:
             return
@@ -269,15 +270,16 @@ class RunCheckpoints:
         for name, parameter in checkpoint.trained(self.model):
             sent = optimizer.empty_states(parameter)
             for part, tensor in states.get(name, {}).items():
-                # Of an fp32 weight there is no lower half, though a divided one of bf16 wrote it.
+                # An fp32 weight has no lower half; a run with divided bf16 weights may store one.
                 if part in sent:
                     sent[part].copy_(tensor)
             self.ranks.same_weights(sent.values())
             optimizer.load_state(parameter, sent)
 
     def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
-        """Begin to allocate the memory for checkpoints that are written before the run ends. Called
-        after each step; only the first call has an effect.
+        """Start to allocate the memory for checkpoints that are written before the run ends.
+
+        Called after each step; only the first call has an effect.
         """
         if self._prepared:
             return
@@ -314,14 +316,14 @@ class RunCheckpoints:
         steps: Steps,
         about: Mapping[str, Any],
     ) -> None:
-        """Begin the checkpoint of this step, whose metrics have arrived; all ranks must call it.
+        """Start the checkpoint of this step, whose metrics have arrived; all ranks must call it.
 
         Tensors are copied while the next forward and backward pass run, and a thread writes them.
         Training waits for the last checkpoint of a run, and if host memory is too small for a copy.
-        The checkpoint before is finished first.
+        The previous checkpoint is finished first.
 
         Raises:
-            CheckpointError: this checkpoint or the one before cannot be written.
+            CheckpointError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
         self._optimizer = optimizer
@@ -384,10 +386,12 @@ class RunCheckpoints:
         write: Callable[[checkpoint.State], None],
         ended: Told | None = None,
     ) -> None:
-        """Begin to write a state: from copies if training does not wait.
+        """Start to write a state, from copies unless training waits.
 
         Args:
-            ended: tells the other ranks when it is written; None if nobody waits.
+            waits: True if training waits until it is written.
+            write: writes the state.
+            ended: signals to the other ranks that it is written; None if nobody waits.
         """
         if waits:
             if self._staging.device.type == "cuda":
@@ -478,7 +482,7 @@ class RunCheckpoints:
             logger.warning("finishing the checkpoint that was begun")
         try:
             self._background.wait()
-        except Exception as error:  # the run has ended with an error of its own
+        except Exception as error:  # must not replace the run's own error
             logger.error("%s", error)
         if kind is not None and self._ended is not None and not self.ranks.writer:
             self._ended.wait()
@@ -534,7 +538,7 @@ class RunCheckpoints:
                 return True
             try:
                 checkpoint.load_weights(self._best(run), self.model)
-            except CheckpointError as error:  # before anything was copied
+            except CheckpointError as error:  # raised before any weight is changed
                 logger.error("%s; the model of the last step is written instead of the best", error)
                 return False
             return True

@@ -18,8 +18,9 @@ from chronicals.training.report import Sample
 logger = logging.getLogger(__name__)
 
 FILE = "samples.json"
-"""In the folder of a run: prompts, and the answers before training, which a resumed run could
-not make again.
+"""File in the folder of a run: prompts with the answers before training.
+
+A resumed run could not generate these answers again.
 """
 
 NEW_TOKENS = 32
@@ -27,22 +28,24 @@ LONGEST_PROMPT = 512
 OF_A_TEXT = 16
 LOOKED_AT = 100
 SECONDS = 1.0
-"""That all answers together may take before training, and again after it: an answer that is not
-done by then ends there, and prompts that are left have none."""
+"""Maximum seconds for all answers, before training and again after it.
+
+An answer that is not finished by then is cut, and the remaining prompts get none.
+"""
 
 SMALL = 200_000_000
-"""Parameters up to which answers are cheap without a card."""
+"""Maximum number of parameters for which answers are cheap on a CPU."""
 
 
 class Samples:
-    """Greedy answers of a model in training to the first prompts of its held-out data, or of its
-    training data.
+    """Greedy answers of a model, before and after training, to prompts of its held-out or training
+    data.
 
     Args:
-        count: of prompts; none where answers take long: without a card, of a model that is not
+        count: number of prompts; 0 is used if answers take long: on a CPU, for a model that is not
             small.
-        store: where the prompts are from.
-        output_dir: of the run.
+        store: data that the prompts are taken from.
+        output_dir: folder of the run.
     """
 
     def __init__(self, model: Any, tokenizer: Any, store: TokenStore, count: int, output_dir: Path):
@@ -54,11 +57,11 @@ class Samples:
         self.answered: list[str] = []
 
     def before(self) -> None:
-        """Answer before training."""
+        """Generate the answers before training."""
         self.answered = self._answers(self.prompts)
 
     def keep(self) -> None:
-        """Write the answers of before beside the run, once it begins."""
+        """Write the answers before training to the folder of the run, once it begins."""
         self.file.unlink(missing_ok=True)
         if self.answered:
             kept = [
@@ -69,7 +72,7 @@ class Samples:
             self.file.write_text(json.dumps(kept))
 
     def after(self) -> list[Sample]:
-        """Answer again; none where there was no answer before."""
+        """Generate the answers after training, to prompts that have an answer before it."""
         if not self.prompts or not self.file.exists():
             return []
         kept = json.loads(self.file.read_text())
@@ -80,8 +83,9 @@ class Samples:
         ]
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Texts, as many as there is time for; none where the model cannot generate, which the
-        log says.
+        """Return the texts for as many prompts as there is time for.
+
+        Empty, with a log message, if the model cannot generate.
         """
         end = time.monotonic() + SECONDS
         texts = list[str]()
@@ -97,15 +101,17 @@ class Samples:
                     )
         except (
             Exception
-        ) as error:  # of the model's own code: whatever it is, the run needs no answers
+        ) as error:  # the model's own code may raise anything, and answers are optional
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
         return texts
 
 
 def _prompts(store: TokenStore, count: int) -> list[list[int]]:
-    """Token ids up to the first that is trained, of the first of several answers; of a text,
-    which is trained whole, its beginning."""
+    """Return the token ids of the first prompts, each up to its first trained token.
+
+    A text that is trained whole contributes its beginning.
+    """
     prompts: list[list[int]] = []
     sides = store.columns.get(SIDE_COLUMN)
     for number in range(min(len(store), LOOKED_AT)):

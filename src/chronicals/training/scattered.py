@@ -1,11 +1,13 @@
-"""Gradients that are summed over the ranks while the backward pass goes on, and freed (Rajbhandari
-et al., 2020, section 5.2).
+"""Reduce-scatter of gradients during the backward pass (Rajbhandari et al., 2020, section 5.2).
 
-A bucket of 64 MiB is sent as soon as all its weights have gradients, so that the link works beside
-the products, and gradients never exist all at once. Every micro-batch is sent by itself. All ranks
-send the buckets in one order, that in which a backward pass usually completes them, the last
-weights first; one that lacks gradients is sent at the end, and holds up those behind it. So after
-the first step buckets with a weight that some rank had no gradient of come last.
+A bucket of 64 MiB is sent and freed as soon as all its weights have gradients. Communication
+overlaps with computation, and gradients never exist all at once. Every micro-batch is sent
+separately.
+
+All ranks must send the buckets in one order. It is the order in which a backward pass usually
+completes them, last weights first. A bucket whose gradients are incomplete is sent at the end of
+the pass and delays those behind it. So after the first step, buckets with a weight that lacked a
+gradient on some rank are moved to the end.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from chronicals.training.step import EagerStep
 
 
 class ScatteredStep(EagerStep):
-    """An ``EagerStep`` whose gradients are on their way when ``micro`` returns; within ``with``.
+    """``EagerStep`` whose gradients are being reduced when ``micro`` returns; a context manager.
 
     Args:
-        given: those of ``EagerStep``.
-        shards: of the optimizer.
+        given: arguments of ``EagerStep``.
+        shards: shards of the optimizer.
     """
 
     def __init__(self, *given: Any, shards: Shards):
@@ -65,8 +67,9 @@ class ScatteredStep(EagerStep):
         return scalars
 
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """As ``Shards.reduce``, of gradients that were sent. Waits for the device in the first
-        step alone.
+        """Finish the sums like ``Shards.reduce``, for gradients that were sent already.
+
+        Only the first step waits for the device.
         """
         holders = self.shards.finish(parameters, scalars, self.held)
         if not self._settled:
@@ -82,7 +85,7 @@ class ScatteredStep(EagerStep):
         return holders
 
     def _arrived(self, weight: Tensor) -> None:
-        if not self._sends:  # a backward pass of somebody else's
+        if not self._sends:  # a backward pass outside of `micro`, such as a user's
             return
         place = self._place[weight]
         if place < self._next:

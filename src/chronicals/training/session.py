@@ -1,7 +1,6 @@
-"""A model made ready to train, by one ordered recipe, and its optimizer step.
+"""Preparation of a model for training in one fixed order, and its optimizer step.
 
-Everything that trains goes through ``prepare``: ``ChronicalsTrainer``, ``verify``, and through the
-trainer the benchmark.
+``ChronicalsTrainer`` and ``verify`` use ``prepare``, and the benchmark uses it through the trainer.
 """
 
 from __future__ import annotations
@@ -82,20 +81,23 @@ def prepare(
     resumed: Path | None = None,
     tokenizer: Any = None,
 ) -> Session:
-    """Make a model ready to train, by the one recipe that knows the order.
+    """Prepare a model for training.
 
-    The caller has loaded the model, quantising it if it is to be quantised, and moved it to its
-    device. The objective's frozen models come first, while the model is as it was loaded, then the
-    parameters that it trains beside the model's own; adapters go onto weights of any format. What a
-    step needs to know about the model is read after the adapters are there; kernels are chosen for
-    what was decided; the cast makes exact fp32 masters in the optimizer, which must exist; weights
-    are joined in their final dtype; FP8 copies are made of the joined weights, and only those
-    copies can wait in host memory.
+    The caller has loaded the model, quantised it if it is to be quantised, and moved it to its
+    device. The order of the steps matters:
+
+    1. The objective's frozen models, while the model is as it was loaded, then the parameters that
+    the objective trains besides the model's own.
+    2. Adapters, onto weights of any format. Facts about the model are read after that.
+    3. Kernels, chosen by what was decided.
+    4. The optimizer, and then the cast, which stores exact fp32 masters in it.
+    5. Joined weights of fused products, in their final dtype.
+    6. FP8 copies of the joined weights; only such copies can wait in host memory.
 
     Args:
-        resumed: checkpoint that the run goes on from.
-        tokenizer: of the model; an objective with frozen models or parameters of its own may need
-            it.
+        resumed: checkpoint that the run resumes from.
+        tokenizer: the model's tokenizer; an objective with frozen models or parameters of its own
+            may need it.
 
     Raises:
         ConfigurationError: the configuration cannot be honoured with this model on this machine;
@@ -103,7 +105,7 @@ def prepare(
     """
     ranks = ranks or Mesh()
     bring_frozen(objective, model, tokenizer, config)
-    torch.manual_seed(config.seed)  # adapters are the same on all ranks
+    torch.manual_seed(config.seed)  # so that all ranks draw the same adapters
     objective.prepare(model, tokenizer, config)
     heads = prepare_routers(model, objective.router)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL, heads)
@@ -130,7 +132,7 @@ def prepare(
     shards_whole = isinstance(optimizer, ShardedAdamW) and isinstance(
         optimizer.shards, WeightShards
     )
-    if not shards_whole:  # which are fp32, and gathered to where products find them
+    if not shards_whole:  # shards stay fp32, and FSDP gathers weights of a product adjacently
         precision.prepare(model, optimizer)
         fuse_weights(model)
     apply_policies(Stage.WEIGHTS, model, facts, decisions)
@@ -140,9 +142,9 @@ def prepare(
         config.gradient_accumulation_steps > 1 or ranks.count > 1 or decisions["tiled_mlp"].runs
     )
     if several and not shards_whole:
-        for parameter in parameters:  # in which several gradients are summed
+        for parameter in parameters:  # several gradients are summed in them
             parameter.grad_dtype = torch.float32
-    torch.manual_seed(config.seed + ranks.rank)  # dropout is not
+    torch.manual_seed(config.seed + ranks.rank)  # dropout differs between ranks
     return Session(
         model, config, objective, ranks, presented, decisions, optimizer, precision, parameters
     )
@@ -151,8 +153,10 @@ def prepare(
 def decide_together(
     presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh
 ) -> tuple[Facts, dict[str, Decision]]:
-    """Return the facts of the run and what is decided on them, the same in all processes, and log
-    the reasons. Memory policies of an earlier run are taken off the model first.
+    """Return the facts of the run and the decisions on them, the same in all processes; log the
+    reasons.
+
+    Memory policies of an earlier run are removed from the model first.
 
     Raises:
         ConfigurationError: what is asked for cannot run, or processes decided differently.
@@ -201,9 +205,9 @@ def prepared(
     resumed: Path | None = None,
     tokenizer: Any = None,
 ) -> Iterator[Session]:
-    """Prepare a model as ``prepare`` does, and leave it as a caller can use it.
+    """Context manager around ``prepare`` that restores the model afterwards.
 
-    Afterwards its weights are separate tensors again and have no gradients; frozen models are gone.
+    Its weights are then separate tensors again without gradients, and frozen models are released.
     """
     try:
         yield prepare(model, config, objective, ranks, resumed, tokenizer)
@@ -214,16 +218,17 @@ def prepared(
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Calls that a step makes to the run around it.
+    """Functions of the run that a step calls.
 
     Attributes:
-        before_update: called before weights are changed, between the backward pass and the update,
-            or before the backward pass where that updates.
-        wants_to_stop: returns whether this rank wants all to stop; asked in every step of several
-            ranks, whose scalars then have ``told``: the number of them that do.
-        passed: called after each micro-batch, with which the device may not be done.
-        compiling: returns a context around what is compiled before the first step, for which no
-            other rank is needed.
+        before_update: called before weights are changed: between the backward pass and the update,
+            or before the backward pass if that updates weights.
+        wants_to_stop: returns whether this rank wants all ranks to stop. With several ranks it is
+            called in every step, and the step's scalar ``told`` is the number of ranks that said
+            yes.
+        passed: called after each micro-batch is launched; the device may not have finished it.
+        compiling: returns a context for the compilation before the first step, which needs no other
+            rank.
     """
 
     before_update: Callable[[], None] = nothing
@@ -234,11 +239,11 @@ class StepHooks:
 
 @dataclass
 class Session:
-    """A prepared model with what trains it.
+    """A prepared model with all that trains it.
 
     Attributes:
-        decisions: what runs of all that the configuration permits, by the name of its policy.
-        parameters: those that are trained.
+        decisions: decision on each policy, by its name.
+        parameters: the trained parameters.
     """
 
     model: Any
@@ -260,7 +265,8 @@ class Session:
 
     @contextmanager
     def stepping(self, hooks: StepHooks | None = None) -> Iterator[None]:
-        """Make ``train_once`` callable; the model attends within documents.
+        """Context manager in which ``train_once`` may be called; the model attends within
+        documents.
 
         Afterwards its weights are separate tensors again, to be saved or used.
         """
@@ -269,7 +275,7 @@ class Session:
         with ExitStack() as around:
             around.callback(_leave, self.model)
             around.enter_context(self.presented.attending_documents())
-            if self.presented.packed:  # of which all batches have as many tokens
+            if self.presented.packed:  # all packed batches have the same number of tokens
                 around.enter_context(looking_up_as_many(self.model))
             around.enter_context(frozen_attending(self.objective))
             called = (self.presented, *self.objective.frozen.values())
@@ -287,7 +293,7 @@ class Session:
             self._compiles = alone and all(
                 compiles_beforehand(config, m, in_backward) for m in called
             )
-            # gradients that a run that was broken off, or the caller, left behind
+            # Gradients may be left from an interrupted run or from the caller.
             self.model.zero_grad(set_to_none=True)
             yield
 
@@ -328,15 +334,15 @@ class Session:
     def train_once(
         self, step: Step, inspect: Callable[[], None] | None = None
     ) -> dict[str, Tensor]:
-        """Take one optimizer step, within ``stepping``.
+        """Take one optimizer step, inside ``stepping``.
 
         Args:
-            step: its micro-batches.
-            inspect: called while gradients exist, before they are used, of all or of some at a
-                time; the step then runs without graphs.
+            step: micro-batches of the step.
+            inspect: called while gradients exist and before they are used, once for all of them or
+                for a part at a time; the step then runs without graphs.
 
         Returns:
-            As ``train_step``.
+            Scalars as from ``train_step``.
         """
         counts = counts_of(step, self.ranks)
         step = known_before(
@@ -398,9 +404,7 @@ class Session:
         return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
 
     def _inspect(self, inspect: Callable[[], None]) -> None:
-        """Call ``inspect`` with all sums; where a rank has a share of them, once for each bucket of
-        weights.
-        """
+        """Call ``inspect`` with all summed gradients; if they are sharded, once for each bucket."""
         if not isinstance(self.optimizer, ShardedAdamW):
             inspect()
             return
@@ -418,9 +422,7 @@ class Session:
 
 
 def _leave(model: Any) -> None:
-    """Leave weights and the dtypes of their gradients as they were given, and drop gradients of a
-    step that failed.
-    """
+    """Restore the weights and the dtypes of their gradients; drop gradients of a failed step."""
     unfuse_weights(model)
     divide_again(model)
     forget_broken_step(model)

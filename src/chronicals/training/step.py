@@ -1,9 +1,9 @@
-"""The training step, written once, and the parts that it usually has.
+"""The training step and its usual parts.
 
-``train_step`` knows the order: gradients of every micro-batch, their sum over the ranks, the
-update. How each part is done is handed in: ``EagerStep`` launches every kernel,
-``UpdatesInBackward`` (in_backward.py) updates weights during the backward pass, ``GraphedStep``
-(graphs.py) replays what either of them does.
+``train_step`` defines the order: gradients of every micro-batch, their sum over the ranks, the
+update. The parts are passed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward``
+(in_backward.py) updates weights during the backward pass, ``GraphedStep`` (graphs.py) replays
+either of them.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from chronicals.training.precision import Precision
 
 
 def nothing() -> None:
-    """For whoever need not be told."""
+    """Do nothing; default of optional callbacks."""
 
 
 class StepParts(Protocol):
-    """The two parts of a step that are done in different ways.
+    """The two parts of a step that have several implementations, ``micro`` and ``update``.
 
     Attributes:
-        inspect: called while the gradients of a step exist, before they are used; None where nobody
-            asks.
+        inspect: called while the gradients of a step exist, before they are used; or None.
     """
 
     inspect: Callable[[], None] | None
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
-        """Called before the first of so many micro-batches.
+        """Prepare for a step; called before its first micro-batch.
 
         Args:
-            hold: waits until weights may change; called here if ``micro`` changes them. The caller
-                does so before ``update``.
+            hold: waits until weights may change. It is called here if ``micro`` changes weights;
+                else the caller does so before ``update``.
+            micro_batches: number of micro-batches of the step.
         """
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
-        """Forward and backward pass of one micro-batch; its gradients are added to those there are.
+        """Run forward and backward of one micro-batch, and add to the gradients.
 
         Args:
-            batch: on the host.
-            counts: of the whole step, by name.
-            first: whether it is the first micro-batch of the step.
+            batch: a Batch in host memory.
+            counts: counts of the whole step, by name.
+            first: True for the first micro-batch of the step.
 
         Returns:
-            Its part of the step's ``loss`` and of what the objective shows beside it, scalars on
-            the device, valid until the next call.
+            The micro-batch's part of the step's ``loss`` and of the objective's metrics: scalars on
+                the device, valid until the next call.
         """
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Clip and apply the gradients, and drop them.
+        """Clip, apply and drop the gradients.
 
         Args:
-            holders: what ``reduce`` of ``train_step`` returned.
+            holders: result of ``reduce`` of ``train_step``.
 
         Returns:
-            Scalars on the device: ``grad_norm`` before clipping, ``applied`` (1 or 0).
+            Scalars on the device: ``grad_norm`` before clipping, and ``applied`` (1 or 0).
         """
 
 
@@ -82,21 +82,22 @@ def train_step(
     update: Callable[[Tensor | None], dict[str, Tensor]],
     passed: Callable[[], None] = nothing,
 ) -> dict[str, Tensor]:
-    """Forward, backward, sum over the ranks, clip, update. Nothing here waits for the device.
+    """Run forward and backward of all micro-batches, sum over the ranks, clip and update.
+
+    The host does not wait for the device.
 
     Args:
-        counts: of ``counts_of``.
+        counts: result of ``counts_of``.
         micro, update: as in ``StepParts``.
-        reduce: replaces all gradients and the scalars that it is given by their sums over the
-            ranks. It may begin with some gradients while others are computed, but has finished, in
-            the order of the device's work, when it returns. Returns how many ranks had a gradient
-            of each parameter, fp32 ``[parameters]``, or None for a single rank.
-        passed: called after each micro-batch, with which the device may not be done.
+        reduce: replaces all gradients, and the scalars that it is given, by their sums over the
+            ranks. It may start while gradients are computed, but has finished in stream order when
+            it returns. It returns how many ranks had a gradient of each parameter, fp32
+            ``[parameters]``, or None for one rank.
+        passed: called after each micro-batch is launched; the device may not have finished it.
 
     Returns:
-        Scalars on the device: ``loss``, what the objective shows beside it, and ``grad_norm``, of
-            the whole step on all ranks;
-        ``applied`` (1 or 0).
+        Scalars on the device for the whole step on all ranks: ``loss``, the objective's metrics,
+            ``grad_norm`` and ``applied`` (1 or 0).
     """
     first, *others = step.batches
     scalars = {name: value.clone() for name, value in micro(first, counts, True).items()}
@@ -109,12 +110,12 @@ def train_step(
 
 
 class EagerStep:
-    """Every kernel is launched by the host.
+    """The parts of a step, launched kernel by kernel.
 
     Args:
-        parameters: those that are trained.
-        max_grad_norm: gradients with a larger norm are scaled down to it; None never does.
-        norm: of all gradients of the model.
+        parameters: the trained parameters.
+        max_grad_norm: norm to which larger gradients are scaled down; None for no clipping.
+        norm: returns the norm of all gradients.
 
     Attributes:
         inspect: called between ``reduce`` and the update, while the gradients of the step exist.
@@ -141,7 +142,7 @@ class EagerStep:
         self.norm = norm
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
-        """Weights change in ``update`` alone."""
+        """Do nothing: weights change only in ``update``."""
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         moved = batch.to(self.precision.device, non_blocking=True)
@@ -167,8 +168,9 @@ def known_before(
     precision: Precision,
     passed: Callable[[], None] = nothing,
 ) -> Step:
-    """The step with what the objective must know of all of it in its Batches
-    (``Objective.before_step``), on the device.
+    """Return the step with the segments of ``Objective.before_step`` in its Batches, on the device.
+
+    These depend on all Batches of the step.
 
     Args:
         passed: as for ``train_step``.
@@ -190,14 +192,14 @@ def known_before(
 
 
 def asks_before(objective: Objective) -> bool:
-    """Whether it must know something of all Batches together before it scores one."""
+    """Return whether the objective needs values of all Batches of a step before it scores one."""
     return type(objective).before_step is not Objective.before_step
 
 
 def asked_before(
     batch: Batch, model: PresentedModel, objective: Objective, precision: Precision
 ) -> tuple[Batch, dict[str, Term]]:
-    """The Batch, on the device, and the terms of ``Objective.before_step``."""
+    """Return the Batch on the device, and the terms of ``Objective.before_step``."""
     with precision.autocast():
         moved = batch.to(precision.device, non_blocking=True)
         asked, terms = model.as_forward(partial(objective.before_step, model, moved))
@@ -207,7 +209,11 @@ def asked_before(
 def values_before(
     sums: Mapping[str, Tensor], terms: Mapping[str, Term], counts: Mapping[str, Count], ranks: Mesh
 ) -> dict[str, Tensor]:
-    """The segments, fp32 ``[1]``, that sums over this rank's Batches are on all ranks."""
+    """Return the means of the terms over all ranks' Batches as segments, fp32 ``[1]``, by name.
+
+    Args:
+        sums: sum of each term over this rank's Batches.
+    """
     totals = ranks.sum(torch.stack(list(sums.values())))
     return {
         name: (total / (counts[terms[name].per] or 1)).float()[None]
@@ -216,8 +222,10 @@ def values_before(
 
 
 def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
-    """What sums are divided by, by name: the counts of the whole step, with the weight of its
-    targets, each 1 without weights.
+    """Return the denominators of the step's sums, by name.
+
+    These are the counts of the whole step, with the sum of its targets' weights (1 without
+    weights).
 
     Raises:
         ValueError: Batches have weights whose sum over all ranks is not among the step's counts.
@@ -235,7 +243,7 @@ def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
 
 
 def _weight(batch: Batch) -> float:
-    """Sum of the weights of the targets, each 1 without weights."""
+    """Return the sum of the weights of the targets, 1 each without weights."""
     trained = batch.targets != IGNORED
     return float(
         (trained if batch.weights is None else batch.weights[trained]).sum(dtype=torch.float64)
@@ -249,8 +257,10 @@ def micro_step(
     counts: Mapping[str, Count],
     precision: Precision,
 ) -> dict[str, Tensor]:
-    """Gradients of one forward pass, added to those there are; ``loss`` and what the objective
-    shows, as of ``divide``.
+    """Run forward and backward of a Batch, and add to the gradients.
+
+    Returns:
+        ``loss`` and the objective's metrics, as from ``divide``.
     """
     with precision.autocast():
         scalars = model.as_forward(lambda: divide(objective(model, batch), counts))
@@ -275,8 +285,8 @@ def update(
     """Clip and apply the gradients, unless they are not finite.
 
     Args:
-        holders: how many ranks had a gradient of each parameter; one that none had is left as a
-            single process leaves a parameter without a gradient: neither decayed nor moved.
+        holders: number of ranks that had a gradient of each parameter. If it is 0, the parameter is
+            neither decayed nor moved, like one without a gradient on a single rank.
 
     Returns:
         ``grad_norm`` before clipping, and ``applied``.
@@ -295,9 +305,7 @@ def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def warmup_of(config: ChronicalsConfig, total_steps: int) -> int:
-    """Steps in which the learning rate rises, of a run of so many; a share is rounded up, as in
-    transformers.
-    """
+    """Return the number of warm-up steps; a share of the run is rounded up, as in transformers."""
     if config.warmup_ratio is not None:
         return math.ceil(
             round(config.warmup_ratio * total_steps, 6)
@@ -308,7 +316,7 @@ def warmup_of(config: ChronicalsConfig, total_steps: int) -> int:
 
 
 def rate_factor(config: ChronicalsConfig, number: int, total_steps: int) -> float:
-    """Of the peak, what the schedule gives step ``number``, from 0, of a run of so many."""
+    """Return the factor of the peak learning rate for step ``number``, from 0."""
     warmup = warmup_of(config, total_steps)
     return learning_rate_factor(
         config.lr_scheduler,
@@ -321,6 +329,6 @@ def rate_factor(config: ChronicalsConfig, number: int, total_steps: int) -> floa
 
 
 def set_learning_rate(optimizer: FusedAdamW, factor: float) -> None:
-    """Of every group so much of its peak."""
+    """Set the learning rate of every group to ``factor`` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor

@@ -1,4 +1,4 @@
-"""Ends a run after the step at hand: by Ctrl-C or SIGTERM, or by ``ChronicalsTrainer.stop``."""
+"""End of a run after the current step: by Ctrl-C, SIGTERM or ``ChronicalsTrainer.stop``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Stop:
     """Request to end a run, from any rank.
 
     Attributes:
-        reason: why, in words; None while nobody asked.
-        save: whether a checkpoint is written first.
+        reason: reason for the user; None if nobody has asked.
+        save: True if a checkpoint is written first.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,7 @@ class Stop:
         if ranks.count == 1:
             return ends
         own = [ends, self.reason is not None and not self.save, callbacks.error is not None]
-        with (
-            WAITING.within()
-        ):  # for the numbers, too, which nccl has no earlier than the others come
+        with WAITING.within():  # around tolist() too: with nccl only it waits for the other ranks
             asked, unsaved, raised = ranks.sum(
                 torch.tensor(own, dtype=torch.float32, device=device)
             ).tolist()
@@ -65,7 +63,7 @@ class Stop:
             )
             self.reason = self.reason or elsewhere
             self.save = not unsaved
-        return bool(asked)  # where this rank alone was asked since then, all stop the next time
+        return bool(asked)  # a request since the sum counts after the next step
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:

@@ -1,15 +1,14 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow.
 
-A tracker is given the configuration once, the metrics of every step under ``train/`` and every
-evaluation under ``eval/``. A resumed run is continued, not begun anew: which run that is stands in
-``trackers.json``, and what the tracker lacks of it is made up for from ``metrics.jsonl``. The loop
-never waits for a tracker and is never stopped by one: each has a thread that hands over what has
-arrived and offers it again when that fails. What cannot be stored is said in the log.
+A tracker gets the configuration once, the metrics of every step under ``train/`` and every
+evaluation under ``eval/``. A resumed run is continued in the tracker: ``trackers.json`` holds its
+id, and points that the tracker lacks are sent again from ``metrics.jsonl``. The loop never waits
+for a tracker, and no tracker can stop it: each has a thread that sends what has arrived and retries
+on failure. The log says what could not be stored.
 
-The clients' own queues do not keep these promises. TensorBoard's holds a few events and blocks the
-caller when it is full, and an error of the disk ends its thread and drops what waits. MLflow's
-drops a batch that the server refused. W&B's call writes to a socket, which blocks while its process
-does not read.
+The clients' own queues do not ensure this. TensorBoard's holds a few events and blocks the caller
+when it is full, and a disk error ends its thread and drops the rest. MLflow's drops a batch that
+the server refused. W&B's call writes to a socket, which blocks while its process does not read.
 """
 
 from __future__ import annotations
@@ -41,19 +40,15 @@ logger = logging.getLogger(__name__)
 PARTS = "train", "eval"
 
 PATIENCE = 60.0
-"""Seconds that the end of a run waits for a tracker to take the rest."""
+"""Maximum seconds that the end of a run waits for a tracker to store the rest."""
 
 MAX_WAITING = 10_000
-"""Points kept for a tracker that takes none just now, some 13 MB; beyond, the oldest are given
-up.
-"""
+"""Maximum number of points that wait for a tracker, some 13 MB; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Values of one step, named as the tracker shows them, and when they were known (seconds
-    since 1970).
-    """
+    """Values of one step under the tracker's names, with their time (seconds since 1970)."""
 
     step: int
     values: dict[str, float]
@@ -61,15 +56,16 @@ class Point:
 
 
 class Tracker(Callback, ABC):
-    """Base of the trackers: a check at the start, a thread, patience. A subclass says how to begin,
-    store and end.
+    """Base class of trackers: a check at the start, a thread, and retries.
+
+    Subclasses implement ``begin``, ``store`` and ``end``.
 
     Attributes:
-        name: as in the field ``trackers``, and that of the extra that installs it.
-        module: what must be installed.
-        used: the part of it that is imported, where that is not ``module``.
-        remedy: what to do where it cannot be started.
-        rest: seconds between two calls of ``store``, where one for each step would cost too much.
+        name: name in the field ``trackers`` and of the extra that installs it.
+        module: package that must be installed.
+        used: module that is imported, if not ``module``.
+        remedy: advice if it cannot be started.
+        rest: seconds between two calls of ``store``, if a call for each step would cost too much.
 
     Raises:
         ConfigurationError: the package is not installed.
@@ -91,42 +87,43 @@ class Tracker(Callback, ABC):
         threading.Thread(target=self._import, daemon=True).start()
 
     def _import(self) -> None:
-        """Import what ``begin`` needs, while the model and the data are prepared; ``begin`` raises
-        an error.
+        """Import what ``begin`` needs while model and data are prepared; errors are raised by
+        ``begin``.
         """
         with suppress(Exception):
             importlib.import_module(self.used or self.module)
 
     @classmethod
     def installed(cls) -> bool:
-        """A folder that only has the package's name, as W&B leaves one behind, is no package: it
-        has no origin.
+        """Return whether the package is installed.
+
+        A folder with the package's name, such as W&B's run folder, has no origin and does not
+        count.
         """
         found = importlib.util.find_spec(cls.module)
         return found is not None and found.origin is not None
 
-    # --- what a subclass says
-    # ----------------------------------------------------------------------------------------
+    # --- methods of subclasses
 
     @abstractmethod
     def begin(self, run: Run) -> dict[str, int]:
-        """Begin a run, or continue the earlier one where ``run.step`` is not 0.
+        """Begin a run, or continue the earlier one if ``run.step`` is not 0.
 
         Returns:
-            The last step that is stored of ``train`` and of ``eval``: up to there nothing is
-                offered again.
+            The last stored steps of ``train`` and ``eval``; earlier points are not sent again.
         """
 
     @abstractmethod
     def store(self, points: list[Point]) -> None:
-        """Store points, steps ascending; after an error the same points come again."""
+        """Store points in ascending order of steps; after an exception the same points are passed
+        again.
+        """
 
     @abstractmethod
     def end(self, outcome: Outcome) -> None:
         """Mark how the run ended, and close."""
 
-    # --- around the loop
-    # ---------------------------------------------------------------------------------------------
+    # --- events of the run, in the main thread
 
     def run_began(self, run: Run) -> None:
         """Start the tracker; raises ConfigurationError if it cannot be started."""
@@ -169,8 +166,7 @@ class Tracker(Callback, ABC):
             }
             self.arrivals.put(Point(step, named, time.time()))
 
-    # --- in the thread
-    # -----------------------------------------------------------------------------------------------
+    # --- methods of the thread
 
     def _hand_over(self) -> None:
         waiting: list[Point] = []
@@ -218,8 +214,8 @@ class Tracker(Callback, ABC):
 class TensorBoard(Tracker):
     """Event files in ``tensorboard/`` of the run's folder.
 
-    Resumed, what was stored beyond the checkpoint is purged and stored anew. It has no mark for how
-    a run ended.
+    On resume, events after the checkpoint are purged and stored again. TensorBoard has no mark for
+    how a run ended.
     """
 
     name = "tensorboard"
@@ -248,20 +244,20 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of its own in the W&B project; where and as whom is W&B's business (``wandb login``,
+    """A run in the W&B project; server and account are W&B's settings (``wandb login``,
     ``WANDB_MODE``, ...).
 
-    W&B takes steps in ascending order only and cannot take any back. Resumed, steps that it already
-    has keep their first values; the run goes on after them. Offline, each part is a folder in
-    ``wandb/`` of the run's folder, all of one run id, which ``wandb sync`` joins; there, what it
-    has is taken to be what ``metrics.jsonl`` has. An interrupted run is marked killed.
+    W&B accepts only ascending steps and cannot remove any. After a resume, steps that it already
+    has keep their first values, and the run continues after them. Offline, each part is a folder in
+    ``wandb/`` of the run's folder, all with one run id, which ``wandb sync`` joins; it is then
+    assumed to have stored what ``metrics.jsonl`` holds. An interrupted run is marked killed.
     """
 
     name = "wandb"
     module = "wandb"
     remedy = "run `wandb login`, or set WANDB_MODE=offline to store now and `wandb sync` later"
     EXIT_CODES: ClassVar[dict[Outcome, int]] = {"finished": 0, "failed": 1, "interrupted": 255}
-    """255 is what W&B itself gives to a program ended by Ctrl-C."""
+    """Exit code by outcome; 255 is what W&B itself reports for a program ended by Ctrl-C."""
 
     def begin(self, run: Run) -> dict[str, int]:
         import wandb
@@ -292,13 +288,12 @@ class WeightsAndBiases(Tracker):
 
 
 class MLflow(Tracker):
-    """A run in the experiment ``project``, at MLflow's own tracking URI (``sqlite:///mlflow.db``
-    unless it is told).
+    """A run in the experiment ``project``, at MLflow's tracking URI (by default
+    ``sqlite:///mlflow.db``).
 
-    MLflow keeps what it was given: values cannot be taken back, parameters not be changed. Resumed,
-        steps that it already
-    has keep their first values, and fields that changed become tags ``resumed.FIELD``. An
-    interrupted run is marked killed.
+    MLflow cannot remove values or change parameters. After a resume, steps that it already has keep
+    their first values, and changed fields become tags ``resumed.FIELD``. An interrupted run is
+    marked killed.
     """
 
     name = "mlflow"
@@ -314,7 +309,7 @@ class MLflow(Tracker):
         "interrupted": "KILLED",
     }
     AT_ONCE = 1000
-    """Values that MLflow accepts in one call."""
+    """Maximum number of values that MLflow accepts in one call."""
 
     def begin(self, run: Run) -> dict[str, int]:
         from mlflow import MlflowClient
@@ -340,7 +335,7 @@ class MLflow(Tracker):
         return {}
 
     def _experiment(self) -> str:
-        """The id of ``project``, else of the experiment that MLflow would take."""
+        """Return the id of ``project``, else of MLflow's default experiment."""
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
 
         name = self.config.project or MLFLOW_EXPERIMENT_NAME.get()
@@ -406,8 +401,7 @@ def _warn_of_unused_names(config: ChronicalsConfig, trackers: Sequence[str]) -> 
             )
 
 
-# --- which run it is
-# -------------------------------------------------------------------------------------------------
+# --- identity of a run in its tracker
 
 
 def _ids(run: Run) -> tuple[Path, dict[str, str]]:
@@ -421,7 +415,7 @@ def earlier_id(run: Run, tracker: str) -> str | None:
 
 
 def keep_id(run: Run, tracker: str, identity: str) -> None:
-    """Keep what the tracker calls this run."""
+    """Store the tracker's id of this run."""
     path, ids = _ids(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".aside")

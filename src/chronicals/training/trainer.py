@@ -1,4 +1,4 @@
-"""ChronicalsTrainer: data, model and configuration in, a trained model out."""
+"""ChronicalsTrainer: takes data, model and configuration, and trains the model."""
 
 from __future__ import annotations
 
@@ -240,8 +240,9 @@ class ChronicalsTrainer:
 
     @contextmanager
     def _in_its_folder(self) -> Iterator[EarlierRun | None]:
-        """Return a context in which the folder takes the files of this run. It gives the run that is
-        to be replaced, on the first rank.
+        """Return a context in which the run may write to its folder.
+
+        It yields the earlier run that is to be replaced, on rank 0, or None.
         """
         folder = self.output_dir
         earlier = None
@@ -381,7 +382,7 @@ class ChronicalsTrainer:
     def _own_callbacks(self) -> list[Callback]:
         """Return the callbacks of every run."""
         return [
-            # Trackers come first: they read in the earlier metrics where they go on from.
+            # Trackers come first: they read the earlier metrics that they continue from.
             *build_trackers(self.config),
             MetricsFile(self.output_dir / "metrics.jsonl"),
             ProgressBar(),

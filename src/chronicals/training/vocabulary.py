@@ -1,8 +1,7 @@
-"""Rows of the embedding for the tokens of the tokenizer: missing ones are refused before the first
-step, or added as asked.
+"""Embedding rows for the tokenizer's tokens: a missing row is an error, or is added if asked for.
 
-A model with more tokens than rows trains as long as no row of data has such a token, and then no
-format takes it. The padding token alone may lack a row, for nothing reads it.
+A model with more tokens than rows can be trained as long as no data has such a token, but no export
+format accepts it. Only the padding token may lack a row, since its row is never read.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def rows_needed(tokenizer: Any, rows: int, config: ChronicalsConfig) -> int:
-    """The number of rows that an embedding of ``rows`` must have for a tokenizer: more only where
-    ``config`` asks for them.
+    """Return the number of rows that an embedding of ``rows`` rows needs for a tokenizer.
+
+    It is larger than ``rows`` only if ``config`` asks for more.
 
     Raises:
         ConfigurationError: tokens have no row, and none are to be added.
@@ -47,13 +47,13 @@ def rows_needed(tokenizer: Any, rows: int, config: ChronicalsConfig) -> int:
 def fit_vocabulary(
     model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh
 ) -> ChronicalsConfig:
-    """Add the rows that the embedding and the head lack, where ``config`` asks for it.
+    """Add the missing rows to the embedding and the head, if ``config`` asks for it.
 
-    New rows are drawn around the mean of those that are there, with their covariance (Hewitt,
-    2021), the same in every process.
+    New rows are drawn around the mean of the existing ones, with their covariance (Hewitt, 2021),
+    the same in every process.
 
     Returns:
-        The configuration, by which adapters train the new rows as tokens beside them.
+        The configuration; with adapters it lists the new rows as trained tokens.
 
     Raises:
         ConfigurationError: tokens have no row, and none are to be added, or none can be.
@@ -97,10 +97,9 @@ def _add_rows(model: Any, rows: int, seed: int) -> None:
 
 
 def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> ChronicalsConfig:
-    """The configuration with these rows among the tokens that are trained beside adapters, in
-    embedding and head.
+    """Return the configuration with new rows as trained tokens of embedding and head.
 
-    Layers that are trained whole, or have an adapter, keep that alone.
+    Layers that are trained whole, or have an adapter, are left out.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -124,7 +123,8 @@ def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> Chron
 
 
 def _named(target_modules: list[str] | str | None) -> list[str]:
-    """Names of adapted layers; a regular expression names linear layers, hardly an embedding or
-    a head.
+    """Return the names of adapted layers.
+
+    A regular expression gives none, since it usually matches linear layers and not embeddings.
     """
     return list(target_modules) if isinstance(target_modules, list) else []
