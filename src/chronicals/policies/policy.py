@@ -163,7 +163,7 @@ class Policy:
         return Decision(self.name, True, self.words(facts))
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Return ``load`` changed by the bytes that the policy adds and saves, if it is asked for."""
+        """Return ``load`` with the bytes that the policy adds and saves, if it is asked for."""
         return load
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
