@@ -94,8 +94,8 @@ class Launch:
 def become_launcher(count: int, arguments: Sequence[str]) -> None:
     """Replace this process by torchrun with ``count`` processes of ``chronicals ARGUMENTS``.
 
-    All of them run on this machine. Returns only for ``count`` 1: this process goes on itself. If
-    OMP_NUM_THREADS is not set, the processes divide the CPU cores among themselves.
+    All of them run on this machine. For ``count`` 1 it does nothing and returns. If OMP_NUM_THREADS
+    is not set, the processes divide the CPU cores among themselves.
 
     Raises:
         ConfigurationError: this process is already one of several, or the machine has fewer GPUs.

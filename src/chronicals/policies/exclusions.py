@@ -12,11 +12,11 @@ SHARED_PACKS = "processes that share packs exchange heads within each layer"
 
 
 class Exclusion(NamedTuple):
-    """A policy that does not run beside another one, or under a condition.
+    """A policy that does not run together with another one, or under a condition.
 
     Attributes:
         policy: name of the policy that does not run.
-        beside: name of a policy, or of a condition (``conditions``).
+        beside: name of the other policy, or of a condition (``conditions``).
         reason: words for the log and for the error.
     """
 
@@ -79,11 +79,11 @@ def conditions(facts: Facts) -> set[str]:
 
 
 def why_excluded(policy: str, standing: Collection[str], facts: Facts) -> str | None:
-    """Return why a policy does not run beside ``standing``; None where nothing excludes it.
+    """Return why a policy does not run together with ``standing``; None if nothing excludes it.
 
     Args:
         policy: name of a policy or a condition.
-        standing: names of the policies and conditions that are there.
+        standing: names of the policies that run and the conditions that hold.
     """
     for row in EXCLUSIONS:
         if row.policy == policy and row.beside in standing:

@@ -142,7 +142,7 @@ class Policy:
         return self.name in config.memory_policies
 
     def why_not(self, facts: Facts) -> str | None:
-        """Return why the policy cannot run, with the remedy; None where it can."""
+        """Return why the policy cannot run, with the remedy; None if it can."""
         return None
 
     def words(self, facts: Facts) -> str:
@@ -163,11 +163,11 @@ class Policy:
         return Decision(self.name, True, self.words(facts))
 
     def bytes(self, facts: Facts, load: Load) -> Load:
-        """Return ``load`` with the bytes that the policy, where it is asked for, adds and saves."""
+        """Return ``load`` with the bytes that the policy adds and saves, if it is asked for."""
         return load
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
-        """Change the model at ``stage``, where the policy runs."""
+        """Change the model at ``stage``; called if the policy runs."""
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
         """Return a context around all steps of a run in which the policy runs."""

@@ -27,11 +27,12 @@ class FolderInUse(Exception):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Return a context in which nobody else holds the lock on ``folder``. It gives whether the lock
-    is held: if the file system has no locks, which is logged, it is not.
+    """Context manager that holds an exclusive lock on ``folder``.
+
+    It yields True, or False if the file system has no locks, which is logged.
 
     Raises:
-        FolderInUse: somebody holds it.
+        FolderInUse: somebody else holds the lock.
         OSError: the folder cannot be opened.
     """
     handle = _acquire(folder)

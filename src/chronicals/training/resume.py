@@ -80,7 +80,7 @@ def checkpoint_to_resume(
 
     Args:
         resume: False for a new run. True for the newest complete checkpoint in ``output_dir``, if
-            there is one. Else the folder of a checkpoint, or of a run, whose newest one is taken.
+            there is one. A folder for that checkpoint, or for the newest one of that run.
         overwrite: allow a new run to replace what is in ``output_dir``.
 
     Raises:

@@ -556,8 +556,9 @@ class RunCheckpoints:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """Make a hard link to a file of weights, into which nobody writes again, if the file system has
-    hard links; copy every other file.
+    """Copy a file, or make a hard link to a weight file if the file system has hard links.
+
+    Weight files are never written again.
     """
     if source.endswith(".safetensors"):
         try:

@@ -412,7 +412,7 @@ class Session:
             inspect()
 
     def release_graphs(self) -> None:
-        """Give back the memory of CUDA graphs between steps; later steps are captured anew."""
+        """Release the memory of CUDA graphs between steps; later steps are captured again."""
         if self._graphed is not None:
             self._graphed.release()
 
