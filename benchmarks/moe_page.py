@@ -193,8 +193,9 @@ def page() -> str:
             parts.append(write(json.loads(file.read_text())))
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n## Measured\n\n" + "\n\n".join(parts) + f"\n{END}{after}"
+    made = f"{before}{BEGIN}\n## Measured\n\n" + "\n\n".join(parts) + f"\n{END}{after}"
+    return laid_out(made)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(laid_out(page()))
+    PAGE.write_text(page())

@@ -9,6 +9,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from chronicals.benchmark.checkout import find_peers
 from chronicals.cli.app import app
 from chronicals.cli.options import SETTING_FLAG, SHORT_FLAGS, values_of, without_option
 from chronicals.config import Recipe
@@ -28,7 +29,8 @@ from page_commands import (
     shown_recipes,
 )
 
-benchmark_command = importlib.import_module("chronicals.cli.benchmark")
+find_peers()
+peer_names = importlib.import_module("peers.names")
 moe_new = importlib.import_module("chronicals.cli.moe_new")
 plan_command = importlib.import_module("chronicals.cli.plan")
 
@@ -113,7 +115,7 @@ def test_commands_and_flags_exist(shown):
 
 
 CHECKED_FURTHER = {
-    "benchmark": lambda values: benchmark_command._peers(
+    "benchmark": lambda values: peer_names.chosen_peers(
         values_of("against", values["against"] or []),
         str(values["data"]),
         values["mode"] != "full",

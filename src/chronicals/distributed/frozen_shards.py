@@ -36,8 +36,10 @@ from chronicals.quantization import (
     PackedBase,
     PackedLinear,
     PackedWeight,
+    PlainWeight,
     frozen_weight,
     is_linear,
+    packed_weight,
 )
 
 logger = logging.getLogger(__name__)
@@ -450,7 +452,7 @@ def can_be_cut(layer: nn.Module, count: int) -> bool:
         return True
     if isinstance(layer, RowsRead):
         return layer.rows is not None
-    weight = frozen_weight(layer)
+    weight = PlainWeight(layer.weight) if type(layer) is nn.Linear else packed_weight(layer)
     return weight is not None and weight.divides(count)
 
 
