@@ -103,6 +103,7 @@ def test_the_mask_is_made_once_a_batch():
     )
 
 
+@pytest.mark.slow
 def test_compiled_for_the_cpu():
     lengths = [130, 0, 1, 69, 0]
     options = {"window": 40, "softcap": 1.5}

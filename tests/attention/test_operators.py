@@ -154,6 +154,7 @@ def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
         torch.autograd.grad(found.square().sum(), q, create_graph=True)
 
 
+@pytest.mark.slow
 def test_shapes_for_tracing(flash_attn_4_stand_in):
     """torch's own check of a registered operator, its backward included."""
     inputs = qkv(30)()

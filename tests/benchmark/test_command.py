@@ -149,6 +149,7 @@ def test_names_and_notes_are_printed_as_they_are(capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_benchmark_that_is_killed_leaves_nothing_running(tmp_path, how):
     """While it prepares; SIGTERM also gives it the time to delete what it wrote."""
@@ -179,6 +180,7 @@ def test_a_benchmark_that_is_killed_leaves_nothing_running(tmp_path, how):
     assert how == signal.SIGKILL or not [*tmp_path.glob("chronicals-benchmark-*")]
 
 
+@pytest.mark.slow
 def test_the_time_limit_counts_from_the_start_and_ends_what_runs(tmp_path):
     program = [
         sys.executable,

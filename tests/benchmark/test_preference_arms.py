@@ -58,6 +58,7 @@ def test_ours_trains_as_the_formula_does(row):
         assert ("stored" if work.mode == "full" else "adapters off") in found.settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_in_bf16_the_reference_has_the_weights_that_arms_have(mode, tmp_path):
     """Updates of 1e-6 do not show in weights that begin as bf16 numbers: an fp32 model would go
@@ -91,6 +92,7 @@ def test_in_bf16_the_reference_has_the_weights_that_arms_have(mode, tmp_path):
         assert reference.rounded_norms != reference.grad_norms
 
 
+@pytest.mark.slow
 def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
@@ -125,6 +127,7 @@ def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
     assert found.trained_share == pytest.approx(reference.trained_share)
 
 
+@pytest.mark.slow
 def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatch):
     """Its model in this test is PEFT's."""
     pytest.importorskip("trl")

@@ -157,6 +157,7 @@ def messages() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_message_is_translated():
     """Names that are a word of their own in a message become flags; remedies are written as
     Python, not as YAML.

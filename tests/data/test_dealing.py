@@ -114,6 +114,7 @@ def split_documents(batches):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "inner"), SHARINGS)
 def test_shares_are_the_micro_batch(store, count, inner):
     several = 0

@@ -572,6 +572,7 @@ def test_memory_of_prefetched_steps_is_bounded(make_store, monkeypatch, width, d
     assert depth * stream._sizes.bytes <= loader_module.PREFETCHED_BYTES or depth == 2
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_a_stream_that_nobody_closed(make_store):
     store = make_store()
     script = f"""

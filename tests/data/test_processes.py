@@ -465,6 +465,7 @@ def test_a_process_tokenises_by_tiktoken(tmp_path):
     assert subprocess.run([sys.executable, "-c", program]).returncode == 7
 
 
+@pytest.mark.slow
 def test_processes_end_with_one_that_is_killed():
     """Also where another holds the pipes open, so that they do not end."""
     program = (

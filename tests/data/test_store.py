@@ -497,6 +497,7 @@ BUILDER = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path):
     sources = [tmp_path / f"rows-{number}.jsonl" for number in range(5)]
     for number, source in enumerate(sources):

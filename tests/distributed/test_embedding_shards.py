@@ -29,6 +29,7 @@ import embedding_ranks
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would each take a card")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 4])

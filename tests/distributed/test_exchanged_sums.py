@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import exchanged_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would each take a card")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [2, 4])

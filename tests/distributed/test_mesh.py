@@ -99,6 +99,7 @@ def joining(count):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nccl is asked otherwise for its timeout")
 def test_torch_waits_longer_than_any_rank_timeout():
     """Who hangs is found by the watch, which names it; torch would end the processes after
@@ -120,6 +121,7 @@ def test_every_group_waits_as_long():
     assert makers == ["mesh.py"] and Path(mesh.__file__).read_text().count("dist.new_group(") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="as on the CPU")
 def test_processes_that_do_not_come_are_named():
     done = joining(2)

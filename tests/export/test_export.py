@@ -604,6 +604,7 @@ def stand_in(folder, fault=None):
     return python
 
 
+@pytest.mark.slow
 def test_vllm_is_asked_in_an_environment_of_its_own(run, tmp_path):
     python = stand_in(tmp_path / "environment")
     for exported in export(run, ["merged", "adapter"], tmp_path / "out", vllm_python=python):
@@ -611,6 +612,7 @@ def test_vllm_is_asked_in_an_environment_of_its_own(run, tmp_path):
         assert check.client == "vLLM" and check.passed and check.value <= check.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["shifted", "raises"])
 def test_what_vllm_computes_otherwise_is_not_kept(fault, run, tmp_path):
     python = stand_in(tmp_path / "environment", fault)

@@ -75,6 +75,7 @@ def limit(check, layout):
     return check.bound if layout == "fp8" and transformers_before("5.21") else 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ROUTERS)

@@ -509,6 +509,7 @@ def adapted(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 def test_merged_adapters_leave_what_reads_images(adapted, tmp_path):
     """Bit by bit, with what turns images into numbers; loaded by the same class."""

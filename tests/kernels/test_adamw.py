@@ -160,6 +160,7 @@ def test_bf16_weights_without_a_master(function, states, device):
     assert share < 6 * 2**-7 / 12**0.5 / len(exact) ** 0.5
 
 
+@pytest.mark.slow
 def test_small_updates_of_weights_without_a_master_add_up(device):
     """A hundredth of a spacing a step, by decay, arrives in the mean where it should."""
     weight = torch.ones(1 << 13, device=device).bfloat16()
@@ -190,6 +191,7 @@ def test_a_weight_without_a_master_that_is_no_number_stays_none(device):
     ]
 
 
+@pytest.mark.slow
 def test_small_changes_of_bf16_states_add_up(device):
     """An average that moves by a hundredth of a spacing a step arrives where it should; rounded
     to the nearest it stays.
@@ -288,6 +290,7 @@ def test_weights_of_which_some_stay(kinds, function, device):
         fused_adamw_(tensors, **OPTIONS, apply=applies[:2])
 
 
+@pytest.mark.slow
 def test_a_master_is_kept_in_every_half(device):
     """With a rate of zero the value stays: all lower halves under one upper half, many under
     others, zeros, subnormals, infinities."""

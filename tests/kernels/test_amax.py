@@ -226,6 +226,7 @@ def test_a_gradient_that_something_was_done_to_has_none(between, device):
     assert taken == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])
 def test_quantised_with_it_is_the_same(layout, device):
     for dtype in (torch.bfloat16, torch.float32):
@@ -301,6 +302,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):

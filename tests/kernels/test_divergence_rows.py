@@ -166,6 +166,7 @@ def test_types_may_differ(name, way, device):
     compare(way, name, torch.float32, device, teachers=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_without_a_gradient_the_logits_stay(way, device):
     for name in DIVERGENCES:
         x, y, targets = draw(torch.float32, device)

@@ -64,6 +64,7 @@ def values(function):
     return lambda *inputs: _Constant.apply(function, *inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("p", DROPOUTS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -49,6 +49,7 @@ def test_equals_a_stable_sort(case, dtype, device):
     assert torch.equal(got.tiles[0], tiles[0]) and torch.equal(got.tiles[1][used], tiles[1][used])
 
 
+@pytest.mark.slow
 def test_more_blocks_than_are_summed_at_once(device):
     experts_Tk = drawn(500, 2, 3, device).repeat(140, 1)
     assert experts_Tk.numel() > 1024 * module.BLOCK_PAIRS

@@ -70,6 +70,7 @@ def compare(shape, dtype, device, gate, of=module):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("gate", GATES, ids=str)
@@ -124,6 +125,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     with pytest.raises(AssertionError):

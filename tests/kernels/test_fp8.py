@@ -119,6 +119,7 @@ def test_both_layouts_hold_the_same_values(scaling, device):
     assert torch.equal(rows.scale, columns.scale.t())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_rows_with_gaps_and_transposes(scaling, device):
     wide = draw((140, 400), torch.bfloat16, device)
@@ -161,6 +162,7 @@ def test_zeros_and_what_is_no_number(dtype, scaling, device):
             assert float(meant[exact == 2.0]) == 2.0
 
 
+@pytest.mark.slow
 def test_a_part_of_a_row_without_numbers_has_no_part_in_its_scale(device):
     x = torch.ones(130, 260, device=device)
     x[3, 128:256] = float("nan")
@@ -227,6 +229,7 @@ def test_rows_too_wide_for_one_program(monkeypatch, device):
     assert_equal(fp8_quantize(x, "row")[0], fp8_quantize_reference(x.cpu(), "row")[0], device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (300, 129)], ids=str)
 def test_turned_they_are_the_columns(shape, device):
     """Quantised as such, with the scale of the rows, bit by bit; NaN and both zeros included."""

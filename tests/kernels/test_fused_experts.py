@@ -97,6 +97,7 @@ def test_output_and_every_gradient(options, gate, device):
     compare(CASES[1], torch.bfloat16, device, gate, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -661,6 +661,7 @@ def test_autocast(device):
     assert loss.item() == pytest.approx(exact.item(), rel=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_kernels_of_the_rows(device):
     """The whole way with the kernels, as on a card."""

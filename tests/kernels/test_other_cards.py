@@ -44,11 +44,13 @@ def fits(lines, capability):
     return {line["kernel"].rpartition(".")[2] for line in lines}
 
 
+@pytest.mark.slow
 def test_some_kernels_compile_for_some_card(seed):
     capability = sorted(SHARED_KIB)[seed % len(SHARED_KIB)]
     assert fits(compiled(capability, 0.1, seed), capability)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [129, 257, 300])
 @pytest.mark.parametrize("capability", [75, 80, 86, 90])
 def test_adapters_of_experts_fit_whatever_their_rank(capability, rank):

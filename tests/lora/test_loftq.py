@@ -238,6 +238,7 @@ def test_the_command_line(tmp_path, monkeypatch):
     assert all(tensor.norm() > 1e-2 for name, tensor in found.items() if "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_the_run_is_the_plain_one(tmp_path):
     model = tiny.llama()
     config = runs.config(tmp_path, **FIELDS)

@@ -321,6 +321,7 @@ def test_experts_of_other_classes(name):
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["both", "a router"])
 def test_compiled_layers(case):
     model = ours(wanted=targets("mixtral", case))

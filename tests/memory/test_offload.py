@@ -94,6 +94,7 @@ def test_passes_of_other_sizes_between_forward_and_backward():
         assert_same({name: p.grad for name, p in model.named_parameters()}, own)
 
 
+@pytest.mark.slow
 def test_host_memory_is_kept_and_not_more_of_it():
     model = model_of("full")
     offload = ActivationOffload(model.get_decoder(), smallest=1)

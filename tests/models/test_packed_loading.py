@@ -140,6 +140,7 @@ def test_tensors_that_are_renamed_while_read_get_that_dtype_too(tmp_path):
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32, torch.uint8}
 
 
+@pytest.mark.slow
 def test_bitsandbytes_is_not_needed(tmp_path):
     theirs = packed(tmp_path)
     torch.save(theirs(IDS).logits, tmp_path / "logits")

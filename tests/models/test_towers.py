@@ -116,6 +116,7 @@ def test_a_model_of_text_has_no_towers():
     assert not beside_text(tiny.llama())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_such_a_run_is_verified(tmp_path, lora):
     config = runs.config(tmp_path, use_lora=lora, gradient_accumulation_steps=1)

@@ -114,6 +114,7 @@ def test_gradients_are_those_of_eager(seed):
         assert difference <= 1e-4 * expected.norm() + 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output_lookahead", [False, True])
 def test_a_step_never_waits_for_the_device(output_lookahead):
     """Tensors without values: whatever asks for one, as .item(), .any() in an if, or a copy to

@@ -88,6 +88,7 @@ def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, monkeypatch)
     assert not verify(mixtral(), tiny.tokenizer(), config, tiny.chat_rows()).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["orpo", "kto"])
 def test_answers_that_share_a_prompt_are_set_beside_the_class_itself(objective, tmp_path):
     """Which sees the prompt once for each of them; of judged answers the row's own is trained

@@ -212,6 +212,7 @@ def test_weights_of_targets_weigh_both_parts(teacher, tmp_path):
 # --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -264,6 +265,7 @@ def test_a_teacher_in_4_bits(teacher, tmp_path):
     train(tmp_path, teacher, {"teacher_precision": "nf4"}, max_steps=1)
 
 
+@pytest.mark.slow
 def test_the_command_line(teacher, tmp_path, monkeypatch):
     """``--teacher``, found again from another folder by ``--resume`` and ``evaluate``."""
     student = tmp_path / "student"

@@ -361,6 +361,7 @@ def test_adapters_of_a_language_model_go_on_with_a_score(tmp_path):
     assert "base_model.model.score.weight" in runs.weights(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_a_reward_model_is_evaluated_and_trained_further(changes, tied, tmp_path):
@@ -416,6 +417,7 @@ def test_the_callers_tokenizer_pads_as_before(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_verifies_a_reward_run(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     train(tmp_path, model=load_model(tmp_path / "base", torch.float32))

@@ -465,6 +465,7 @@ def test_given_another_implementation_since_it_goes_by_that_one(first, then):
     assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
 
 
+@pytest.mark.slow
 def test_given_an_implementation_that_knows_documents_since_it_takes_that_one():
     plain, patched = pair("llama")
     for model in (plain.float(), patched.float()):

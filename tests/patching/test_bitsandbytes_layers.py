@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "options"), CASES, ids=str)
 def test_states_and_gradients_are_those_of_the_plain_model(folder, options, by):
     """The gradients of the first layer's adapters have passed through every product of the

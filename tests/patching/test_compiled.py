@@ -65,6 +65,7 @@ def packed(device):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "batch"), [("llama", padded), ("gemma2", masked), ("qwen3", packed)]
@@ -85,6 +86,7 @@ def test_a_patched_model(family, batch, device):
     families.assert_same(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("four", "dora", "patched"),

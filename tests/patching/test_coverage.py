@@ -41,6 +41,7 @@ def assert_nothing_changed(line):
     )
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_architectures(seed):
     lines = [cover(name) for name in sample(seed)]
     for line in lines:

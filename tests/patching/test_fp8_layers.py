@@ -206,6 +206,7 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
     assert layouts == ["rows"] * 4 * layers
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.interpreted
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])

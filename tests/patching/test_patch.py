@@ -698,6 +698,7 @@ def test_with_gradient_checkpointing():
     assert_same(expected, loss_and_gradients(patched, **inputs), tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_compiled():
     plain, patched, _ = pair("llama")
     inputs = batch()

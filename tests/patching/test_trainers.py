@@ -15,6 +15,7 @@ def logged(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_trl_sft(packing, tmp_path, caplog):
     """Losses, token accuracy and evaluation of a real SFT run, whose loss is TRL's own."""
@@ -75,6 +76,7 @@ def test_trl_sft(packing, tmp_path, caplog):
         assert ours == pytest.approx(plain, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_transformers_trainer(tmp_path):
     """With accumulation, whose loss is divided by ``num_items_in_batch``, and evaluation, which
     looks at the logits.

@@ -266,6 +266,7 @@ def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
     assert held(True, divided=True) == pytest.approx(held(True), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_weights_are_divided_where_they_would_not_fit(tmp_path):
     model = large(num_hidden_layers=16)
     config = runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=64)
@@ -312,6 +313,7 @@ def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
     assert sent.attention == others * values * (2 * (4 + recomputed) + 4 * 4)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_packs_over_machines_exchange_heads_within_each(tmp_path):
     fields = {**ALL, "batch_size": 2, "max_seq_length": 1024, "context_parallel": 4}
     config = runs.config(tmp_path, **fields)
@@ -329,6 +331,7 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
 def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):

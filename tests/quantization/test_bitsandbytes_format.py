@@ -61,6 +61,7 @@ def same_bytes(one, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("code", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])

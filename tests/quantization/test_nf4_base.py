@@ -129,6 +129,7 @@ def test_weights_of_one_shape_share_a_buffer(device):
     assert len(FORMAT._Buffer._known) < left, "freed with the last weight that used it"
 
 
+@pytest.mark.slow
 def test_a_stale_buffer_is_seen(device):
     assert max(in_turn(mutant(FORMAT, "not self._shared.holds(self)", "False"), device)) > 0.1
 

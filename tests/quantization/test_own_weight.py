@@ -112,6 +112,7 @@ def test_a_layer_is_the_plain_layer_of_its_values(device):
     assert not ours.packed.trained and ours.packed.bytes == 29 * 37 + 4 * 29
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_is_that_over_its_values(name, tmp_path, caplog):
     caplog.set_level(logging.INFO)
@@ -173,6 +174,7 @@ def test_it_is_exported_once_it_is_merged(tmp_path):
     assert torch.equal(torch.from_numpy(tensors["blk.1.ffn_down.weight"].copy()), values)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_its_values(tmp_path):
     fields = {"lora_rank": 4, "use_lora": True, "mixed_precision": "bf16", "batch_size": 1}
     config = runs.config(tmp_path, **fields)

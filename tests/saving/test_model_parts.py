@@ -53,6 +53,7 @@ def tensors(folder):
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 1 << 15, 1 << 40])
 @pytest.mark.parametrize("make", [*MODELS.values(), scored], ids=[*MODELS, "with a score"])
 def test_the_files_hold_what_transformers_writes(tmp_path, monkeypatch, make, size):

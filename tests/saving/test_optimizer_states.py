@@ -51,6 +51,7 @@ def test_little_is_one_file_as_before(tmp_path):
         optimizer_states.read_optimizer(tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_a_run_in_several_files_resumes_bit_equal(tmp_path, small_files):
     options = {"max_steps": 6, "save_steps": 3, "lr_scheduler": "constant", "warmup_steps": 0}
     runs.train(tmp_path / "whole", **options)

@@ -91,6 +91,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_leaves_it(tmp_path, full, fault, monkeypatch):
     monkeypatch.setattr(adamw, "adamw_8bit_", mutant(kernel, *FAULTS[fault]).adamw_8bit_)

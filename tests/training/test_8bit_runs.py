@@ -65,6 +65,7 @@ def test_adapters_keep_their_two_rates(tmp_path):
         assert (dtype, decay) == (torch.float32 if small else torch.uint8, 0.1), name
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
@@ -87,6 +88,7 @@ def test_a_run_follows_the_one_with_states_in_fp32(tmp_path, changes):
         assert our_loss == pytest.approx(loss, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two processes need two cards, or none")
 def test_two_processes_train_what_one_does(tmp_path):
     changes = {**IN_8_BITS, "max_steps": 4}

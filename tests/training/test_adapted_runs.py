@@ -83,6 +83,7 @@ def test_a_run_with_added_tokens_is_read_and_resumed(tmp_path, whose, tied):
     assert evaluate_data(other, tokenizer, ROWS, scored).loss == live
 
 
+@pytest.mark.slow
 def test_after_a_run_the_model_is_copied_and_trained_on(tmp_path):
     """A second run goes on with the same adapters; a copy from between is what it was."""
     model, tokenizer = with_added_tokens(tmp_path, 1)

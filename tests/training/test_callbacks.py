@@ -98,6 +98,7 @@ def test_other_ranks_tell_warnings_alone(monkeypatch, capsys):
     assert capsys.readouterr().err == "wrong\n"
 
 
+@pytest.mark.slow
 def test_a_script_that_configures_nothing_sees_its_run(tmp_path):
     program = (
         f"import sys; sys.path[:0] = [{str(TESTS)!r}]; import runs, pathlib; "

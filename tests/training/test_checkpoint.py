@@ -350,6 +350,7 @@ def test_other_rows_held_out_are_refused_on_resume(tmp_path):
         runs.train(tmp_path, eval_rows=tiny.chat_rows(65)[60:], max_steps=4, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("first", "then"),

@@ -23,6 +23,7 @@ UNADAPTED = ("gpt2", "mamba", "jamba")
 """Without linear layers that can be divided, or whose weights their class reads past adapters."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", ["", pytest.param("+LoRA", marks=pytest.mark.long)])
 def test_families(tmp_path, adapters):
     names = [

@@ -452,6 +452,7 @@ def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch, param
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "gpt_oss"])
 def test_the_command_takes_nothing_else(tmp_path, chronicals, caplog, name):
     """Trained, asked, scored, merged; and the next run over the adapter has the same base."""

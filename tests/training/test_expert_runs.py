@@ -115,6 +115,7 @@ def test_in_fp8_it_trains_as_without(name, lora, tmp_path, caplog):
     assert not experts_in_fp8(model)  # the run is over
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 @pytest.mark.usefixtures("anywhere")

@@ -250,6 +250,7 @@ def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch):
     ).passed
 
 
+@pytest.mark.slow
 def test_the_command_takes_nothing_else(tmp_path, chronicals, caplog):
     """Trained, asked, scored, merged; and the next run over the adapter has the same base."""
     base(tmp_path)

@@ -140,6 +140,7 @@ def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(tmp_path, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 9], ids=["falling", "recovering"])
 def test_a_resumed_run_has_the_scale_that_it_left(tmp_path, place, monkeypatch, stop):
     whole = overflowing(tmp_path / "whole", place, monkeypatch, 14)

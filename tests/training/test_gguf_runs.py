@@ -161,6 +161,7 @@ def test_it_is_not_trained_whole_nor_quantised_again(tmp_path):
         runs.train(tmp_path, model=load_model(path, torch.float32), quantization="nf4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_verify_compares_with_the_dequantised_model(kind, tmp_path, monkeypatch):
     path = base(tmp_path, kind)
@@ -193,6 +194,7 @@ def test_values_and_bytes_are_counted(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_takes_nothing_else(tmp_path, chronicals):
     """Trained, asked, scored, verified, exported; and the next run over the adapter has the same
     base.

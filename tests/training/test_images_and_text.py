@@ -135,6 +135,7 @@ def test_such_a_run_is_verified(name, lora, tmp_path):
     assert found.passed, found.failures
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @every_family
 def test_the_command_line_reads_what_it_trained(name, tmp_path, monkeypatch, capsys):

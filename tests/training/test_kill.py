@@ -46,12 +46,14 @@ def kill_and_resume(folder, variant, kill_at, uninterrupted):
     assert not leftovers, f"{what}: {leftovers}"
 
 
+@pytest.mark.slow
 def test_the_events_cover_what_can_be_interrupted(uninterrupted):
     _, events = uninterrupted("full")
     assert {"micro-batch", "sync", "rename", "replace", "remove"} <= set(events)
     assert events.count("micro-batch") > 20
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(SHORT))
 def test_killed_at_a_random_moment(tmp_path, seed, number, uninterrupted):

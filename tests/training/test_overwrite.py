@@ -191,6 +191,7 @@ runs.train(Path(sys.argv[1]), max_steps=3, callbacks=[Kill()], overwrite=True, s
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_nothing(run_folder):
     """Its model and checkpoints are in their places at once, all else as soon as anybody claims
     the folder.
@@ -252,6 +253,7 @@ def test_what_the_new_run_reads_is_not_replaced(run_folder):
         runs.train(run_folder, max_steps=1, overwrite=True, **reference, **SAVES)
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_live_process_holds_is_refused(run_folder):
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     holder = subprocess.Popen(

@@ -83,6 +83,7 @@ def test_peft_loads_what_a_run_leaves(tmp_path):
     assert (got - expected).norm() <= 1e-2 * expected.norm()
 
 
+@pytest.mark.slow
 def test_a_run_continues_the_adapters_of_a_folder(tmp_path):
     first = tmp_path / "first"
     second = tmp_path / "second"

@@ -98,6 +98,7 @@ def not_refused(together, words):
     return None if refused else f"not refused by {words!r}, or late: {together}"
 
 
+@pytest.mark.slow
 def test_pairs(request, tmp_path):
     pairs = PAIRS
     if request.config.getoption("--sample"):

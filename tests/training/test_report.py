@@ -106,6 +106,7 @@ def test_prompts_for_which_no_time_is_left_have_no_answer(tmp_path, monkeypatch)
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_answers_change_nothing_of_the_training(tmp_path):
     for folder, count in (("with", 2), ("without", 0)):
         runs.train(tmp_path / folder, use_lora=True, lora_dropout=0.3, report_samples=count)

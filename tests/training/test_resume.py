@@ -43,6 +43,7 @@ with sole_writer(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(tmp_path):
     """And the lock of a process that was killed is nobody's."""
     holder = subprocess.Popen(

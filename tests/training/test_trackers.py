@@ -222,6 +222,7 @@ def assert_stored(folder, name, expected):
 # ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_has_the_metrics_the_configuration_and_the_end(tmp_path, name):
     train(tmp_path, name)
     expected = known(tmp_path)
@@ -345,6 +346,7 @@ def test_resumed_it_is_given_what_could_not_be_stored(tmp_path, monkeypatch):
     assert_stored(tmp_path, "mlflow", known(tmp_path))
 
 
+@pytest.mark.slow
 def test_begun_anew_it_is_another_run(tmp_path):
     """In the same folder, after a failure before the first checkpoint."""
     need("wandb")

@@ -411,6 +411,7 @@ def test_what_is_held_out_is_said_once(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_early_stop(tmp_path):
     result = runs.train(
         tmp_path,

@@ -55,6 +55,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SHAPES, ids=["lora", "dora", "unequal", "embedding"])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_the_same_losses_and_gradients(folder, tmp_path, seed, precision, changes):

@@ -75,6 +75,7 @@ def test_the_weight_is_what_the_layer_multiplies_by():
         assert layer.bias is before and layer.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_verify_takes_a_model_in_four_bits(tmp_path, mode):
     config = runs.config(tmp_path, mixed_precision=mode, use_lora=True, lora_rank=4)
@@ -100,6 +101,7 @@ def test_inputs_that_are_rounded_are_refused_in_words(tmp_path):
         verify(in_four_bits(rounds_inputs=True), tiny.tokenizer(), config, tiny.chat_rows())
 
 
+@pytest.mark.slow
 def test_verify_takes_what_bitsandbytes_made(tmp_path):
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

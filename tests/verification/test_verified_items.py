@@ -41,6 +41,7 @@ def found(folder, **changes):
     return verify(tiny.llama(), tiny.tokenizer(), config, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_passes(name, tmp_path):
     verification = found(tmp_path, **HEALTHY[name])
@@ -48,6 +49,7 @@ def test_a_healthy_run_passes(name, tmp_path):
     assert len(verification.losses) == 5 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_model_as_the_reference(tmp_path):
     tiny.llama(seed=7).save_pretrained(tmp_path / "other")
     tiny.tokenizer().save_pretrained(tmp_path / "other")

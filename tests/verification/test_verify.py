@@ -180,6 +180,7 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
         assert row.cosine > 0.99 or as_plain or unused, row
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4"
 )
@@ -441,6 +442,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "fault, family, changes, message",
