@@ -150,9 +150,15 @@ def fill_disk(folder: Path) -> None:
 def write_for_long() -> None:
     """Its files are all there later than a process waits for one that has raised an error."""
     write = checkpoint.write_folder
-    checkpoint.write_folder = lambda folder, fill: write(
-        folder, lambda aside: (fill(aside), time.sleep(2 * GRACE))
-    )
+
+    def fill_slowly(folder, fill, ready=None):
+        def fill_and_wait(aside):
+            fill(aside)
+            time.sleep(2 * GRACE)
+
+        write(folder, fill_and_wait, ready)
+
+    checkpoint.write_folder = fill_slowly
 
 
 def hang_where_parts_meet(folder: Path) -> None:
