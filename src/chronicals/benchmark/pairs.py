@@ -53,7 +53,7 @@ They are so small that weights in bf16, which lose such updates, stay within the
 large that adapters move the loss by more than that. ORPO has those of SFT.
 """
 
-DEFAULT_BETA = 0.1
+_DEFAULT_BETA = 0.1
 """β of DPO and λ of ORPO if none is set: the default of ours and of TRL."""
 
 TokenIds = list[int]
@@ -134,7 +134,7 @@ class PairWork(Work):
             ConfigurationError: other settings of the objective are set, which not every arm has.
         """
         settings = dict(self.config().sections.get(self.objective, {}))
-        beta = settings.pop("beta", DEFAULT_BETA)
+        beta = settings.pop("beta", _DEFAULT_BETA)
         if settings:
             name, value = next(iter(settings.items()))
             raise ConfigurationError(

@@ -16,7 +16,7 @@ class Tolerance:
     update.
 
     If bf16 alone changes the reference by a lot, as DPO's loss, a difference of large sums, the
-    allowed deviation is ``ROUNDING_FACTOR`` times that change.
+    allowed deviation is ``_ROUNDING_FACTOR`` times that change.
 
     Attributes:
         loss: of the loss.
@@ -28,7 +28,7 @@ class Tolerance:
     grad_norm: float = 0.10
 
 
-ROUNDING_FACTOR = 3.0
+_ROUNDING_FACTOR = 3.0
 """Allowed deviation, as a multiple of the reference's own change by bf16."""
 
 
@@ -98,7 +98,7 @@ def _deviation(
     if not pairs:
         return f"it reports no {name} of the first {len(exact)} steps, which the reference has"
     for step, value, reference in pairs:
-        limit = max(tolerance / 2 if step == 1 else tolerance, ROUNDING_FACTOR * rounding)
+        limit = max(tolerance / 2 if step == 1 else tolerance, _ROUNDING_FACTOR * rounding)
         if not abs(value - reference) <= limit * abs(reference):  # true for a NaN, too
             return (
                 f"step {step}: {name} {value:.4f} where the fp32 reference has {reference:.4f} "

@@ -24,7 +24,7 @@ from chronicals.bound_process import BoundProcess
 REFERENCE = "reference"
 OURS = "ours"
 
-POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 """Seconds between two checks for a finished round."""
 
 ENDING_SECONDS = 20.0
@@ -221,7 +221,7 @@ class ArmProcess:
                     raise ArmFailed(self.last_words())
                 if time.monotonic() > end:
                     raise ArmTimedOut(f"took longer than {timeout:.0f} s")
-                time.sleep(POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
         except BaseException:
             self.kill()
             raise

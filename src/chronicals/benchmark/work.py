@@ -71,7 +71,7 @@ UNEVEN_FIELDS = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "use_
 """Fields of adapters that PEFT has, too. Their products and norms are not counted: such a row has
 neither MFU nor a reference step."""
 
-ADAPTER_FIELDS = (
+_ADAPTER_FIELDS = (
     "lora_rank",
     "lora_alpha",
     "lora_target_modules",
@@ -195,7 +195,7 @@ class Work:
         variant = self.config(**changes)
         return {
             name: changes[name]
-            for name in ADAPTER_FIELDS
+            for name in _ADAPTER_FIELDS
             if name in changes and getattr(variant, name) != getattr(row, name)
         }
 

@@ -22,7 +22,7 @@ TO_RESUME = re.compile(r"""train\(\.\.\., resume=True\) and output_dir=('[^'\n]*
 WITHOUT_FLAG = ("columns",)
 """Fields that are in a recipe if the command has no flag for them."""
 
-VALUE = r"""'[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[\w.+-]*\w"""
+_VALUE = r"""'[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[\w.+-]*\w"""
 """Pattern of a value in a message: a literal of Python, or a word."""
 
 SETTINGS_IN_TEXT = re.compile(r"(?<![\w./'\"-])([a-z]\w*)=(\{'\w+': [^}\n]*\})")
@@ -56,7 +56,7 @@ class Wording:
         names = sorted([*self.switches, *WITHOUT_FLAG], key=len, reverse=True)
         any_name = "|".join(names)
         text = re.sub(
-            rf"(?<![\w./'\"-])({any_name})=({VALUE})",
+            rf"(?<![\w./'\"-])({any_name})=({_VALUE})",
             lambda match: self._with_value(match[1], match[2]),
             text,
         )

@@ -34,7 +34,7 @@ PIECE = 1 << 22
 torch's store refuses values of more than 8 MiB and then drops the connection.
 """
 
-PAUSE = 0.005
+_PAUSE = 0.005
 """Seconds between two checks whether rank 0 has read a piece."""
 
 _folders = itertools.count()
@@ -151,7 +151,7 @@ class RankFiles:
         while content is not None and self._store.check([key]):
             if self._store.check([f"{self._key}/over"]):
                 raise self.error("the first rank has given this folder up")
-            time.sleep(PAUSE)
+            time.sleep(_PAUSE)
 
     def _send(self, aside: Path) -> None:
         for file in sorted(aside.iterdir()):

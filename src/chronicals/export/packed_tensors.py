@@ -13,8 +13,8 @@ from torch import Tensor
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.quantization.packed import PACKED_FORMATS, PackedWeight
 
-NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
-TYPES = {**FLOAT_DTYPES, "U8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+_TYPES = {**FLOAT_DTYPES, "U8": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PackedTensor(StoredTensor):
         shape, dtype = form.stored_shape(name, shapes, lambda part: _read(parts[part]))
         codes = next(iter(parts.values()))
         size = torch.Size(shape).numel() * dtype.itemsize
-        return cls(codes.file, name, NAMES[dtype], shape, 0, size, parts, form)
+        return cls(codes.file, name, _NAMES[dtype], shape, 0, size, parts, form)
 
     @property
     def is_packed(self) -> bool:
@@ -83,12 +83,12 @@ def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[Stored
 
 
 def _read(stored: StoredTensor) -> Tensor:
-    if stored.dtype not in TYPES:
+    if stored.dtype not in _TYPES:
         raise ValueError(
-            f"{stored.file}: {stored.name} is {stored.dtype}, not one of {', '.join(TYPES)}"
+            f"{stored.file}: {stored.name} is {stored.dtype}, not one of {', '.join(_TYPES)}"
         )
     content = bytearray(stored.end - stored.begin)
     with stored.file.open("rb") as file:
         file.seek(stored.begin)
         file.readinto(content)
-    return torch.frombuffer(content, dtype=TYPES[stored.dtype]).view(stored.shape)
+    return torch.frombuffer(content, dtype=_TYPES[stored.dtype]).view(stored.shape)

@@ -6,13 +6,13 @@ from typing import Any
 
 from chronicals.lora.config import LoRAConfig
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 LORA_PRESETS: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ATTENTION},
+    "attention": {"target_modules": _ATTENTION},
     "all-linear": {"target_modules": None},
     "experts": {
-        "target_modules": ATTENTION,
+        "target_modules": _ATTENTION,
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
 }

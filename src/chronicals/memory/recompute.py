@@ -131,7 +131,7 @@ class _Running:
         _now.again = self.before.pop()
 
 
-CHANCE = re.compile(r"drop|jitter|noise|^p$")
+_CHANCE = re.compile(r"drop|jitter|noise|^p$")
 """Names of attributes with the probability or scale of something random."""
 
 DRAWS = re.compile(
@@ -139,7 +139,7 @@ DRAWS = re.compile(
 )
 """Source text that draws random numbers whatever the attributes are.
 
-Uniform noise has an attribute that ``CHANCE`` finds.
+Uniform noise has an attribute that ``_CHANCE`` finds.
 """
 
 
@@ -154,7 +154,7 @@ def draws_numbers(module: torch.nn.Module) -> bool:
             *getattr(getattr(part, "config", None), "__dict__", {}).items(),
         ]
         if any(
-            isinstance(value, float) and value > 0 and CHANCE.search(name)
+            isinstance(value, float) and value > 0 and _CHANCE.search(name)
             for name, value in settings
         ):
             return True

@@ -69,7 +69,7 @@ class Seam:
         return name
 
 
-NOTHING = Seam("nothing")
+_NOTHING = Seam("nothing")
 
 
 class AttentionFunctions:
@@ -281,7 +281,7 @@ def _slot(module: nn.Module, name: str) -> str:
     own = vars(module).get(attribute)
     function: Any = getattr(type(module), name) if own is None else getattr(own, "__func__", None)
     known = function is getattr(type(module), name) or hasattr(function, OURS)
-    return name if known and _within(function, NOTHING) is not None else CONFIG
+    return name if known and _within(function, _NOTHING) is not None else CONFIG
 
 
 def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:

@@ -20,7 +20,7 @@ COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|atte
 NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
 """Names of layers for speculative decoding, which causal language models leave out."""
 
-FEW = 4
+_FEW = 4
 """Maximum number of names in an error."""
 
 
@@ -64,8 +64,8 @@ def check_whole(model: Any, report: Mapping[str, Any]) -> None:
 
 
 def _told(names: Collection[str]) -> str:
-    few = sorted(names)[:FEW]
-    return ", ".join(few) + (f" and {len(names) - FEW} others" if len(names) > FEW else "")
+    few = sorted(names)[:_FEW]
+    return ", ".join(few) + (f" and {len(names) - _FEW} others" if len(names) > _FEW else "")
 
 
 def _is_left_by_design(model: Any, name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-PRODUCTS = ("linear", "matmul", "__matmul__")
+_PRODUCTS = ("linear", "matmul", "__matmul__")
 """Names of torch functions that multiply by an expert's matrix, their second argument."""
 
 Through = Callable[[str, int, Tensor], Tensor]
@@ -77,7 +77,7 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in PRODUCTS and len(args) > 1:
+        if getattr(func, "__name__", "") in _PRODUCTS and len(args) > 1:
             for path, stack in self.stacks.items():
                 offset = args[1].data_ptr() - stack.data_ptr()
                 if 0 <= offset < stack.nbytes:

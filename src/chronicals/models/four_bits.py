@@ -32,7 +32,7 @@ from chronicals.quantization.experts import can_be_packed, pack_stack
 
 logger = logging.getLogger(__name__)
 
-METHOD = "chronicals_nf4"
+_METHOD = "chronicals_nf4"
 """``quant_method`` of the quantiser in transformers' registry."""
 
 WATCHED = "_chronicals_watched_quantising"
@@ -289,10 +289,10 @@ def _classes() -> Any:
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    @register_quantization_config(METHOD)
+    @register_quantization_config(_METHOD)
     class Configuration(QuantizationConfigMixin):
         def __init__(self, **_: Any):
-            self.quant_method = METHOD  # type: ignore[assignment]
+            self.quant_method = _METHOD  # type: ignore[assignment]
 
     class Quantise(ConversionOps):
         def __init__(self, left: set[str], stacks: _Stacks, asked: Any):
@@ -316,7 +316,7 @@ def _classes() -> Any:
                 )
             }
 
-    @register_quantizer(METHOD)
+    @register_quantizer(_METHOD)
     class Quantiser(HfQuantizer):
         left: set[str]
         stacks: _Stacks

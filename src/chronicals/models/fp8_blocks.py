@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 METHOD = "fp8"
 """``quant_method`` of such checkpoints."""
 
-BLOCK = (128, 128)
+_BLOCK = (128, 128)
 """Rows and columns of a block if the configuration does not say."""
 
 
@@ -38,7 +38,7 @@ def dequantising(config: Any, model: Any) -> dict[str, Any]:
     described = config.quantization_config
     described = described if isinstance(described, dict) else described.to_dict()
     kept = described.get("modules_to_not_convert") or described.get("ignored_layers") or []
-    block = described.get("weight_block_size", BLOCK)
+    block = described.get("weight_block_size", _BLOCK)
     for name, shape in _stored_shapes(model, kept) if block else ():
         if any(size > of and size % of for size, of in zip(shape, block)):
             raise ValueError(

@@ -14,7 +14,7 @@ from pathlib import Path
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """``name`` or ``owner/name``, of letters, digits, ``-``, ``_`` and ``.``."""
 
-PATIENCE = 5.0
+_PATIENCE = 5.0
 """Timeout of the request in seconds.
 
 A request takes far less, and a person waits about as long for an error.
@@ -50,7 +50,7 @@ def check_exists(name: str) -> None:
     ):
         return
     try:
-        HfApi().model_info(name, timeout=PATIENCE)
+        HfApi().model_info(name, timeout=_PATIENCE)
     except GatedRepoError:
         return
     except RepositoryNotFoundError:

@@ -34,7 +34,7 @@ PROMPT = 3
 ANSWERS = (0, 1)
 """Indices into ``DOCUMENT_LENGTHS``; prompt and answers together are no longer than the longest."""
 
-TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 """Allowed error relative to the largest value; fp32 rounding gives 1e-6, a leak 1e-1."""
 
 
@@ -149,7 +149,7 @@ def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool 
         packed = _documents_packed(twin, order, one_by_one)
         for name, expected, got in zip(("hidden states", "gradients"), alone, packed):
             worst = max(_distance(a, b) for a, b in zip(expected, got))
-            if not worst <= TOLERANCE:
+            if not worst <= _TOLERANCE:
                 return f"packed documents change each other's {name} ({worst:.1e})"
     return ""
 
@@ -173,7 +173,7 @@ def _answers_see_prompts(twin: Any) -> bool:
     with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
         shared = presented.hidden_states(batch)
     gradients = [_embedding_gradient(twin, states) for states in (alone, shared)]
-    return _distance(alone, shared) <= TOLERANCE and _distance(*gradients) <= TOLERANCE
+    return _distance(alone, shared) <= _TOLERANCE and _distance(*gradients) <= _TOLERANCE
 
 
 def _sharing(prompt: Tensor, answers: list[Tensor]) -> Batch:
@@ -252,7 +252,7 @@ def _is_causal(twin: Any) -> bool:
         twin.get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0, :-1]
         for x in (ids, other)
     )
-    return bool(_distance(first, second) <= TOLERANCE)
+    return bool(_distance(first, second) <= _TOLERANCE)
 
 
 def _embedding_gradient(twin: Any, states: Tensor) -> Tensor:
@@ -266,7 +266,8 @@ def _head_is_understood(twin: Any) -> bool:
         head = read_head(twin)
         hidden = twin.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         return bool(
-            _distance(twin(input_ids=ids, use_cache=False).logits, head.logits(hidden)) <= TOLERANCE
+            _distance(twin(input_ids=ids, use_cache=False).logits, head.logits(hidden))
+            <= _TOLERANCE
         )
     except (
         UnknownHead,

@@ -29,7 +29,7 @@ from chronicals.quantization.experts import can_be_packed
 from chronicals.quantization.packed import PACKED_FORMATS
 from chronicals.versions import QUANTIZER_SAYS_DTYPE, transformers_before
 
-METHOD = "chronicals_4bit"
+_METHOD = "chronicals_4bit"
 """Name of the quantizer for linear layers in transformers' registry."""
 
 STACKS_METHOD = "chronicals_stacks"
@@ -54,7 +54,7 @@ def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
         return {"quant_method": STACKS_METHOD, "form": form.__name__}
     storage = described.get("bnb_4bit_quant_storage") or "uint8"
     return {
-        "quant_method": METHOD,
+        "quant_method": _METHOD,
         "skipped": described.get("llm_int8_skip_modules"),
         "storage": storage,
     }
@@ -154,15 +154,15 @@ def _is_ours(conversion: Any) -> bool:
     return any(isinstance(operation, _Take | _TakeStack) for operation in operations)
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(_METHOD)
 class _Config(QuantizationConfigMixin):
     def __init__(self, skipped: list[str] | None = None, storage: str = "uint8", **_: Any):
-        self.quant_method = METHOD
+        self.quant_method = _METHOD
         self.skipped = skipped
         self.storage = storage
 
 
-@register_quantizer(METHOD)
+@register_quantizer(_METHOD)
 class _Quantizer(HfQuantizer):
     """The quantizer for linear layers that are packed already; it never quantises.
 

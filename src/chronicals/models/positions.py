@@ -15,7 +15,7 @@ from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, 
 
 logger = logging.getLogger(__name__)
 
-FEW = 16
+_FEW = 16
 """Positions of the twin."""
 
 
@@ -75,15 +75,15 @@ def _has_no_more(model: Any) -> bool:
     """
     try:
         config = twin_config(model.config)
-        config.get_text_config().max_position_embeddings = FEW
+        config.get_text_config().max_position_embeddings = _FEW
         with plain_surroundings():
             decoder = build_twin(type(model), config).get_decoder()
-            decoder(input_ids=torch.full((1, FEW), FIRST_TOKEN), use_cache=False)
+            decoder(input_ids=torch.full((1, _FEW), FIRST_TOKEN), use_cache=False)
     except Exception:  # a class may reject the small sizes with any error
         return False
     try:
         with plain_surroundings():
-            decoder(input_ids=torch.full((1, 2 * FEW), FIRST_TOKEN), use_cache=False)
+            decoder(input_ids=torch.full((1, 2 * _FEW), FIRST_TOKEN), use_cache=False)
     except (IndexError, RuntimeError, ValueError):
         return True
     return False

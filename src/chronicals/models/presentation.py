@@ -32,7 +32,7 @@ from chronicals.models.terms import Terms
 
 Result = TypeVar("Result")
 
-ATTENTION = "chronicals_documents"
+_ATTENTION = "chronicals_documents"
 """Name of document attention in transformers' table of attention functions.
 
 It is for modules whose forward other code replaced. No mask function has this name, so transformers
@@ -130,7 +130,7 @@ def _documents_only(
     return attend(q_THD, k_TKD, v_TKD, *bounds, *of_heads)[None], None
 
 
-AttentionInterface.register(ATTENTION, _documents_only)
+AttentionInterface.register(_ATTENTION, _documents_only)
 
 
 class OverDocuments(Seam):
@@ -140,7 +140,7 @@ class OverDocuments(Seam):
         return _documents_only
 
     def name(self, name: str) -> str:
-        return ATTENTION
+        return _ATTENTION
 
 
 SEAM = OverDocuments("documents_only")

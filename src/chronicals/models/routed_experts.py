@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from chronicals.kernels.expert_dispatch import Dispatch, watching_dispatches
 from chronicals.quantization import packed_shapes
 
-WRAPPED = ".base_layer"
+_WRAPPED = ".base_layer"
 """Part of the path of a module inside an adapter."""
 
 
@@ -50,7 +50,7 @@ def routed_experts(model: Any) -> dict[str, nn.Module]:
 
 def without_adapters(path: str) -> str:
     """Return the path of the adapter around a module, or of the module itself."""
-    return path.partition(WRAPPED)[0]
+    return path.partition(_WRAPPED)[0]
 
 
 def router_within(block: nn.Module, experts: int, width: int) -> tuple[str, nn.Module] | None:

@@ -19,7 +19,7 @@ from chronicals.models.routed_experts import (
 )
 from chronicals.versions import ROUTERS_RECORDED, transformers_before
 
-NAME = "router_logits"
+_NAME = "router_logits"
 """Name of router logits among the outputs of transformers."""
 
 
@@ -31,7 +31,7 @@ def unrecorded_routers(model: Any) -> tuple[nn.Module, ...]:
     if not transformers_before(ROUTERS_RECORDED):
         return ()
     decoder = model.get_decoder()
-    if NAME in (getattr(decoder, "_can_record_outputs", None) or {}):
+    if _NAME in (getattr(decoder, "_can_record_outputs", None) or {}):
         return ()
     width = model.get_input_embeddings().weight.shape[1]
     routers = []
@@ -62,4 +62,4 @@ def reading_logits(routers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 def router_logits_of(output: Any, read: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the router logits that a class recorded in its output, else those that hooks read."""
-    return output.get(NAME) or read
+    return output.get(_NAME) or read

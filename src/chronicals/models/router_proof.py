@@ -24,9 +24,9 @@ from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, 
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = (7, 12)
+_LENGTHS = (7, 12)
 FILLER = 5
-TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 """Allowed relative error; the loss is a sum in fp32."""
 
 _PROVED: dict[tuple[type, str, bool, bool], str | None] = {}
@@ -86,7 +86,7 @@ def _difference(twin: Any, packed: bool, one_by_one: bool) -> str | None:
     off = float((ours - added).abs() / added.abs())
     return (
         None
-        if off <= TOLERANCE
+        if off <= _TOLERANCE
         else f"which is not the load-balancing loss known here (off by {off:.1e} on a twin)"
     )
 
@@ -95,21 +95,21 @@ def _two_documents(twin: Any) -> Batch:
     """Return a pack of two documents and padding."""
     generator = torch.Generator().manual_seed(3)
     size = twin.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(FIRST_TOKEN, size, (sum(LENGTHS) + FILLER,), generator=generator)
-    bounds = torch.tensor([0, *LENGTHS, FILLER, 0]).cumsum(0).to(torch.int32)
-    positions = torch.cat([torch.arange(length) for length in (*LENGTHS, FILLER)])
+    ids = torch.randint(FIRST_TOKEN, size, (sum(_LENGTHS) + FILLER,), generator=generator)
+    bounds = torch.tensor([0, *_LENGTHS, FILLER, 0]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(length) for length in (*_LENGTHS, FILLER)])
     targets = torch.full_like(ids, IGNORED)
-    targets[: sum(LENGTHS) - 1] = ids[1 : sum(LENGTHS)]
-    targets[LENGTHS[0] - 1] = IGNORED
-    return Batch(ids, targets, positions, bounds, max(LENGTHS))
+    targets[: sum(_LENGTHS) - 1] = ids[1 : sum(_LENGTHS)]
+    targets[_LENGTHS[0] - 1] = IGNORED
+    return Batch(ids, targets, positions, bounds, max(_LENGTHS))
 
 
 def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
     """Return the class's own loss minus the cross-entropy, on padded rows."""
     ids = torch.nn.utils.rnn.pad_sequence(
-        list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True
+        list(batch.input_ids[: sum(_LENGTHS)].split(_LENGTHS)), batch_first=True
     )
-    mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(_LENGTHS)[:, None]).long()
     labels = ids.where(mask.bool(), torch.full_like(ids, IGNORED))
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
     with_it, without = (twin(**inputs, **{SWITCH: asked}).loss for asked in (True, False))

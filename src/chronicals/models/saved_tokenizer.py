@@ -31,7 +31,7 @@ TEXTS = (
 They have blanks, digits, code, composed and decomposed letters, emoji, and chat markers.
 """
 
-CONVERSATION = [
+_CONVERSATION = [
     {"role": "user", "content": "What is  2 + 2?"},
     {"role": "assistant", "content": "It is 4. 🙂"},
     {"role": "user", "content": "And 3 + 3?"},
@@ -217,7 +217,9 @@ def _decoded(ids: list[int], tokenizer: Any) -> list[str]:
 
 
 def _rendered(prompt: bool, tokenizer: Any) -> Any:
-    return tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=prompt)
+    return tokenizer.apply_chat_template(
+        _CONVERSATION, tokenize=False, add_generation_prompt=prompt
+    )
 
 
 def _outcome(compute: Callable[[Any], Any], tokenizer: Any) -> Any:

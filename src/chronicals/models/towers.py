@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Configuration files of the processors that turn images and sound into tensors."""
 
-KEPT = "_chronicals_processors"
+_KEPT = "_chronicals_processors"
 """Attribute of a model: the contents of these files by name."""
 
 
@@ -55,7 +55,7 @@ def read_processors(model: Any) -> None:
     saved. Does nothing for text-only models.
     """
     origin = model.config._name_or_path
-    if not origin or hasattr(model, KEPT) or not beside_text(model):
+    if not origin or hasattr(model, _KEPT) or not beside_text(model):
         return
     kept: dict[str, bytes] = {}
     try:
@@ -76,11 +76,11 @@ def read_processors(model: Any) -> None:
             ", ".join(PROCESSORS),
             error,
         )
-    setattr(model, KEPT, kept)
+    setattr(model, _KEPT, kept)
 
 
 def save_processors(model: Any, folder: Path) -> None:
     """Write the processor files to the folder of the weights."""
     read_processors(model)
-    for name, content in getattr(model, KEPT, {}).items():
+    for name, content in getattr(model, _KEPT, {}).items():
         (folder / name).write_bytes(content)

@@ -17,7 +17,7 @@ import torch
 
 from chronicals.models.twin_layers import cut_layers, settable
 
-SMALL = {
+_SMALL = {
     "vocab_size": 97,
     "hidden_size": 64,
     "n_embd": 64,
@@ -94,7 +94,7 @@ FIRST_TOKEN = len(IDS)
 """Lowest random token id; ids below it are special tokens."""
 
 LARGEST = 50_000_000
-"""Most parameters of a twin; a larger one has size fields that ``SMALL`` does not know."""
+"""Most parameters of a twin; a larger one has size fields that ``_SMALL`` does not know."""
 
 DROPOUTS = (
     "attention_dropout",
@@ -186,7 +186,7 @@ def _smaller(text: Any) -> None:
         None,
         getattr(text, "num_attention_heads", None),
     )
-    for name, value in SMALL.items():
+    for name, value in _SMALL.items():
         given = getattr(text, name, None)
         if isinstance(given, int) and settable(text, name):
             setattr(text, name, value)

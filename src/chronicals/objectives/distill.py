@@ -51,7 +51,7 @@ STORED_IDS = "teacher_ids"
 STORED_LOG_P = "teacher_log_p"
 """Columns of targets: k token ids of the teacher's prediction, and their log-probabilities."""
 
-DEFAULT_BETA = 0.5
+_DEFAULT_BETA = 0.5
 """Default of ``beta``: the JSD from the mean of both sides."""
 
 DEFAULT_SKEW = 0.1
@@ -110,7 +110,7 @@ class Distill(Objective):
             ge=0,
             le=1,
             description="Of jsd: the teacher's share of the mixture, 0 the forward KL and 1 the "
-            f"reverse one [{DEFAULT_BETA}]",
+            f"reverse one [{_DEFAULT_BETA}]",
         )
         skew: float | None = Field(
             default=None,
@@ -220,7 +220,7 @@ class Distill(Objective):
 
     @property
     def _beta(self) -> float:
-        return DEFAULT_BETA if self.settings.beta is None else self.settings.beta
+        return _DEFAULT_BETA if self.settings.beta is None else self.settings.beta
 
     @property
     def _skew(self) -> float:

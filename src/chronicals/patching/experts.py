@@ -39,10 +39,10 @@ GateOf = Callable[[Any], Gate]
 NUMBERS = (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit"))
 """Attributes in which classes store the numbers of a clamped unit."""
 
-PRODUCTS = ("gate_up_proj", "down_proj")
+_PRODUCTS = ("gate_up_proj", "down_proj")
 OTHERWISE = "has adapters beside products of its class, which look for its weights on the card"
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _plain(activation: str, interleaved: bool, _module: Any) -> Gate:
@@ -81,13 +81,13 @@ def recognise_experts(module: nn.Module) -> Form | None:
         or getattr(module, "has_post_expert_norm", False)
     ):
         return None
-    names = set(PRODUCTS)
+    names = set(_PRODUCTS)
     if getattr(module, "has_bias", False):
-        names.update(f"{name}_bias" for name in PRODUCTS)
+        names.update(f"{name}_bias" for name in _PRODUCTS)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if (
         parameters.keys() != names
-        or any(parameters[name].ndim != 3 for name in PRODUCTS)
+        or any(parameters[name].ndim != 3 for name in _PRODUCTS)
         or module._buffers
     ):
         return None
@@ -147,7 +147,7 @@ def _compute(
         stacks: weights by name, in place of the module's own.
     """
     adapters = factors or {}
-    first, second = (_weights(module, name, adapters.get(name), stacks) for name in PRODUCTS)
+    first, second = (_weights(module, name, adapters.get(name), stacks) for name in _PRODUCTS)
     rows = x.to(first.weight.dtype)
     return fused_experts(rows, experts, shares, first, second, gate_of(module)).to(x.dtype)
 
@@ -264,8 +264,8 @@ def _warn_once(name: str, implementation: str | None) -> None:
 
 def _needs_class(module: Any, x: Tensor) -> bool:
     """Return whether the class's own forward has to run: no grouped product takes such weights."""
-    weights = [getattr(module, name) for name in PRODUCTS]
+    weights = [getattr(module, name) for name in _PRODUCTS]
     plain = all(
-        type(weight) in (Tensor, nn.Parameter) and weight.dtype in DTYPES for weight in weights
+        type(weight) in (Tensor, nn.Parameter) and weight.dtype in _DTYPES for weight in weights
     )
     return is_parallel(module) or not plain or torch.is_autocast_enabled(x.device.type)

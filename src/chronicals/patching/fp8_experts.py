@@ -18,7 +18,7 @@ from chronicals.quantization.experts import TAKES_STACKS
 IN_FP8 = "_chronicals_experts_in_fp8"
 """Attribute of a module of experts: the FP8 weights that multiply in place of its own, by name."""
 
-PRODUCTS = ("gate_up_proj", "down_proj")
+_PRODUCTS = ("gate_up_proj", "down_proj")
 
 MIN_MEAN_WIDTH = 512
 """Smallest harmonic mean of model width D and inner width F with which FP8 saves time. Computed:
@@ -68,7 +68,7 @@ def run_experts_in_fp8(model: nn.Module, pairs: int | None = None) -> ExpertsInF
         if reason is not None:
             left.append(f"{type(class_module(module)).__name__} ({reason})")
             continue
-        weights = {name: module.get_parameter(name) for name in PRODUCTS}
+        weights = {name: module.get_parameter(name) for name in _PRODUCTS}
         transposed = bool(module.is_transposed)
         vars(module)[IN_FP8] = {
             name: FP8Experts(weight, transposed, weight.device) for name, weight in weights.items()
@@ -94,7 +94,7 @@ def _why_not(module: Any, pairs: int | None) -> str | None:
         return f"one of their widths {width} and {inner} is no multiple of {FP8_MULTIPLE}"
     if 2 * width * inner < MIN_MEAN_WIDTH * (width + inner):
         return f"their widths {width} and {inner} have a harmonic mean below {MIN_MEAN_WIDTH}"
-    trained = any(getattr(module, name).requires_grad for name in PRODUCTS)
+    trained = any(getattr(module, name).requires_grad for name in _PRODUCTS)
     if trained and pairs is not None and pairs < MIN_EXPERT_ROWS * count:
         return (
             f"{pairs // count} rows an expert; quantising trained weights at each use pays "

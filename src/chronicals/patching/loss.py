@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 NAME = "loss"
 """Its name in the report and in a plan."""
 
-IGNORED = -100
+_IGNORED = -100
 LABELS = ("labels", "shift_labels")
 
 TRL_ARGUMENT = "fused_lm_head"
@@ -170,7 +170,7 @@ class _Loss:
         labels: Tensor | None,
         vocab_size: int | None = None,
         num_items_in_batch: Any = None,
-        ignore_index: int = IGNORED,
+        ignore_index: int = _IGNORED,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -194,7 +194,7 @@ class _Loss:
         promise = logits.promise
         scale, softcap = scale_and_softcap
         targets = shift_labels.reshape(-1).to(promise.hidden.device)
-        targets = targets.masked_fill(targets == ignore_index, IGNORED)
+        targets = targets.masked_fill(targets == ignore_index, _IGNORED)
         self.seam.taken += 1
         total = linear_cross_entropy(
             promise.hidden.reshape(len(targets), -1),

@@ -47,7 +47,7 @@ from chronicals.policies.solver import settle_sharding
 from chronicals.policies.weight_copies import choose_sharding
 from chronicals.quantization import packed_modules
 
-BACKWARD = 2 / 3
+_BACKWARD = 2 / 3
 """The backward pass's share of a step's computation."""
 
 MEETING = 0.012
@@ -192,7 +192,7 @@ def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float
         computing: seconds of computation if gradients are summed during the backward pass; 0 if
             they are summed after it.
     """
-    hidden = min(sent.reduce_scatter, BACKWARD * computing * rate)
+    hidden = min(sent.reduce_scatter, _BACKWARD * computing * rate)
     return (sent.total - sent.attention - hidden) / rate, hidden
 
 
@@ -213,11 +213,11 @@ def _exposed_divided(
     beside = 0.0
     afterwards = sent.embedding / near
     if trains_layers(model):  # sums among copies overlap with the last backward pass
-        beside = min(summed, BACKWARD * computing / config.gradient_accumulation_steps * far)
+        beside = min(summed, _BACKWARD * computing / config.gradient_accumulation_steps * far)
         backward += sent.reduce_scatter
     else:  # adapters are summed and gathered after the backward pass, without overlap
         afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
-    passes = (forward, (1 - BACKWARD) * computing), (backward, BACKWARD * computing)
+    passes = (forward, (1 - _BACKWARD) * computing), (backward, _BACKWARD * computing)
     hidden = sum(min(size, seconds * near) for size, seconds in passes)
     return (forward + backward - hidden) / near + (
         summed - beside

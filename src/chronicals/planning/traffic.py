@@ -44,7 +44,7 @@ from chronicals.policies.context_parallel import exchanging
 from chronicals.policies.divided_weights import frozen_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, WEIGHTS, trains_layers
 
-NAMES = {
+_NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "_allgather_base_": "all_gather",
     "allreduce_": "all_reduce",
@@ -338,13 +338,13 @@ class _Counted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent = dict.fromkeys(NAMES.values(), 0.0)
+        self.sent = dict.fromkeys(_NAMES.values(), 0.0)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function.namespace == "c10d":
-            name = NAMES[function.overloadpacket.__name__]
+            name = _NAMES[function.overloadpacket.__name__]
             leaves = torch.utils._pytree.tree_leaves(args)
             sizes = [x.nbytes for x in leaves if isinstance(x, Tensor)]
             ranks = next(

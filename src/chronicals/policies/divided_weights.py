@@ -44,7 +44,7 @@ from chronicals.quantization import packed_layers
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 256
+_BLOCK = 256
 """Elements that share a scale of 8-bit states."""
 
 
@@ -120,7 +120,7 @@ def why_not_cut(facts: Facts, among: int) -> str | None:
         if id(weight) not in in_8_bits:
             continue
         columns = weight.numel() // len(weight)
-        if -(-len(weight) // among) * columns % BLOCK:
+        if -(-len(weight) // among) * columns % _BLOCK:
             return (
                 f"rows of {name} divided by {among} would cut blocks of 8-bit states; leave "
                 "use_8bit_optimizer out"

@@ -21,9 +21,9 @@ from chronicals.quantization.packed_linear import packed_weight
 
 logger = logging.getLogger(__name__)
 
-LAYERS = {f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
+_LAYERS = {f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
 
-SHARED = "_chronicals_shared"
+_SHARED = "_chronicals_shared"
 """Attribute of a bitsandbytes layer that holds our layer over the same memory."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,7 +31,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def is_of_bitsandbytes(layer: Any) -> bool:
     """Return whether ``layer`` is a bitsandbytes linear layer with a 4-bit weight."""
-    return f"{type(layer).__module__}.{type(layer).__qualname__}" in LAYERS
+    return f"{type(layer).__module__}.{type(layer).__qualname__}" in _LAYERS
 
 
 def has_foreign_layers(model: nn.Module) -> bool:
@@ -84,7 +84,7 @@ def shared(layer: Any) -> Linear4bit:
     """
     if "forward" in vars(layer):
         raise ValueError("has another forward than its class")
-    known: _Shared | None = vars(layer).get(SHARED)
+    known: _Shared | None = vars(layer).get(_SHARED)
     if (
         known is not None
         and known.state is layer.weight.quant_state
@@ -98,7 +98,7 @@ def shared(layer: Any) -> Linear4bit:
     vars(ours).update({hooks: vars(layer)[hooks] for hooks in HOOKS})
     if layer.compute_dtype not in (None, dtype):
         _say_dtype(layer.compute_dtype, dtype)
-    vars(layer)[SHARED] = _Shared(ours, layer.weight.quant_state, _places(layer))
+    vars(layer)[_SHARED] = _Shared(ours, layer.weight.quant_state, _places(layer))
     return ours
 
 

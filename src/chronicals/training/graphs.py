@@ -46,7 +46,7 @@ SHARES = 16
 The added rows of the head cost time, but fewer shapes occur.
 """
 
-MOST = 64
+_MOST = 64
 """Maximum number of shapes that are captured; others run eagerly."""
 
 Result = TypeVar("Result")
@@ -171,7 +171,7 @@ class GraphedStep:
         if (
             shape not in self.of_micro
             and shape in self.met
-            and len(self.of_micro) < MOST
+            and len(self.of_micro) < _MOST
             and alike
             and not self.failed
         ):

@@ -31,7 +31,7 @@ SHRUNK = (PASSES, "batch_size")
 PROCESSES = "processes"
 """Key in a checkpoint's state: size of the data axis."""
 
-LENGTHS = ("max_steps", "num_epochs")
+_LENGTHS = ("max_steps", "num_epochs")
 """Fields for the length of a run; a resumed run keeps its own if neither is set."""
 
 
@@ -128,7 +128,7 @@ def fit_batch(
     kept = _on_processes(before, ranks.data_count)
     length_before = (
         _length_of_run(before, ranks)
-        if resumed is not None and not config.explicit & {*LENGTHS}
+        if resumed is not None and not config.explicit & {*_LENGTHS}
         else {}
     )
     batch = {name: getattr(config, name) for name in SHRUNK}
@@ -240,10 +240,10 @@ def _warn_of_other_steps(
 
 
 def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
-    """Return which of ``LENGTHS`` the run began with, as the first rank knows it; empty if it had
+    """Return which of ``_LENGTHS`` the run began with, as the first rank knows it; empty if it had
     neither.
     """
-    steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[
+    steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in _LENGTHS]))[
         0
     ].tolist()
     name, value = (
@@ -257,7 +257,7 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
 
 
 def _config_of_run(folder: Path) -> Mapping[str, Any]:
-    """Return ``SHRUNK``, ``LENGTHS`` and ``PROCESSES`` of a checkpoint; empty if it is on another
+    """Return ``SHRUNK``, ``_LENGTHS`` and ``PROCESSES`` of a checkpoint; empty if it is on another
     machine.
     """
     try:
@@ -265,7 +265,7 @@ def _config_of_run(folder: Path) -> Mapping[str, Any]:
         kept = state["config"]
         of_run = {
             **{name: kept[name] for name in SHRUNK},
-            **{name: kept.get(name) for name in LENGTHS},
+            **{name: kept.get(name) for name in _LENGTHS},
         }
         return of_run | ({PROCESSES: state[PROCESSES]} if PROCESSES in state else {})
     except (OSError, json.JSONDecodeError, KeyError):

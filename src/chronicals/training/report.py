@@ -33,7 +33,7 @@ PANELS = {
 
 STEP_FIELDS = {field.name for field in dataclasses.fields(StepMetrics)}
 
-PACKAGES = ("chronicals", "torch", "transformers", "triton")
+_PACKAGES = ("chronicals", "torch", "transformers", "triton")
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -103,7 +103,7 @@ def data_reports(output_dir: Path) -> list[dict]:
 def machine(device: torch.device) -> dict[str, str]:
     """Return the GPU or CPU, and the versions of the software that trained."""
     versions = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
+    for package in _PACKAGES:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:

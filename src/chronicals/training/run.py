@@ -10,7 +10,7 @@ from typing import Any, Literal
 from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
 
-KEPT = (
+_KEPT = (
     "step",
     "position",
     "applied",
@@ -79,7 +79,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Return the part of the state that a checkpoint keeps, as JSON."""
-        kept = {name: getattr(self, name) for name in KEPT}
+        kept = {name: getattr(self, name) for name in _KEPT}
         evaluations = {name: getattr(self, name) for name in EVALUATIONS}
         return kept | {
             name: evaluation and evaluation.to_dict() for name, evaluation in evaluations.items()
@@ -95,7 +95,7 @@ class Run:
             **unknown,
         }
         kept = {**earlier, **state}
-        for name in KEPT:
+        for name in _KEPT:
             setattr(self, name, NO_NUMBER.get(name) if kept[name] is None else kept[name])
         for name in EVALUATIONS:
             setattr(self, name, kept[name] and Evaluation.from_dict(kept[name]))

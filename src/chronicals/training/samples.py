@@ -17,7 +17,7 @@ from chronicals.training.report import Sample
 
 logger = logging.getLogger(__name__)
 
-FILE = "samples.json"
+_FILE = "samples.json"
 """File in the folder of a run: prompts with the answers before training.
 
 A resumed run could not generate these answers again.
@@ -33,7 +33,7 @@ SECONDS = 1.0
 An answer that is not finished by then is cut, and the remaining prompts get none.
 """
 
-SMALL = 200_000_000
+_SMALL = 200_000_000
 """Maximum number of parameters for which answers are cheap on a CPU."""
 
 
@@ -50,8 +50,8 @@ class Samples:
 
     def __init__(self, model: Any, tokenizer: Any, store: TokenStore, count: int, output_dir: Path):
         on_card = input_device(model).type == "cuda"
-        cheap = on_card or sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-        self.file = output_dir / FILE
+        cheap = on_card or sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+        self.file = output_dir / _FILE
         self.asked = Trained(model, tokenizer, tuple(store.kinds))
         self.prompts = _prompts(store, count) if cheap else []
         self.answered: list[str] = []

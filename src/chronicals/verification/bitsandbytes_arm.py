@@ -42,7 +42,7 @@ OF_ROUNDING = 0.13
 """Relative distance that rounding explains; NF4 in blocks of 64 changes Gaussian numbers by 0.09.
 """
 
-NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
+_NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of an adapter's trained tensors."""
 
 
@@ -277,7 +277,7 @@ def _trained_as(trained: Mapping[str, nn.Parameter], model: Any) -> dict[str, nn
         path, _, last = name.rpartition(".")
         parts = (
             (path, last, "default.weight")
-            if last in NAMES
+            if last in _NAMES
             else (path, "modules_to_save.default", last)
         )
         found[name] = f"base_model.model.{'.'.join(parts)}"

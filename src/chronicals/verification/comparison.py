@@ -24,7 +24,7 @@ has no relative error.
 
 - eps of the run's dtype: two roundings of half a spacing, because g may be stored once more than p.
 - ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, by half a spacing in each
-  of about ``ROUNDED`` operations per layer (forward and backward), which add up as a random walk.
+  of about ``_ROUNDED`` operations per layer (forward and backward), which add up as a random walk.
   ``WALK`` is sixteen of these halves: g − f holds two such walks, and sums over tokens cancel (up
   to five were seen).
 - For an update, eps32 · ‖w‖ / ‖Δw‖, because Δw is the difference of two weights rounded in fp32.
@@ -54,11 +54,11 @@ ALLOWED = 1.5
 OUTLIERS = 4.0
 NEAR_ZERO = 1e-2
 WALK = 8.0  # sixteen roundings of half a spacing
-ROUNDED = 32  # operations per layer that round, forward and backward
+_ROUNDED = 32  # operations per layer that round, forward and backward
 MISSING = 0.9
 """Deviation above which a module of ours that is all zero counts as missing; 1 is all of f."""
 
-CHANCE = 3.0
+_CHANCE = 3.0
 """Allowed deviation of a mean over documents, in standard deviations.
 
 The standard deviation is that of the plain arm over documents.
@@ -154,7 +154,7 @@ def rounding_walk(layers: int) -> float:
 
     The module's docstring derives it.
     """
-    return WALK * torch.finfo(torch.float32).eps * math.sqrt(ROUNDED * layers)
+    return WALK * torch.finfo(torch.float32).eps * math.sqrt(_ROUNDED * layers)
 
 
 class Tally:
@@ -305,7 +305,7 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
     """Return each step's loss with its allowed difference from fp32.
 
     The allowed difference is ``ALLOWED`` times the larger of two figures: the plain arm's
-    difference (quadratic mean over the steps), and ``CHANCE`` standard deviations of the mean over
+    difference (quadratic mean over the steps), and ``_CHANCE`` standard deviations of the mean over
     the step's documents, estimated from the plain arm's differences in single documents.
 
     Args:
@@ -319,7 +319,7 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
     rows = []
     for number, (own, f, p, count) in enumerate(found):
         exact = float(f.sum()) / count
-        spread = CHANCE * float((p - f).norm()) / count
+        spread = _CHANCE * float((p - f).norm()) / count
         allowed = max(ALLOWED * max(typical, spread), walk * abs(exact), TINY)
         rows.append(StepLoss(number + 1, own, exact, float(p.sum()) / count, allowed))
     return rows

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from chronicals.attention import choose_backend
 from chronicals.kernels.launch import HAS_TRITON
 
-PACKAGES = (
+_PACKAGES = (
     "chronicals",
     "torch",
     "triton",
@@ -68,7 +68,7 @@ def inspect_machine() -> dict[str, str | int]:
     facts["kernels"] = (
         "Triton" if device.type == "cuda" and HAS_TRITON else "their references in plain torch"
     )
-    return facts | {name: _version(name) or "not installed" for name in PACKAGES}
+    return facts | {name: _version(name) or "not installed" for name in _PACKAGES}
 
 
 def missing_extras() -> dict[str, str]:

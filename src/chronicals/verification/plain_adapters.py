@@ -17,7 +17,7 @@ from chronicals.lora.targets import linear_shape
 from chronicals.models import beside_text, is_within
 
 FEW_TOKENS = 4
-FIRST_TOKEN = 3
+_FIRST_TOKEN = 3
 """Length and token id of a forward pass that shows which layers a class calls."""
 
 
@@ -204,7 +204,7 @@ def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
         for path in {*paths, *owners}
     ]
     device = next(model.parameters()).device
-    model(input_ids=torch.full((1, FEW_TOKENS), FIRST_TOKEN, device=device), use_cache=False)
+    model(input_ids=torch.full((1, FEW_TOKENS), _FIRST_TOKEN, device=device), use_cache=False)
     for hook in hooks:
         hook.remove()
     return {path for path in paths if path not in called and path.rpartition(".")[0] in called}

@@ -22,7 +22,7 @@ from chronicals.lora.targets import linear_shape
 from chronicals.quantization import PackedExperts, packed_experts
 from chronicals.verification.modules import plain_name
 
-ROWS = 1024
+_ROWS = 1024
 """Number of rows of the identity that a layer multiplies at a time."""
 
 AGREES = 0.004
@@ -73,7 +73,7 @@ def dense_weight(path: str, layer: nn.Module) -> Tensor:
     device = next(layer.parameters()).device
     with _without_bias(layer), torch.no_grad():
         weight = (
-            torch.cat([layer(rows).float() for rows in torch.eye(wide, device=device).split(ROWS)])
+            torch.cat([layer(rows).float() for rows in torch.eye(wide, device=device).split(_ROWS)])
             .t()
             .contiguous()
         )
@@ -105,7 +105,7 @@ def _weight_of_gradients(layer: nn.Module) -> Tensor:
     wide, narrow = linear_shape(layer)  # type: ignore[misc]
     parts = []
     with _without_bias(layer), torch.enable_grad():
-        for dy in torch.eye(narrow, device=next(layer.parameters()).device).split(ROWS):
+        for dy in torch.eye(narrow, device=next(layer.parameters()).device).split(_ROWS):
             x = torch.zeros(len(dy), wide, device=dy.device, requires_grad=True)
             parts.append(torch.autograd.grad(layer(x), x, dy)[0].float())
     return torch.cat(parts)

@@ -1,7 +1,7 @@
 """Test every kernel on this machine against its definition in fp64, with random inputs.
 
 The error of a kernel is compared with that of the plain operation in the same dtype. It may be at
-most ``ALLOWED`` times as large, or two roundings of the dtype if that is larger.
+most ``_ALLOWED`` times as large, or two roundings of the dtype if that is larger.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from chronicals.kernels.token_log_probability import token_log_probability_refer
 from chronicals.lora.merged_linear import Merged, merged_linear, merged_linear_reference
 from chronicals.verification.eight_bits import rounded_linear
 
-ALLOWED = 1.5
-LENGTHS = (17, 1, 31)
+_ALLOWED = 1.5
+_LENGTHS = (17, 1, 31)
 DTYPE = torch.bfloat16
 WIDTH = 64
 VOCABULARY = 301
-HEADS = 4
+_HEADS = 4
 
 Function = Callable[..., Tensor]
 
@@ -151,7 +151,7 @@ class _Drawn:
 
     @classmethod
     def of(cls, device: torch.device) -> _Drawn:
-        tokens = sum(LENGTHS)
+        tokens = sum(_LENGTHS)
         targets = torch.randint(0, VOCABULARY, (tokens,), device=device)
         targets[::3] = -100
         angles = torch.rand(tokens, 8, device=device, dtype=torch.float64) * 6
@@ -251,16 +251,16 @@ def _rotations(drawn: _Drawn) -> list[Case]:
         )
 
     def merged(function: Callable[..., tuple[Tensor, ...]]) -> Function:
-        return rope(lambda x, *given: function(x * 1, *given, (HEADS, 2)))
+        return rope(lambda x, *given: function(x * 1, *given, (_HEADS, 2)))
 
     def in_parts(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
         def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-            q, k, v = x.unflatten(1, (-1, 16)).split((HEADS, 2, 2), 1)
+            q, k, v = x.unflatten(1, (-1, 16)).split((_HEADS, 2, 2), 1)
             return *function(q, k, *given), v
 
         return rope(run)
 
-    qk = (random(tokens, HEADS, 16), random(tokens, 2, 16))
+    qk = (random(tokens, _HEADS, 16), random(tokens, 2, 16))
     norms = (random(16), random(16))
     qkv = random(tokens, 8 * 16)
     return [
@@ -277,13 +277,13 @@ def _rotations(drawn: _Drawn) -> list[Case]:
 
 
 def _attention(drawn: _Drawn) -> list[Case]:
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(drawn.device, torch.int32)
+    bounds = torch.tensor([0, *_LENGTHS]).cumsum(0).to(drawn.device, torch.int32)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return document_attention(q, k, v, bounds, max(LENGTHS))
+        return document_attention(q, k, v, bounds, max(_LENGTHS))
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(
+        document = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)).to(
             drawn.device
         )
         seen = (document[:, None] == document[None]).tril()
@@ -296,7 +296,7 @@ def _attention(drawn: _Drawn) -> list[Case]:
             "attention",
             attention,
             plain,
-            tuple(drawn.random(tokens, heads, 16) for heads in (HEADS, 2, 2)),
+            tuple(drawn.random(tokens, heads, 16) for heads in (_HEADS, 2, 2)),
         )
     ]
 
@@ -342,7 +342,7 @@ def _judged(
         for a, b, e in zip(ours, plain, exact, strict=True)
     ]
     rounding = 2 * torch.finfo(dtype).eps
-    passed = all(error <= max(ALLOWED * plain_error, rounding) for error, plain_error in pairs)
+    passed = all(error <= max(_ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
 
@@ -398,7 +398,7 @@ def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
         float((change_of_weight(update, torch.float32) - exact).norm() / exact.norm())
         for update in (fused_adamw_, fused_adamw_reference_)
     )
-    return SelfTest("adamw", runs_as, error, plain_error, error <= ALLOWED * plain_error)
+    return SelfTest("adamw", runs_as, error, plain_error, error <= _ALLOWED * plain_error)
 
 
 def _outputs(function: Function, inputs: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:

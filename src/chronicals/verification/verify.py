@@ -72,9 +72,17 @@ from chronicals.verification.reference import (
 )
 
 FEWEST = 5
-MOST = 20
-PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4", "bitsandbytes", "peft")
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MOST = 20
+_PACKAGES = (
+    "chronicals",
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn-4",
+    "bitsandbytes",
+    "peft",
+)
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN_SCALE = 2.0**12
 """Loss scale of the plain arm in fp16.
 
@@ -220,8 +228,8 @@ def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
     Raises:
         ConfigurationError: the run cannot be compared.
     """
-    if not FEWEST <= steps <= MOST:
-        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
+    if not FEWEST <= steps <= _MOST:
+        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {_MOST}")
     require_one_process("verify")
     objective = build_objective(config)
     if (why := objective.why_not_defined()) is not None:
@@ -474,7 +482,7 @@ class _Comparison:
                 f"steps {self.skipped} were skipped for a gradient that is not finite, and are "
                 "not compared",
             ]
-        eps = torch.finfo(TYPES[self.config.mixed_precision]).eps
+        eps = torch.finfo(_TYPES[self.config.mixed_precision]).eps
         losses = comparison.step_losses(self.losses, self.walk)
         gradients = self.gradients.deviations(max(eps, self.walk))
         beside = None
@@ -572,7 +580,7 @@ def _facts(
     model: Any, config: ChronicalsConfig, device: torch.device, steps: int
 ) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in _PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -32,7 +32,7 @@ PREFIX = "chronicals-"
 DAYS_KEPT = 7
 """Folders of other sources that are older are deleted when a new one is made."""
 
-POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 """Pause between two looks for machine code that another process is making."""
 
 
@@ -91,7 +91,7 @@ class _Cache(FunctionCache):
         try:
             code = super().load_overload(sig, target_context)
             while code is None and precompilation.running(COMPILING_MODULE):
-                time.sleep(POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 code = super().load_overload(sig, target_context)
             return code
         except OSError as error:

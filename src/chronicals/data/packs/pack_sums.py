@@ -11,7 +11,7 @@ from chronicals.data.packs.dealing import Dealing
 from chronicals.data.packs.parts import SPLIT
 from chronicals.data.packs.step_memory import WEIGHT_COLUMN
 
-SUMMED = ("targets", "tokens", "documents", "items", "first_targets")
+_SUMMED = ("targets", "tokens", "documents", "items", "first_targets")
 """Names of the sums; ``first_targets`` are those of the first documents of items."""
 
 
@@ -61,7 +61,7 @@ class PackSums:
             packs: of the step, all ranks.
             slots: positions of the step.
         """
-        counts: dict[str, int | float] = dict(zip(SUMMED, self._sums[packs].sum(0).tolist()))
+        counts: dict[str, int | float] = dict(zip(_SUMMED, self._sums[packs].sum(0).tolist()))
         counts["packs"] = int((packs < len(self._offsets) - 2).sum())
         counts["slots"] = slots
         if self._good is not None:

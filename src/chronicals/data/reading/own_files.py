@@ -25,7 +25,7 @@ RUN_FILES = {
 }
 """Files and folders that a run writes into its folder."""
 
-MODEL_FILES = {
+_MODEL_FILES = {
     "adapter_config.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -67,7 +67,7 @@ def own_files(folder: Path, names: Collection[str]) -> set[str]:
         or {"config.json", "tokenizer_config.json"} <= set(names)
         or ("config.json" in names and weights)
     ):
-        own |= MODEL_FILES.intersection(names)
+        own |= _MODEL_FILES.intersection(names)
     if any(name.endswith(".arrow") or name == "file-digests.json" for name in names):
         own |= {name for name in names if STORE_FILE.fullmatch(name)}
     return own

@@ -16,7 +16,7 @@ from torch import Tensor
 from chronicals.formats.gguf.errors import NotExpressible
 
 GGUF_SUFFIX = ".gguf"
-MODEL_FILES = ("config.json", "adapter_config.json")
+_MODEL_FILES = ("config.json", "adapter_config.json")
 """A folder with one of these holds a model of transformers, whatever GGUF files it has as well."""
 
 PROJECTOR_MARK = "mmproj"
@@ -44,7 +44,7 @@ def gguf_of(name: str | Path) -> Path | None:
     path = Path(os.path.expanduser(name))
     if path.is_file():
         return path if path.suffix == GGUF_SUFFIX else None
-    if not path.is_dir() or any((path / other).exists() for other in MODEL_FILES):
+    if not path.is_dir() or any((path / other).exists() for other in _MODEL_FILES):
         return None
     files = sorted(file for file in path.glob(f"*{GGUF_SUFFIX}") if PROJECTOR_MARK not in file.name)
     if len(files) > 1:

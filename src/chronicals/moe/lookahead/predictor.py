@@ -21,9 +21,9 @@ from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.standard_json import to_json
 
-WEIGHTS = "predictor.safetensors"
+_WEIGHTS = "predictor.safetensors"
 SAID = "predictor.json"
-VERSION = 2
+_VERSION = 2
 PLAIN = Choice()
 
 
@@ -168,13 +168,13 @@ class ExpertPredictor(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: value.cpu().contiguous() for name, value in self.state_dict().items()},
-            folder / WEIGHTS,
+            folder / _WEIGHTS,
         )
         sizes: dict[str, int] = {
             name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")
         }
         shape = dict(zip(("layers", "num_experts", "hidden_size"), self.gates.shape))
-        said = {"version": VERSION, **shape, **sizes, "choice": self.choice.to_dict(), **about}
+        said = {"version": _VERSION, **shape, **sizes, "choice": self.choice.to_dict(), **about}
         (folder / SAID).write_text(to_json(said, indent=1))
 
     @classmethod
@@ -186,15 +186,15 @@ class ExpertPredictor(nn.Module):
         """
         try:
             said = json.loads((folder / SAID).read_text())
-            weights = load_file(folder / WEIGHTS)
+            weights = load_file(folder / _WEIGHTS)
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{folder}: no predictor is there ({error}); make one with chronicals moe "
                 "predict-train"
             ) from None
-        if said.get("version") != VERSION:
+        if said.get("version") != _VERSION:
             raise ValueError(
-                f"{folder / SAID}: version {said.get('version')}, known is {VERSION}; train the "
+                f"{folder / SAID}: version {said.get('version')}, known is {_VERSION}; train the "
                 "heads again"
             )
         sizes = HeadSizes(said["furthest"], said["tokens"], said["rank"])

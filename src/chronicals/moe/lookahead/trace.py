@@ -49,7 +49,7 @@ from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+_VERSION = 2
 INDEX = "trace.json"
 ALWAYS = ("token_ids", "documents", "experts", "weights", "logits")
 OPTIONAL = ("features", "hidden", "embeddings")
@@ -71,7 +71,7 @@ class TraceInfo:
     choice: dict[str, Any] | None = None
     files: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0
-    version: int = VERSION
+    version: int = _VERSION
 
     @classmethod
     def of(cls, model: Any, k: int, features: bool, name: str = "") -> Self:
@@ -203,9 +203,9 @@ class Trace:
                 f"{folder}: no trace is there ({INDEX}: {error}); make one with chronicals moe "
                 "trace"
             ) from None
-        if said.get("version") != VERSION:
+        if said.get("version") != _VERSION:
             raise ValueError(
-                f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}; record it "
+                f"{folder / INDEX}: version {said.get('version')}, known is {_VERSION}; record it "
                 "again"
             )
         self.folder = folder
