@@ -53,7 +53,7 @@ EncodedRows = list[TokenArrays | DataError]
 NamedRows = tuple[Sequence[NormalRow], Sequence[str]]
 """Rows, and the names that errors call them."""
 
-_T = TypeVar("T")
+T = TypeVar("T")
 
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
@@ -455,9 +455,9 @@ def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | Non
     return Shared(letters, False, True) if exact and rest.isascii() else None
 
 
-def _grouped(items: Sequence[_T], letters: Callable[[_T], int]) -> Iterator[list[_T]]:
+def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield the items in order, as many at a time as have ``RENDERED_LETTERS``."""
-    group = list[_T]()
+    group = list[T]()
     total = 0
     for item in items:
         group.append(item)
