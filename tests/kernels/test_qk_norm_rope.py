@@ -478,7 +478,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     broken = mutant(module, *MUTATIONS[name])
-    broken.WARPS_A_PROCESSOR = 4
+    broken.QK_NORM_ROPE_BACKWARD_WARPS = 4
     tokens, width = MANY[device.type]
     cos, sin = (torch.randn(tokens, 12, device=device) for _ in range(2))
     draw = packed_layout(tokens, 3, 2, width, torch.float32, device)

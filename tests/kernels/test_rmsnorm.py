@@ -255,7 +255,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     broken = mutant(MODULE, *MUTATIONS[name])
-    broken.WARPS_A_PROCESSOR = 2
+    broken.RMSNORM_BACKWARD_WARPS = 2
     with pytest.raises(AssertionError):
         compare(
             inputs((ROWS[device.type], 37), torch.float32, device),

@@ -271,7 +271,7 @@ class TestFrozenWeights:
         run_experts_in_fp8(model)
         offload_frozen_experts(model)
         monkeypatch.setattr(
-            sys.modules["chronicals.patching.experts"], "_runs_otherwise", lambda *given: True
+            sys.modules["chronicals.patching.experts"], "_needs_class", lambda *given: True
         )
         assert_same(expected, loss_and_gradients(model, **inputs), 1e-5)
 

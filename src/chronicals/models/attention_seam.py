@@ -104,7 +104,7 @@ class ConfigView:
         return ConfigView(self._config.get_text_config(*args, **kwargs), self._seam)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # copy and pickle read attributes of an instance without state
+        if name == "_config":  # A copy reads attributes before the instance has any state.
             raise AttributeError(name)
         return getattr(self._config, name)
 
@@ -171,7 +171,7 @@ NOT_WHOLE = (
     "call "
     "unpatch_model(model) first"
 )
-"""Error text: a model with generated methods is not pickled, since it could not be unpickled."""
+"""Error text: a model with generated methods is not serialised, since it could not be read back."""
 
 
 @dataclass
