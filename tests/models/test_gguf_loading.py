@@ -83,7 +83,7 @@ def test_layers_have_the_blocks_of_the_file(kind, tmp_path):
     path = gguf_files.write(tmp_path, gguf_files.wide(), kind)
     file = GGUFFile(path)
     model = load_model(path, torch.bfloat16)
-    kinds = {layer.kind for layer in model.modules() if isinstance(layer, LinearGGUF)}
+    kinds = {layer.packed.kind for layer in model.modules() if isinstance(layer, LinearGGUF)}
     assert kinds == {"q8_0": {"Q8_0"}, "q4_0": {"Q4_0"}, "q4_k_m": {"Q4_K", "Q6_K"}}[kind]
     layer = model.get_decoder().layers[1]
     assert equal(layer.mlp.down_proj.weight, file.blocks("blk.1.ffn_down.weight"))
