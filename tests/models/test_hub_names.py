@@ -13,7 +13,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 
 import tiny
 from chronicals.models import load_config, load_tokenizer
-from chronicals.models.hub_names import check_exists
+from chronicals.models.checkpoint_checks import check_exists
 
 httpx = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
 """What this version of the hub's client sends its requests by."""

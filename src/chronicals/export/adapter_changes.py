@@ -27,7 +27,7 @@ from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
-from chronicals.models.lookahead_heads import is_of_head
+from chronicals.models.routed_experts import is_of_head
 
 MAGNITUDE_ROUNDING = 1e-6
 """Ratio of a weight's norm: a change below it is rounding alone, of rows whose norm is already the

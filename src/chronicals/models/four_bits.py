@@ -19,15 +19,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
 from chronicals.models.base_format import BaseFormat
-from chronicals.models.rows import PART
+from chronicals.models.rows import SHARING_RANKS
 from chronicals.quantization import (
     FourBits,
     PackedExperts,
     PackedWeight,
+    format_of_files,
     packed_experts,
     packed_layers,
     packed_modules,
 )
+from chronicals.quantization.bitsandbytes_format import packed_description
+from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
 from chronicals.quantization.experts import can_be_packed, pack_stack
 
 logger = logging.getLogger(__name__)
@@ -230,7 +233,7 @@ def count_values(model: nn.Module) -> int:
     for parameter in model.parameters():
         if id(parameter) not in packed:
             values = 2 if parameter.dtype == torch.uint8 else 1  # two 4-bit codes a byte
-            total += parameter.numel() * getattr(parameter, PART, 1) * values
+            total += parameter.numel() * getattr(parameter, SHARING_RANKS, 1) * values
     return total
 
 
@@ -476,3 +479,36 @@ def _take(
     layer._is_hf_initialized = True  # type: ignore[assignment]
     model.set_submodule(path, layer)
     return layer.weight
+
+
+__all__ = ["describe_packed", "packed_description"]
+
+
+def describe_packed(model: Any) -> None:
+    """Add ``quantization_config`` for packed layers, or remove it if no layer is packed.
+
+    An existing one is kept while any layer is packed. Call this after layers were packed or
+    unpacked, and before ``save_pretrained``.
+
+    Raises:
+        ValueError: layers or experts are in a format that transformers cannot store.
+    """
+    for path, module in packed_modules(model):
+        reason = module.why_not_saved
+        if reason is not None:
+            raise ValueError(
+                f"{module.named_in(path, type(model).__name__)} {reason}; save its adapters, or "
+                "what model.merge_and_unload() returns"
+            )
+    there = getattr(model.config, "quantization_config", None)
+    layers = dict(packed_layers(model))
+    if layers and there is None:
+        first = next(iter(layers.values()))
+        described = first.packed.quantization_config(model, layers.keys())
+        if described is not None:
+            model.config.quantization_config = described
+        return
+    stated = isinstance(there, dict) and format_of_files(there) is not None
+    if stated and not layers and not has_foreign_layers(model):
+        del model.config.quantization_config
+        vars(model).pop("is_quantized", None)

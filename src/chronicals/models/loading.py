@@ -16,7 +16,12 @@ from chronicals.formats.gguf.reader import GGUFFile, gguf_of
 from chronicals.formats.gguf.tokenizer import tokenizer_of
 from chronicals.model_shape import ModelShape
 from chronicals.models.base_format import BaseFormat, OtherBase
-from chronicals.models.completeness import check_whole
+from chronicals.models.checkpoint_checks import (
+    check_exists,
+    check_weights,
+    is_reward_model,
+    why_no_language_model,
+)
 from chronicals.models.four_bits import (
     Take,
     Watch,
@@ -27,9 +32,7 @@ from chronicals.models.four_bits import (
 from chronicals.models.fp8_blocks import METHOD as IN_FP8
 from chronicals.models.fp8_blocks import dequantising
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.hub_names import check_exists
-from chronicals.models.reward_model import is_reward_model, why_no_language_model
-from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
+from chronicals.models.rows import STORED_ROWS, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
 from chronicals.models.towers import read_processors
 from chronicals.quantization import format_of_files
@@ -38,7 +41,7 @@ from chronicals.versions import check_versions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Dtype of the weights by ``mixed_precision``.
 
 For fp16 the weights are fp32, since fp16 would lose small updates.
@@ -274,7 +277,7 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
         raise
     except RuntimeError as error:  # transformers raises it for weights that it cannot convert
         raise ValueError(str(error)) from error
-    check_whole(model, report)
+    check_weights(model, report)
     return model
 
 
@@ -299,7 +302,7 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
         )
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    setattr(model, STORED, StoredRows(folder, model))
+    setattr(model, STORED_ROWS, StoredRows(folder, model))
     read_processors(_named(model, name))
     return model
 
@@ -421,3 +424,13 @@ def input_device(model: Any) -> torch.device:
     """Return the device for token ids: where the embedding is, or where it will be moved."""
     coming: torch.device | None = vars(model).get(RUNS_ON)
     return embedding_table(model).device if coming is None else coming
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
+    """Return name parts of the weights that transformers keeps in fp32 despite ``dtype``."""
+    fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
+    return {
+        part
+        for field in fields
+        for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()
+    }

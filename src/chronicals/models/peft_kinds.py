@@ -63,18 +63,11 @@ def active_adapters(model: Any) -> list[str]:
     """Return the names of the active PEFT adapters in order; empty without PEFT adapters."""
     if hasattr(model, "get_base_model"):
         named = model.active_adapters
-    elif attached_by_transformers(model):
+    elif getattr(model, "_hf_peft_config_loaded", False):  # by transformers' ``add_adapter``
         named = model.active_adapters()
     else:
         return []
     return [named] if isinstance(named, str) else list(named)
-
-
-def attached_by_transformers(model: Any) -> bool:
-    """Return True if PEFT adapters were attached without wrapper, by transformers'
-    ``add_adapter``.
-    """
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unfused_kind(model: Any) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
-from chronicals.models.routed_experts import count_of, is_experts, router_within, without_adapters
+from chronicals.models.routed_experts import count_of, is_experts, outermost_path, router_within
 
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 """Attribute names of the score correction, in a router or next to it."""
@@ -67,7 +67,7 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
         if experts is None:
             continue
         count = count_of(experts)
-        block = without_adapters(path).rpartition(".")[0]
+        block = outermost_path(path).rpartition(".")[0]
         around = layer.get_submodule(block)
         _, router = router_within(around, count, width) or ("", None)
         attention = next(

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.models import times_trained
-from chronicals.models.router_loss import document_of
+from chronicals.models.router_loss import document_at
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Tokens:
             width: tokens of a pack; None if the Batch is one pack.
         """
         places = torch.arange(len(batch), device=batch.cu_seqlens.device)
-        return cls(times_trained(batch), document_of(places, batch.cu_seqlens), width or len(batch))
+        return cls(times_trained(batch), document_at(places, batch.cu_seqlens), width or len(batch))
 
     def before(self, distance: int) -> Tensor:
         """Return fp32 ``[T - distance]``: how often token t counts, or 0 at a document boundary.

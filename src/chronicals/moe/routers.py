@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.models import asks_for_router_loss
-from chronicals.models.lookahead_heads import HEADS, lookahead_heads
 from chronicals.models.routed_experts import (
+    HEADS,
     chosen_experts,
     count_of,
+    lookahead_heads,
+    outermost_path,
+    reading_logits,
     routed_experts,
-    without_adapters,
+    router_logits_of,
+    unrecorded_routers,
 )
-from chronicals.models.router_logits import reading_logits, router_logits_of, unrecorded_routers
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.moe.mixture_parts import mixture_layers
@@ -186,7 +189,7 @@ def untrained_routers(model: Any) -> list[str]:
 
     If any router has a trained parameter, the list is empty.
     """
-    paths = {id(module): without_adapters(path) for path, module in model.named_modules()}
+    paths = {id(module): outermost_path(path) for path, module in model.named_modules()}
     routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
     if any(p.requires_grad for path in routers for p in model.get_submodule(path).parameters()):
         return []
