@@ -14,10 +14,9 @@ from chronicals.batch import IGNORED
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
 from chronicals.models import PresentedModel, quantise_layers, routed_experts, times_trained
 from chronicals.models.routed_experts import called_for_experts
-from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
-from chronicals.moe.routers import check_routers, routing_of
+from chronicals.moe.routers import check_routers, mixture_layers, routing_of
 from chronicals.patching import patch_parts
 from chronicals.patching.experts import BY
 from chronicals.versions import transformers_before

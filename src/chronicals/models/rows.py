@@ -126,7 +126,9 @@ def digest_of_files(name: str | Path) -> str:
             digest.update(file.read(header))
             # A safetensors file: 8 bytes of header length, the header, the tensors.
             for number in range(SAMPLES):
-                file.seek(8 + header + number * max(size - 8 - header - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                file.seek(
+                    8 + header + number * max(size - 8 - header - SAMPLE_BYTES, 0) // (SAMPLES - 1)
+                )
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
