@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.dequantised_experts import DequantisedExperts
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST

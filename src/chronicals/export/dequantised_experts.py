@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.export.additions import Part, parts_in_files
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import StoredTensor
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import stacked_experts

@@ -24,8 +24,8 @@ from chronicals.export.whole import (
     write_beside,
     write_files,
 )
-from chronicals.formats.gguf.errors import NotExpressible
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.gguf.reader import NotExpressible
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import NewTensor, StoredTensor
 from chronicals.kernels.nf4 import SCALE_BLOCK
 from chronicals.models import load_model

@@ -21,7 +21,7 @@ from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
 from chronicals.export.proof import Proof, largest_error
 from chronicals.formats.gguf.reader import gguf_of
-from chronicals.formats.part_names import language_name, reads_images
+from chronicals.formats.tensor_names import language_name, reads_images
 from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, path_without_adapters

@@ -18,7 +18,7 @@ import torch
 
 from chronicals.formats.gguf.configuration import config_of
 from chronicals.formats.gguf.families import family_of
-from chronicals.formats.gguf.reader import GGUFFile, fingerprint
+from chronicals.formats.gguf.reader import GGUFFile, gguf_fingerprint
 from chronicals.formats.gguf.rotation import extra_tensors
 from chronicals.formats.gguf.tensors import RestoredTensors, TensorPiece, pieces_of
 from chronicals.kernels.gguf_blocks import GGUF_KINDS
@@ -76,7 +76,7 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
             if name.removesuffix(".weight") not in layers:
                 model.get_parameter(name).copy_(restored[name])
     _report(file, pieces, layers, dtype)
-    setattr(model, GGUF_FILE, fingerprint(path))
+    setattr(model, GGUF_FILE, gguf_fingerprint(path))
     return model.eval()
 
 

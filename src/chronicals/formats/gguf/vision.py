@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import NotExpressible
 from chronicals.formats.gguf.tensors import TensorPiece
 from chronicals.formats.gguf.writer import add_settings, write_tensors_to
-from chronicals.formats.part_names import reads_images, vision_name
+from chronicals.formats.tensor_names import reads_images, vision_name
 from chronicals.formats.weight_files import StoredTensor
 
 PROJECTOR_TYPES = {"f32": "F32", "f16": "F16"}
