@@ -80,6 +80,7 @@ class AttentionFunctions:
         self.seam = seam
 
     def get_interface(self, name: str, default: Attention) -> Attention:
+        """Return the attention function of ``name`` as the seam replaces it."""
         return self.seam.attend(name, self.own.get_interface(name, default))
 
     def __getitem__(self, name: str) -> Attention:
@@ -101,6 +102,7 @@ class ConfigView:
         self._attn_implementation = seam.name(config._attn_implementation)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
+        """Return a view of the text configuration, with the same seam."""
         return ConfigView(self._config.get_text_config(*args, **kwargs), self._seam)
 
     def __getattr__(self, name: str) -> Any:

@@ -35,6 +35,7 @@ def check_weights(model: Any, report: Mapping[str, Any]) -> None:
     """Check the loading report of ``from_pretrained``; log the weights that the class leaves out.
 
     Args:
+        model: the model that was loaded.
         report: the second result of ``from_pretrained(…, output_loading_info=True)``.
 
     Raises:

@@ -116,6 +116,7 @@ def saved_form(model: Any, weights: Mapping[str, Tensor] | None = None) -> Any:
     The tensors of the classifier share the model's memory.
 
     Args:
+        model: the trained model, with or without a score head.
         weights: tensors to use instead of the model's own, by the names of ``model.state_dict()``.
     """
     score = score_of(model)

@@ -87,6 +87,7 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
     The format is NF4 unless ``form`` says otherwise. Layers are quantised one after the other.
 
     Args:
+        model: a causal language model without adapters on its experts.
         watch: called with each weight of a linear layer; also stored on the model.
         form: the layers to quantise instead, and their formats.
 

@@ -178,7 +178,9 @@ def load_base(
     """Load the base of an adapter into host memory, with the values that it was trained with.
 
     Args:
+        name: a folder, a hub name or a GGUF file.
         dtype: dtype of weights that are not quantised, and of dequantised ones.
+        trust_remote_code: run code that comes with the model.
         form: the formats of the base's layers in training. Layers that the files hold unquantised
             are quantised so as they are read.
 
@@ -313,7 +315,10 @@ def load_replacing(
     """Load a model in 16 bit, replacing each linear layer of the decoder layers as it is read.
 
     Args:
+        name: a folder or a hub name.
+        dtype: dtype of the weights.
         take: returns the replacement of a layer.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ValueError: as in ``load_whole``, or the checkpoint is quantised.

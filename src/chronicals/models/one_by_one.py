@@ -59,6 +59,7 @@ class WithoutMasks(Seam):
     """A seam that keeps the class's own attention, while the model makes no mask for the pack."""
 
     def name(self, name: str) -> str:
+        """Return a name by which transformers makes no mask."""
         return "none"
 
 

@@ -90,6 +90,7 @@ def why_neighbours_matter(config: Any, width: int) -> str:
     exceeds a limit. The documents of a twin are too short to show it.
 
     Args:
+        config: the model's configuration.
         width: most tokens of a document.
     """
     text = config.get_text_config()

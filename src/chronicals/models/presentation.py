@@ -140,9 +140,11 @@ class OverDocuments(Seam):
     """A seam whose attention takes document bounds; no masks are made."""
 
     def attend(self, name: str, own: Attention) -> Attention:
+        """Return document attention, whatever function the configuration names."""
         return _documents_only
 
     def name(self, name: str) -> str:
+        """Return the name of document attention, by which no mask is made."""
         return _ATTENTION
 
 

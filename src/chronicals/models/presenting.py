@@ -134,6 +134,7 @@ def proved_router_loss(model: Any, packed: bool, one_by_one: bool = False) -> Ro
     which is logged as a warning.
 
     Args:
+        model: a causal language model.
         packed: the model takes packed documents.
         one_by_one: its attention runs on one document after the other.
     """

@@ -91,8 +91,7 @@ def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def receiving(called: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A context that yields a list; each call of these modules appends the expert ids of its
-    tokens.
+    """A context that yields a list; each call of these modules appends its tokens' expert ids.
 
     The ids are int64 ``[T, k]``; one outside 0 … E - 1 means no expert. The hooks exist only within
     the context, since other code checks modules for hooks.

@@ -67,6 +67,8 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
     """Write a tokenizer so that ``AutoTokenizer`` reads the same one beside a model.
 
     Args:
+        tokenizer: a tokenizer of transformers.
+        folder: folder that the files are written to.
         config: configuration of the model, which may be saved elsewhere.
 
     Raises:
@@ -116,6 +118,7 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
     Args:
         found: the tokenizer that ``AutoTokenizer`` loaded.
         name: folder or hub name that it was loaded from.
+        trust_remote_code: run code that comes with the tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config

@@ -218,6 +218,7 @@ def build_twin(cls: Any, config: Any) -> Any:
     """Build the twin of ``cls`` in evaluation mode; call within ``plain_surroundings``.
 
     Args:
+        cls: a class of causal language models.
         config: a configuration from ``twin_config``.
 
     Raises:

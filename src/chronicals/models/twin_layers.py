@@ -217,6 +217,7 @@ def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, d
     """Shorten the configuration of a language model to few layers, at least one of every kind.
 
     Args:
+        config: configuration of the text model; changed in place.
         overrides: by layer, the fields that differ in it (``per_layer_config``).
 
     Returns:

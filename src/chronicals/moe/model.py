@@ -65,15 +65,21 @@ class Lookahead(ModelOutput):
 
 @dataclass
 class ChronicalsMoeModelOutput(MoeModelOutputWithPast):
+    """Output of the decoder: that of transformers' mixtures, and predicted router logits."""
+
     lookahead: Lookahead | None = None
 
 
 @dataclass
 class ChronicalsMoeCausalLMOutput(MoeCausalLMOutputWithPast):
+    """Output with a head: that of transformers' mixtures, and predicted router logits."""
+
     lookahead: Lookahead | None = None
 
 
 class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
+    """A layer of attention and a mixture of experts, each behind a norm and beside a residual."""
+
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
         attention = LatentAttention if config.kinds[layer_idx] == FULL else SlidingAttention
@@ -91,6 +97,7 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Map ``[B, S, D]`` to ``[B, S, D]``."""
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(
@@ -109,6 +116,8 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
 
 
 class ChronicalsMoePreTrainedModel(PreTrainedModel):
+    """The properties of the native model that transformers asks for, and its initialisation."""
+
     config: ChronicalsMoeConfig
     config_class = ChronicalsMoeConfig
     base_model_prefix = "model"
@@ -197,10 +206,16 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         """Run the decoder, like transformers' decoders.
 
         Args:
+            input_ids: int64 ``[B, S]``, or None with ``inputs_embeds``.
             attention_mask: ``[B, T]``, or a dictionary of masks by kind of layer.
             position_ids: ``[B, S]``; for packed documents they restart at each document. If None,
                 they are computed from ``cu_seq_lens_q`` (the document bounds) or from the cache.
+            cache: keys and values of earlier tokens, or None.
+            inputs_embeds: ``[B, S, D]`` in place of ``input_ids``.
+            use_cache: make a cache if none is given.
+            past_key_values: the cache, under the name of older versions of transformers.
             output_lookahead: if true, also predict experts.
+            **kwargs: passed on to the layers, such as document bounds.
 
         Raises:
             ValueError: both or neither of ``input_ids`` and ``inputs_embeds`` are given.
@@ -330,9 +345,19 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         """Run the model, like transformers' causal language models.
 
         Args:
+            input_ids: int64 ``[B, S]``, or None with ``inputs_embeds``.
+            attention_mask: as for the decoder.
+            position_ids: as for the decoder.
+            cache: keys and values of earlier tokens, or None.
+            inputs_embeds: ``[B, S, D]`` in place of ``input_ids``.
+            labels: int64 ``[B, S]`` targets of the loss, -100 for none.
+            use_cache: make a cache if none is given.
             output_router_logits: if true, return the router logits, and add the load-balancing loss
                 if ``labels`` are given.
+            logits_to_keep: number of last positions with logits, or their indices; 0 for all.
+            past_key_values: the cache, under the name of older versions of transformers.
             output_lookahead: if true, also predict experts.
+            **kwargs: passed on to the decoder and the loss function.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -384,6 +409,7 @@ def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
     """Return position ids ``[1, S]``.
 
     Args:
+        inputs_embeds: ``[B, S, D]``.
         start: the first position, or document bounds ``[N + 1]``, at each of which positions
             restart.
     """

@@ -71,6 +71,7 @@ class CountedTokens:
         """Build from ``batch``.
 
         Args:
+            batch: T tokens.
             width: tokens of a pack; None if the Batch is one pack.
         """
         places = torch.arange(len(batch), device=batch.cu_seqlens.device)
@@ -129,6 +130,7 @@ def log_scores(logits: Tensor, scores: str) -> Tensor:
     """Return log s ``[..., E]``, in fp32 or wider.
 
     Args:
+        logits: z ``[..., E]``.
         scores: a key of ``SCORES``.
     """
     return SCORES[scores](wide(logits))
@@ -170,6 +172,9 @@ class ExpertLoad:
 
         Args:
             received: expert ids ``[T, k]`` of each layer.
+            experts: E.
+            k: experts per token.
+            tokens: the tokens that count.
         """
         counted_PW = tokens.counted.view(-1, tokens.width).to(torch.float32)
         ids_LTk = known(torch.stack(list(received)), experts)
@@ -197,6 +202,7 @@ def balance_loss(log_s: Tensor, shares_PE: Tensor, tokens: CountedTokens) -> Ten
     Args:
         log_s: ``[T, E]``.
         shares_PE: f of this layer.
+        tokens: the tokens that count.
     """
     counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
     p_PWE = log_s.softmax(-1).unflatten(0, (-1, tokens.width))
@@ -243,7 +249,11 @@ def lookahead_losses(
     Args:
         predicted: z′ ``[..., E]``.
         target: z ``[..., E]``, which gets no gradient.
-        ranking, of_set, margin: a, b and m of the formula.
+        k: experts per token.
+        temperature: T.
+        ranking: a, the factor of the ranking term.
+        of_set: b, the factor of the set term.
+        margin: m.
     """
     predicted = wide(predicted)
     target = wide(target.detach())
@@ -280,6 +290,10 @@ def set_losses(
     Args:
         predicted: z′ ``[..., E]``.
         those: bool ``[..., E]``, S.
+        temperature: T.
+        ranking: a, the factor of the ranking term.
+        of_set: b, the factor of the set term.
+        margin: m.
         among: bool ``[..., E]``, the experts that are compared with S; all by default.
     """
     if among is not None:
@@ -301,7 +315,9 @@ def recalls(predicted: Tensor, target: Tensor, k: int, among: int | None = None)
     """Return the share ``[...]`` of the k chosen experts among the first ``among`` predicted.
 
     Args:
-        predicted, target: z′ and z ``[..., E]``.
+        predicted: z′ ``[..., E]``.
+        target: z ``[..., E]``.
+        k: experts per token.
         among: k by default.
     """
     return (top_k_mask(predicted, among or k) & top_k_mask(target, k)).sum(-1) / k
@@ -313,7 +329,9 @@ def anchor_losses(logits: Tensor, reference: Tensor, scores: str = "softmax") ->
     Only ``logits`` get a gradient.
 
     Args:
-        logits, reference: ``[T, E]``.
+        logits: ``[T, E]``.
+        reference: ``[T, E]``, logits at the start of the run.
+        scores: a key of ``SCORES``.
     """
     log_p, log_r = (log_scores(x, scores).log_softmax(-1) for x in (logits, reference.detach()))
     return (log_p.exp() * (log_p - log_r)).sum(-1)

@@ -268,6 +268,7 @@ def first_tokens(documents: Iterable[Tensor], most: int) -> Batch:
 
     Args:
         documents: int64 ``[n]`` each.
+        most: largest number of tokens.
 
     Raises:
         ValueError: the documents hold no token.

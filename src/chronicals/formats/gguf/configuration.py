@@ -40,6 +40,7 @@ def settings_of(config: Any, family: Family) -> dict[str, Any]:
 
     Args:
         config: of a language model (transformers).
+        family: its family in GGUF.
 
     Raises:
         NotExpressible: GGUF has no form for its rotation.

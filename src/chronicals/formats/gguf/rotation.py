@@ -108,6 +108,7 @@ def rope_parameters(settings: ArchitectureSettings, width: int) -> dict[str, Any
     """Return ``rope_parameters`` of the layers that see all tokens, from a file's settings.
 
     Args:
+        settings: of the file.
         width: elements of a head.
 
     Raises:

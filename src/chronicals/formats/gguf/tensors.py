@@ -75,6 +75,8 @@ def pieces_of(
 
     Args:
         shapes: of the model's tensors, by name.
+        config: of the language model (transformers).
+        family: its family in GGUF.
 
     Raises:
         NotExpressible: the architecture has no place for one.

@@ -47,6 +47,7 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
     """Describe a fast tokenizer in the words of GGUF.
 
     Args:
+        tokenizer: a fast tokenizer of transformers.
         rows: of the embedding: as many tokens are written, unused ones behind the tokenizer's.
         stops: ids at which generation ends.
 

@@ -149,6 +149,7 @@ def vision_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]
     """Return all settings of the file, by their keys.
 
     Args:
+        config: of a model of images and text.
         processor: of ``processor_of``.
 
     Raises:
@@ -177,6 +178,7 @@ def vision_tensors(config: Any, stored: Iterable[StoredTensor]) -> dict[str, Sto
     """Return the tensors that images go through, by the names of its modules below ``model``.
 
     Args:
+        config: of a model of images and text.
         stored: all tensors that are not of the language part.
 
     Raises:
@@ -285,6 +287,9 @@ def write_projector(
     """Write the file.
 
     Args:
+        target: file to write.
+        settings: of ``vision_settings``.
+        pieces: of ``vision_pieces``.
         tensors: of the model, by the names that pieces have for them.
         kind: of ``PROJECTOR_TYPES``.
     """

@@ -189,6 +189,7 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
     """Describe a unigram tokenizer, given as in ``tokenizer.json``, in the words of GGUF.
 
     Args:
+        described: the content of ``tokenizer.json``.
         rows: of the embedding.
 
     Raises:

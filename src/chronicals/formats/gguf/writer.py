@@ -162,7 +162,11 @@ def write_gguf(
     """Write the file; no more than one of its tensors is in memory.
 
     Args:
+        target: file to write.
+        planned: of ``plan_gguf``.
         tensors: of the model, by name.
+        vocabulary: the tokenizer in GGUF's words.
+        kind: of ``WEIGHT_TYPES``.
         about: ``name``, ``license`` and the like, of the model: keys behind ``general``.
     """
     import gguf

@@ -96,6 +96,8 @@ class ExpertPredictor(nn.Module):
         """Create new heads for ``model`` on its device; at first they predict by gate reuse.
 
         Args:
+            model: a mixture-of-experts model.
+            sizes: sizes of the heads.
             choice: the rule by which its routers choose, from ``Choice.found``.
         """
         layers = mixture_layers(model)
@@ -127,6 +129,7 @@ class ExpertPredictor(nn.Module):
         """Predict the logits of layer ``layer`` and the n - 1 after it, ``[..., n, E]``.
 
         Args:
+            layer: index of the layer that predicts.
             features: ``[..., D]``, the normed input of layer ``layer``.
         """
         return self.layer_ahead(layer, features, self.gates.unbind(), self.biases.unbind())
@@ -165,6 +168,7 @@ class ExpertPredictor(nn.Module):
         """Write the heads and ``predictor.json`` to ``folder``.
 
         Args:
+            folder: created if missing.
             about: further entries of ``predictor.json``, such as the training data and the recalls.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,6 +301,7 @@ def hits(predicted: Tensor, experts: Tensor, among: int) -> Tensor:
     Args:
         predicted: ``[T, E]``; the largest are predicted first.
         experts: int64 ``[T, k]``, the chosen experts.
+        among: number of experts that count as predicted.
     """
     first = predicted.topk(among, dim=-1).indices
     return (experts[..., None] == first[..., None, :]).any(-1).float().mean(-1)

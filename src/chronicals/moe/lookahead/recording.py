@@ -101,6 +101,8 @@ def record(
     """Record the routers on each Batch, on the model's device.
 
     Args:
+        model: a mixture, as it takes Batches.
+        batches: on the device of the model.
         features: if true, also record what heads predict from.
 
     Raises:
@@ -185,8 +187,11 @@ def record_data(
     """Run ``record`` on data, in the order in which training packs it; one item per forward pass.
 
     Args:
+        model: a mixture-of-experts model.
+        tokenizer: the model's tokenizer.
         source: data, as ``train`` takes it.
         config: pack width, batch size and data settings.
+        features: record what heads predict from, too.
         tokens: stop after this many tokens; None for all.
 
     Raises:

@@ -76,6 +76,9 @@ class TraceInfo:
         """Describe ``model`` for a new trace.
 
         Args:
+            model: a mixture-of-experts model.
+            k: experts per token.
+            features: the files are to hold features.
             name: folder or name of the model; by default that in its configuration.
         """
         layers = mixture_layers(model)
@@ -163,7 +166,13 @@ def record_trace(
     logged.
 
     Args:
-        source, config, features, tokens: as for ``record_data``.
+        model: a mixture-of-experts model.
+        tokenizer: the model's tokenizer.
+        source: data, as ``train`` takes it.
+        config: pack width, batch size and data settings.
+        folder: folder of the trace.
+        features: record what heads predict from, too.
+        tokens: stop after this many tokens; None for all.
         name: name of the model, as for ``TraceInfo.of``.
 
     Raises:
@@ -250,6 +259,7 @@ class Trace:
         """Check that heads of ``model`` can be trained from this trace.
 
         Args:
+            model: the model that heads are to be trained for.
             weights: the checksum of the model, if known.
 
         Returns:

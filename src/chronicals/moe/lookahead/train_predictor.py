@@ -65,8 +65,15 @@ def train_predictor(
     Only the recording of one forward pass is in memory at a time.
 
     Args:
+        model: a mixture-of-experts model; its weights stay as they are.
+        tokenizer: the model's tokenizer.
+        data: training data, as ``train`` takes it.
         held_out: held-out data; None holds out the first ``held_out_tokens`` of ``data``.
+        config: pack width, batch size and data settings.
+        sizes: sizes of the heads.
+        how: settings of the distillation.
         tokens: largest number of tokens to train on.
+        held_out_tokens: largest number of tokens to measure on.
 
     Raises:
         ValueError: the model is not a known mixture, there is too little data, or the weights of
@@ -124,9 +131,14 @@ def train_from_trace(
     The trace is read one part at a time.
 
     Args:
+        model: the model that was traced.
+        trace: folder of the trace.
         held_out: folder of another trace of the model; None holds out the first parts of ``trace``
             with ``held_out_tokens`` in all.
+        sizes: sizes of the heads.
+        how: settings of the distillation.
         tokens: largest number of tokens to train on, rounded up to whole parts.
+        held_out_tokens: number of tokens to measure on, rounded up to whole parts.
 
     Raises:
         ValueError: a trace is incomplete, is of another model or has no features, or there are too
