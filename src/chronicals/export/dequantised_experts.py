@@ -66,7 +66,7 @@ class DequantisedExperts:
         parts = {}
         kinds = {}
         for path, module in stacked_experts(model).items():
-            kind = form.kind_of_experts(path)
+            kind = form.kind_of(path)
             for own, parameter in module.named_parameters(recurse=False):
                 if kind is not None and parameter.ndim == 3:
                     name = f"{path}.{own}"

@@ -290,8 +290,7 @@ def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
     for path, module in list(packed_modules(model)):
         if module.recipe is None:
             continue
-        named = path_without_adapters(path)
-        kind = form.kind_of(named) or form.kind_of_experts(named)
+        kind = form.kind_of(path_without_adapters(path))
         assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
         kept = module.dtype
         module.dtype = getattr(torch, kind.products)

@@ -111,6 +111,10 @@ class ConfigView:
         return getattr(self._config, name)
 
 
+TABLES = (AttentionInterface, AttentionFunctions)
+"""Classes of tables of attention functions: transformers' own, and our stand-in."""
+
+
 def text_configs(model: Any) -> list[Any]:
     """Return the text configurations that the modules hold; a deep-copied layer holds its own."""
     config = _behind(model.config)
@@ -332,7 +336,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, bool]:
             if isinstance(inspect.getattr_static(cls, n, None), FunctionType)
         ]
     return {
-        name: any(_attends(value) for value in uses.values())
+        name: any(isinstance(value, TABLES) for value in uses.values())
         for name, uses in names.items()
         if uses
     }
@@ -371,13 +375,9 @@ def _uses(function: FunctionType) -> dict[str, Any]:
             inner = [value.__globals__.get(used) for used in names_in(value.__code__)]
         else:
             inner = []
-        if _attends(value) or any(_makes_masks(creator) for creator in (value, *inner)):
+        if isinstance(value, TABLES) or any(_makes_masks(creator) for creator in (value, *inner)):
             uses[name] = value
     return uses
-
-
-def _attends(value: Any) -> bool:
-    return isinstance(value, (AttentionInterface, AttentionFunctions))
 
 
 def _makes_masks(value: Any) -> bool:
@@ -396,7 +396,7 @@ CREATORS = (
 
 
 def _replaced(value: Any, seam: Seam) -> Any:
-    if _attends(value):
+    if isinstance(value, TABLES):
         return AttentionFunctions(value, seam)
     if not _makes_masks(value):
         return _within(value, seam) or value

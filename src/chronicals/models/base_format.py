@@ -72,7 +72,14 @@ class BaseFormat:
             if module.recipe is not None
         }
         ours = bool(layers) or next(packed_modules(inner), None) is not None
-        theirs = None if ours else _described_by_transformers(inner)
+        theirs = None
+        config = getattr(inner.config, "quantization_config", None)
+        if not ours and config is not None and getattr(inner, "is_quantized", False):
+            # transformers quantised the model itself.
+            described = dict(config) if isinstance(config, dict) else dict(config.to_dict())
+            method = described.get("quant_method")
+            theirs = json.loads(json.dumps(described, default=str))
+            theirs["quant_method"] = str(getattr(method, "value", method))
         if not layers and not experts and theirs is None:
             return None
         return cls(layers, experts, by_transformers=theirs)
@@ -117,12 +124,10 @@ class BaseFormat:
         return {**({"in_4_bits": groups} if groups else {}), **theirs}
 
     def kind_of(self, path: str) -> FourBits | None:
-        """Return the format of a linear layer; None if it is not quantised."""
-        return self.usual if self.layers is None else self.layers.get(path)
-
-    def kind_of_experts(self, path: str) -> FourBits | None:
-        """Return the format of stacked experts; None if they are not quantised."""
-        return self.usual if self.experts is None else self.experts.get(path)
+        """Return the format of a linear layer or stacked experts; None if it is not quantised."""
+        if self.layers is None or self.experts is None:
+            return self.usual
+        return self.layers.get(path) or self.experts.get(path)
 
     @property
     def in_8_bits(self) -> bool:
@@ -183,19 +188,6 @@ class BaseFormat:
     def code(self) -> str:
         """Name of the 4-bit codes, such as ``NF4``."""
         return " and ".join(sorted({kind.code.upper() for kind in self.kinds}))
-
-
-def _described_by_transformers(model: Any) -> dict[str, Any] | None:
-    """Return ``quantization_config`` if transformers quantised the model itself, else None."""
-    config = getattr(model.config, "quantization_config", None)
-    if config is None or not getattr(model, "is_quantized", False):
-        return None
-    described = dict(config) if isinstance(config, dict) else dict(config.to_dict())
-    method = described.get("quant_method")
-    return {
-        **json.loads(json.dumps(described, default=str)),
-        "quant_method": str(getattr(method, "value", method)),
-    }
 
 
 def path_without_adapters(path: str) -> str:

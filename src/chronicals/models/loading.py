@@ -141,11 +141,19 @@ def load_model(
         ValueError: it cannot be loaded, or checkpoint and class do not fit; the message says why.
         VersionError: torch or transformers is older than the oldest supported version.
     """
+    from transformers import AutoConfig
+
     check_versions()
     if (file := gguf_of(name)) is not None:
-        return _of_gguf(file, name, dtype, quantization)
+        if quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as "
+                "they are; leave it out "
+                "(--load-in-4bit too)"
+            )
+        return _named(load_gguf(file, dtype), name)
     try:
-        config = _config(name, trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if is_reward_model(config):
             raise ValueError(why_no_language_model(name))
         options: dict[str, Any] = {
@@ -153,13 +161,18 @@ def load_model(
             "trust_remote_code": trust_remote_code,
             "use_safetensors": True,
         }
-        load = load_packed if is_packed(config) else load_whole
+        load: Any = load_whole
+        if is_packed(config):
+            # It registers quantizers with transformers, which other checkpoints do not need.
+            from chronicals.models.packed_loading import load_packed
+
+            load = load_packed
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization, form)
-        elif _quantization(config).get("quant_method") == IN_FP8:
+        elif quantization_of(config).get("quant_method") == IN_FP8:
             options |= dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
-        if _quantization(config).get("quant_method") == IN_FP8:
+        if quantization_of(config).get("quant_method") == IN_FP8:
             # transformers below 5.21 would apply the inverse conversion when the model is saved.
             vars(model).pop("_weight_conversions", None)
     except (OSError, ValueError) as error:
@@ -190,7 +203,7 @@ def load_base(
     """
     read_in = form.dtype or dtype
     described = (
-        {} if gguf_of(name) is not None else _quantization(load_config(name, trust_remote_code))
+        {} if gguf_of(name) is not None else quantization_of(load_config(name, trust_remote_code))
     )
     if described or gguf_of(name) is not None:
         model = load_model(name, read_in, trust_remote_code)
@@ -216,23 +229,13 @@ def _named(model: Any, name: str | Path) -> Any:
     return model
 
 
-def _of_gguf(file: Path, name: str | Path, dtype: torch.dtype, quantization: str | None) -> Any:
-    if quantization is not None:
-        raise ValueError(
-            f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as "
-            "they are; leave it out "
-            "(--load-in-4bit too)"
-        )
-    return _named(load_gguf(file, dtype), name)
-
-
 def is_packed(config: Any) -> bool:
     """Return True if the checkpoint is in a packed format, such as bitsandbytes' 4 bits or MXFP4.
 
     Raises:
         ValueError: it is in bitsandbytes' 8 bits.
     """
-    described = _quantization(config)
+    described = quantization_of(config)
     if described.get("load_in_8bit"):
         raise ValueError(
             "quantization_config has load_in_8bit=True: weights in LLM.int8 cannot be trained "
@@ -242,27 +245,10 @@ def is_packed(config: Any) -> bool:
     return format_of_files(described) is not None
 
 
-def _quantization(config: Any) -> dict[str, Any]:
+def quantization_of(config: Any) -> dict[str, Any]:
+    """Return ``quantization_config`` of a checkpoint's configuration as a dictionary."""
     described = getattr(config, "quantization_config", None) or {}
     return described if isinstance(described, dict) else described.to_dict()
-
-
-def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """Load a checkpoint in a packed format into our packed layers or experts.
-
-    No other quantisation library is needed.
-
-    Raises:
-        ValueError: as in ``load_whole``, or a packed weight is damaged; the message names it.
-    """
-    from chronicals.models.packed_loading import as_ours, settle
-
-    config = _config(name, options.get("trust_remote_code", False))
-    described = _quantization(config)
-    config.quantization_config = as_ours(described)
-    model = load_whole(auto_class, name, config=config, **options)
-    settle(model, described)
-    return model
 
 
 def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
@@ -337,18 +323,12 @@ def load_replacing(
 
 
 def _check_in_16_bit(config: Any, name: str | Path) -> None:
-    if described := _quantization(config):
+    if described := quantization_of(config):
         raise NotByRows(
             f"sharding='weights': the weights of {name} are quantised already "
             f"({described.get('quant_method')}); take the "
             "model in 16 bit, or sharding='optimizer'"
         )
-
-
-def _config(name: str | Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[str]:
@@ -381,7 +361,7 @@ def _quantising(
     Raises:
         ValueError: the weights are quantised already, or bitsandbytes is needed and missing.
     """
-    if described := _quantization(config):
+    if described := quantization_of(config):
         raise ValueError(
             f"quantization={quantization!r}: its weights are quantised already "
             f"({described.get('quant_method')}); leave it out "

@@ -78,12 +78,6 @@ def unfused_kind(model: Any) -> str | None:
     return next((kind for kind in kinds(model) if kind != "LORA"), None)
 
 
-def stays_in_fp32(model: Any) -> bool:
-    """Return True if all PEFT adapters are trained in fp32 over a base of any dtype."""
-    found = kinds(model)
-    return bool(found) and all(kind in IN_TYPES_OF_THEIR_OWN for kind in found)
-
-
 def within_adapters(model: Any) -> Any:
     """Return the model inside PEFT's wrapper if all adapter types are in ``BY_TOKEN``.
 

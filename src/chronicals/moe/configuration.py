@@ -136,8 +136,3 @@ class ChronicalsMoeConfig(PreTrainedConfig):
                     f"{name}={getattr(self, name)}: rotary embeddings turn pairs; take an even "
                     "number"
                 )
-
-    @property
-    def has_lookahead(self) -> bool:
-        """True if the model has heads that predict experts."""
-        return self.lookahead_layers is not None or self.lookahead_tokens > 0

@@ -125,11 +125,6 @@ class Choice:
         # rounded, so that rules which differ by rounding alone tie and the first candidate wins
         return float(torch.stack(share).min()), -round(float(torch.stack(beside).mean()), 3)
 
-    @property
-    def in_order(self) -> bool:
-        """True if the experts with the largest logits are chosen."""
-        return not self.corrected and self.groups == 1
-
     def values(self, logits: Tensor, correction: Tensor | None) -> Tensor:
         """Return the values v that the choice compares, before groups are excluded, ``[..., E]``.
 
@@ -141,7 +136,7 @@ class Choice:
             correction: ``[E]``.
         """
         logits = wide(logits)
-        if self.in_order:
+        if not self.corrected and self.groups == 1:
             return logits
         values = FORMULAS[self.scores](logits)
         if self.corrected:

@@ -48,14 +48,9 @@ class LayerAhead(nn.Module):
         self.down = nn.Parameter(torch.empty(layers * rank, hidden_size))
         self.up = nn.Parameter(torch.zeros(math.prod(self.shape), rank))
         self.bias = nn.Parameter(torch.zeros(math.prod(self.shape)))
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Initialise the heads so that they predict by gate reuse."""
-        self.down.normal_(std=self.down.shape[-1] ** -0.5)
-        self.up.zero_()
-        self.bias.zero_()
+        # Zeros: at first the heads predict by gate reuse.
+        with torch.no_grad():
+            self.down.normal_(std=hidden_size**-0.5)
 
     def distances(self, layer: int) -> int:
         """Return the number of layers whose experts ``layer`` predicts, itself included."""
@@ -101,15 +96,10 @@ class TokenAhead(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(rank))
         self.up = nn.Parameter(torch.empty(tokens * layers * num_experts, rank))
         self.up_bias = nn.Parameter(torch.zeros(tokens * layers * num_experts))
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Initialise the head so that its predictions are almost equal for all experts."""
-        self.down.normal_(std=self.down.shape[-1] ** -0.5)
-        self.up.normal_(std=0.02)
-        self.down_bias.zero_()
-        self.up_bias.zero_()
+        # At first the predictions are almost equal for all experts.
+        with torch.no_grad():
+            self.down.normal_(std=self.down.shape[-1] ** -0.5)
+            self.up.normal_(std=0.02)
 
     def forward(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
         """Predict router logits of the next K tokens, fp32 ``[..., K, L, E]``.
