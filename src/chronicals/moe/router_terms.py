@@ -9,11 +9,11 @@ number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -59,43 +59,38 @@ class RouterTerms:
         received = computed.received
         load = ExpertLoad.of(received, self.routing.experts, self.routing.k, tokens)
         logits = computed.router_logits if self.routing.logits else []
-        found = dict[str, Term]()
+        pairs = tokens.before(1)
 
-        def add(name: str, weight: float, of_layer: Callable[..., Tensor], *layers: Any) -> None:
-            if weight:
-                values = [of_layer(*layer) for layer in zip(*layers, strict=True)]
-                found[f"router/{name}"] = Term(losses.mean(values), weight, PER)
+        def scores_of(z: Tensor) -> Tensor:
+            return losses.log_scores(z, self.routing.scores or "")
 
-        def over_tokens(of_layer: Callable[..., Tensor], ahead: int) -> Callable[..., Tensor]:
-            return lambda *layer: tokens.sum_over_packs(of_layer(*layer), tokens.before(ahead))
-
-        def scored(of_layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            return lambda z, *others: of_layer(
-                losses.log_scores(z, self.routing.scores or ""), *others
-            )
-
-        add(
-            "balance",
-            given.balance,
-            scored(lambda x, f: losses.balance_loss(x, f, tokens)),
-            logits,
-            load.shares_LPE,
-        )
-        add("z", given.z, over_tokens(losses.z_losses, 0), logits)
-        add("temporal", given.temporal, over_tokens(scored(losses.temporal_losses), 1), logits)
-        add(
-            "locality",
-            given.locality,
-            over_tokens(scored(losses.locality_losses), 1),
-            logits,
-            received,
-        )
+        sums = dict[str, list[Tensor]]()
+        if given.balance:
+            sums["balance"] = [
+                losses.balance_loss(scores_of(z), shares_PE, tokens)
+                for z, shares_PE in zip(logits, load.shares_LPE, strict=True)
+            ]
+        if given.z:
+            sums["z"] = [tokens.sum_over_packs(losses.z_losses(z), tokens.counted) for z in logits]
+        if given.temporal:
+            sums["temporal"] = [
+                tokens.sum_over_packs(losses.temporal_losses(scores_of(z)), pairs) for z in logits
+            ]
+        if given.locality:
+            sums["locality"] = [
+                tokens.sum_over_packs(losses.locality_losses(scores_of(z), ids), pairs)
+                for z, ids in zip(logits, received, strict=True)
+            ]
+        found = {
+            f"router/{name}": Term(losses.mean(values), getattr(given, name), PER)
+            for name, values in sums.items()
+        }
         for head in ("layer_ahead", "token_ahead"):
             if getattr(given, head):
                 found |= self._lookahead(head, computed, tokens)
-        entropies = (
-            [scored(losses.entropies)(z.detach()) for z in logits] if self.routing.scores else []
-        )
+        entropies = list[Tensor]()
+        if self.routing.scores:
+            entropies = [losses.entropies(scores_of(z.detach())) for z in logits]
         return {**found, **_metrics(load, entropies, tokens)}
 
     def _lookahead(self, name: str, computed: Computed, tokens: CountedTokens) -> dict[str, Term]:
