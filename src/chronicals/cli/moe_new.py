@@ -33,7 +33,7 @@ def new(
 
     from chronicals.config import ConfigurationError
     from chronicals.models import load_tokenizer
-    from chronicals.models.loading import DTYPES
+    from chronicals.models.loading import WEIGHT_DTYPES
     from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
     if dtype not in DTYPES:
@@ -57,7 +57,7 @@ def new(
     ) as error:  # of a field's type, or of sizes that do not fit each other
         raise ConfigurationError(f"set: {error.__cause__ or error}") from None
     torch.manual_seed(seed)
-    model = ChronicalsMoeForCausalLM(config).to(DTYPES[dtype])
+    model = ChronicalsMoeForCausalLM(config).to(WEIGHT_DTYPES[dtype])
     model.save_pretrained(output)
     words.save_pretrained(output)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -64,7 +64,7 @@ def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
     form = format_of_files(described)
     assert form is not None
     if form.STACK_PARTS:
-        ours = {"quant_method": STACKS_METHOD, "form": form.__name__}
+        ours: dict[str, Any] = {"quant_method": STACKS_METHOD, "form": form.__name__}
     else:
         ours = {
             "quant_method": _METHOD,
