@@ -36,8 +36,8 @@ def new(
     from chronicals.models.loading import WEIGHT_DTYPES
     from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r}: choose {', '.join(DTYPES)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r}: choose {', '.join(WEIGHT_DTYPES)}")
     if output.exists() and any(output.iterdir()):
         raise ConfigurationError(
             f"output={str(output)!r}: holds something already; name another folder"
