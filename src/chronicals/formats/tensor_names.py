@@ -63,7 +63,9 @@ class StoredNames:
 
     def __init__(self, names: Iterable[str] = ()):
         self.names = frozenset(names)
-        self._by_part = {_in_its_part(name): name for name in self.names}
+        self._by_part = {
+            language_name(name) or vision_name(name) or name: name for name in self.names
+        }
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -80,14 +82,10 @@ class StoredNames:
                 if form in self.names:
                     return form
         for name in named:
-            stored = self._by_part.get(_in_its_part(name))
+            stored = self._by_part.get(language_name(name) or vision_name(name) or name)
             if stored is not None:
                 return stored
         return None
-
-
-def _in_its_part(name: str) -> str:
-    return language_name(name) or vision_name(name) or name
 
 
 EXPERT_NAME = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")

@@ -8,6 +8,7 @@ experts) and types without a kernel are dequantised once while loading; the log 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import torch
 
 from chronicals.formats.gguf.configuration import config_of
 from chronicals.formats.gguf.families import family_of
-from chronicals.formats.gguf.reader import GGUFFile, gguf_fingerprint
+from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.formats.gguf.rotation import extra_tensors
 from chronicals.formats.gguf.tensors import RestoredTensors, TensorPiece, pieces_of
 from chronicals.kernels.gguf_blocks import GGUF_KINDS
@@ -76,7 +77,9 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
             if name.removesuffix(".weight") not in layers:
                 model.get_parameter(name).copy_(restored[name])
     _report(file, pieces, layers, dtype)
-    setattr(model, GGUF_FILE, gguf_fingerprint(path))
+    with path.open("rb") as stored:
+        digest = hashlib.file_digest(stored, "sha256").hexdigest()
+    setattr(model, GGUF_FILE, {"file": path.name, "sha256": digest})
     return model.eval()
 
 

@@ -65,7 +65,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if (file := gguf_of(name)) is not None:
+    file = gguf_of(name)
+    if file is not None:
         return tokenizer_of(GGUFFile(file))
     return as_declared(
         _load(AutoTokenizer, "tokenizer", name, trust_remote_code), name, trust_remote_code
@@ -82,7 +83,8 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     check_versions()
-    if (file := gguf_of(name)) is not None:
+    file = gguf_of(name)
+    if file is not None:
         return config_of(GGUFFile(file))
     return _load(AutoConfig, "configuration", name, trust_remote_code)
 
@@ -144,7 +146,8 @@ def load_model(
     from transformers import AutoConfig
 
     check_versions()
-    if (file := gguf_of(name)) is not None:
+    file = gguf_of(name)
+    if file is not None:
         if quantization is not None:
             raise ValueError(
                 f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as "
@@ -213,7 +216,8 @@ def load_base(
         model = load_model(name, read_in, trust_remote_code, "nf4", form=form)
     if form.by_transformers is None and not described.get("load_in_4bit"):
         quantise_layers(model, form=form)  # layers that reading left unquantised
-    if difference := form.difference(BaseFormat.of(model)):
+    difference = form.difference(BaseFormat.of(model))
+    if difference:
         raise OtherBase(
             f"model={str(name)!r}: is another base than the adapter was trained over "
             f"({difference}); give the one that it was "
@@ -323,7 +327,8 @@ def load_replacing(
 
 
 def _check_in_16_bit(config: Any, name: str | Path) -> None:
-    if described := quantization_of(config):
+    described = quantization_of(config)
+    if described:
         raise NotByRows(
             f"sharding='weights': the weights of {name} are quantised already "
             f"({described.get('quant_method')}); take the "
@@ -361,7 +366,8 @@ def _quantising(
     Raises:
         ValueError: the weights are quantised already, or bitsandbytes is needed and missing.
     """
-    if described := quantization_of(config):
+    described = quantization_of(config)
+    if described:
         raise ValueError(
             f"quantization={quantization!r}: its weights are quantised already "
             f"({described.get('quant_method')}); leave it out "

@@ -135,7 +135,8 @@ def read_router_loss(model: Any) -> RouterLoss:
 
     ``proved_router_loss`` checks that the class computes this loss.
     """
-    coefficient = next(value for name in COEFFICIENTS if (value := _own(model, name)))
+    coefficients = [_own(model, name) for name in COEFFICIENTS]
+    coefficient = next(value for value in coefficients if value)
     return RouterLoss(float(coefficient), int(_own(model, "num_experts_per_tok") or 0))
 
 

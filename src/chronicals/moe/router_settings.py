@@ -70,7 +70,8 @@ class RouterSettings:
     @property
     def weights(self) -> dict[str, float]:
         """Coefficients of the losses that are trained, by name."""
-        return {name: weight for name in LOSSES if (weight := getattr(self, name))}
+        weights = {name: getattr(self, name) for name in LOSSES}
+        return {name: weight for name, weight in weights.items() if weight}
 
     @property
     def lookahead(self) -> bool:

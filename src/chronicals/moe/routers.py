@@ -58,9 +58,8 @@ def experts_per_token(model: Any) -> int:
         ValueError: the configuration has no such field.
     """
     config = model.config.get_text_config()
-    found = next(
-        (value for name in K if isinstance(value := getattr(config, name, None), int)), None
-    )
+    values = (getattr(config, name, None) for name in K)
+    found = next((value for value in values if isinstance(value, int)), None)
     if found is None:
         name = type(model).__name__
         raise ValueError(

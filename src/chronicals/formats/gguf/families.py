@@ -166,11 +166,6 @@ def _query_scale(largest: int) -> Callable[[Any], int]:
     return query_pre_attn_scalar
 
 
-def _rotated_layers(config: Any) -> list[int]:
-    """Return 1 for each layer with rotary positions, else 0: SmolLM3 has none in every fourth."""
-    return [int((n + 1) % 4 != 0) for n in range(config.num_hidden_layers)]
-
-
 def _context_within_window(config: Any) -> int:
     window = getattr(config, "sliding_window", None)
     longest = int(config.max_position_embeddings)
@@ -221,6 +216,13 @@ EXPERT_WIDTH = Setting("moe_intermediate_size", "expert_feed_forward_length")
 SILU = {"hidden_act": "silu"}
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 FULL_ATTENTION = {"layer_types": lambda config: ["full_attention"] * config.num_hidden_layers}
+ROTATED_THREE_OF_FOUR = {
+    "no_rope_layers": lambda config: [
+        int((n + 1) % 4 != 0) for n in range(config.num_hidden_layers)
+    ]
+}
+"""1 for each layer with rotary positions, else 0: SmolLM3 has none in every fourth."""
+
 EXPERTS_IN_ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 FAMILIES: dict[str, Family] = {
@@ -322,7 +324,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         "SMOLLM3",
-        implied=SILU | FULL_ATTENTION | {"no_rope_layers": _rotated_layers},
+        implied=SILU | FULL_ATTENTION | ROTATED_THREE_OF_FOUR,
         reorders_heads=True,
     ),
     "olmo2": Family("OLMO2", implied=SILU),

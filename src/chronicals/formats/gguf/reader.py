@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -52,12 +51,6 @@ def gguf_of(name: str | Path) -> Path | None:
             "path of one"
         )
     return files[0] if files else None
-
-
-def gguf_fingerprint(path: Path) -> dict[str, str]:
-    """Return name and SHA-256 of a file, which identify the base of an adapter."""
-    with path.open("rb") as file:
-        return {"file": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 class GGUFFile:

@@ -89,10 +89,12 @@ def pieces_of(
     for name, shape in shapes.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # the file has the embedding alone
-        if single := EXPERT_NAME.fullmatch(name):
+        single = EXPERT_NAME.fullmatch(name)
+        stacked = STACK_NAME.fullmatch(name)
+        if single:
             target = _expert_name(role=single[3], block=int(single[1]))
             experts.setdefault(target, {})[int(single[2])] = name
-        elif stacked := STACK_NAME.fullmatch(name):
+        elif stacked:
             suffix = "bias" if stacked[3] else "weight"
             pieces += _pieces_of_stack(name, shape, int(stacked[1]), stacked[2], suffix, family)
         else:

@@ -216,7 +216,8 @@ def _pieces_of_one(name: str, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
     # A parameter that belongs to no module ends with "_weight", or has no such end.
     match = re.fullmatch(r"(.+?)[._](weight|bias)", name)
     stem, suffix = (match[1], f".{match[2]}") if match else (name, "")
-    if joined := _QKV.fullmatch(stem):
+    joined = _QKV.fullmatch(stem)
+    if joined:
         rows = shape[0] // 3
         for n, role in enumerate(("V_ENC_ATTN_Q", "V_ENC_ATTN_K", "V_ENC_ATTN_V")):
             target = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[role]].format(bid=joined["block"])
@@ -263,7 +264,8 @@ def _target(stem: str) -> str:
         projector = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.V_MMPROJ]
         return str(projector.format(bid=LLAVA_PROJECTOR[stem]))
     for pattern, role in VISION_TENSORS.items():
-        if match := re.fullmatch(pattern, stem):
+        match = re.fullmatch(pattern, stem)
+        if match:
             number = next((n for n in match.groupdict().values() if n is not None), None)
             return str(gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[role]].format(bid=number))
     raise NotExpressible(f"{stem}: has no place in GGUF among what reads images")

@@ -113,7 +113,8 @@ def plan_gguf(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> GG
     require_gguf()
     family = family_of(config)
     pieces = pieces_of({name: stored.shape for name, stored in tensors.items()}, config, family)
-    if missing := {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}:
+    missing = {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}
+    if missing:
         raise NotExpressible(f"{', '.join(sorted(missing))}: no tensor of the model is that")
     if kind in EXPERTS_KINDS and not any(piece.name.endswith(OF_EXPERTS) for piece in pieces):
         raise NotExpressible(f"gguf-{kind}: the model has no experts, whose type that is")

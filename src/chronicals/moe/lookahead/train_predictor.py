@@ -107,7 +107,8 @@ def train_predictor(
     recalls = measure_recalls(
         predictor, recorded(data if held_out is None else held_out, held_out_tokens), k
     )
-    if (after := checksum(model)) != before:
+    after = checksum(model)
+    if after != before:
         raise ValueError(
             f"{type(model).__name__}: its weights changed from {before[:8]} to {after[:8]}, and "
             "they must not"
