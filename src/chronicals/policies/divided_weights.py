@@ -18,7 +18,7 @@ from chronicals.distributed import (
     Mesh,
     can_be_cut,
     divided_among,
-    fingerprint,
+    fingerprint_here,
     frozen_linears,
     gathers_of,
     is_divided,
@@ -237,7 +237,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
         gathers = gathers_of(model)
         if gathers is None:
             # Each rank keeps only its own rows, so a difference would never be noticed.
-            prove_alike(ranks, {"weights": fingerprint(model.parameters())})
+            prove_alike(ranks, {"weights": fingerprint_here(model.parameters())})
             product = PRODUCT_TYPES[config.mixed_precision]
             gathers = shard_frozen(layers, ranks, sharing, device, product)
         reason = shard_embedding(model, gathers.rank, gathers.count, device, gathers.group)

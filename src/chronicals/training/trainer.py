@@ -17,7 +17,7 @@ from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import (
     Mesh,
     RankWatch,
-    fingerprint,
+    fingerprint_here,
     prove_alike,
     shared_settings,
     whole_parts,
@@ -377,7 +377,7 @@ class ChronicalsTrainer:
                 "held-out data": held_out,
                 "order": stream.fingerprint,
             }
-            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
+            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint_here(weights)})
 
     def _own_callbacks(self) -> list[Callback]:
         """Return the callbacks of every run."""
