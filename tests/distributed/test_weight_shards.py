@@ -10,7 +10,7 @@ from chronicals import ChronicalsConfig
 from chronicals.config import ConfigurationError
 from chronicals.distributed.weight_shards import rows_of_rank
 from chronicals.policies import Facts
-from chronicals.policies.weight_copies import ranks_per_copy
+from chronicals.policies.sharding import ranks_per_copy
 
 
 def test_rows_are_cut_as_torch_cuts_chunks():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from chronicals.attention import FLASH
 from chronicals.config import ChronicalsConfig
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Policy, Switch, register
+from chronicals.policies.policy import Course, Decision, Policy, Switch, register_policy
 from chronicals.quantization import packed_words
 
 
@@ -28,13 +28,11 @@ class FusedLoss(Switch):
 
     name = "use_fused_kernels"
     title = "loss without whole logits"
+    runs_as = "from the hidden states"
     matters = True
 
     def why_not(self, facts: Facts) -> str | None:
         return None if facts.head_is_read else "unknown kind of head"
-
-    def words(self, facts: Facts) -> str:
-        return "from the hidden states"
 
 
 class SequencePacking(Switch):
@@ -42,16 +40,14 @@ class SequencePacking(Switch):
 
     name = "use_sequence_packing"
     title = "sequence packing"
+    runs_as = "documents do not affect each other"
     matters = True
 
     def why_not(self, facts: Facts) -> str | None:
         return None if facts.packed else "documents become padded rows"
 
-    def words(self, facts: Facts) -> str:
-        return "documents do not affect each other"
 
-
-class PackedBase(Policy):
+class PackedBaseWeights(Policy):
     """Base weights in a packed format, which the model was loaded with."""
 
     name = "quantization"
@@ -68,7 +64,7 @@ class PackedBase(Policy):
         return Decision(self.name, True, f"{words}, dequantised for each product")
 
 
-register(FlashAttention())
-register(FusedLoss())
-register(SequencePacking())
-register(PackedBase())
+register_policy(FlashAttention())
+register_policy(FusedLoss())
+register_policy(SequencePacking())
+register_policy(PackedBaseWeights())

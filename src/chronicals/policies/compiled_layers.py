@@ -7,7 +7,7 @@ from typing import Any
 from chronicals.memory import decoder_layers
 from chronicals.models import unfused_kind
 from chronicals.policies.facts import ONE_BY_ONE, Facts
-from chronicals.policies.policy import Decision, Stage, Switch, register
+from chronicals.policies.policy import Decision, Stage, Switch, register_policy
 
 
 class CompiledLayers(Switch):
@@ -15,6 +15,7 @@ class CompiledLayers(Switch):
 
     name = "use_torch_compile"
     title = "torch.compile"
+    runs_as = "decoder layers"
     stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
@@ -31,9 +32,6 @@ class CompiledLayers(Switch):
             return "adapters run through PEFT's own modules"
         return None
 
-    def words(self, facts: Facts) -> str:
-        return "decoder layers"
-
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         for layer in decoder_layers(model):
             # One recompilation follows: the number of document bounds becomes dynamic when it
@@ -41,4 +39,4 @@ class CompiledLayers(Switch):
             layer.compile()
 
 
-register(CompiledLayers())
+register_policy(CompiledLayers())

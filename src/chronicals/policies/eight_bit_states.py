@@ -9,8 +9,8 @@ from chronicals.config import ChronicalsConfig
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Load, Policy, Remedy, register
-from chronicals.policies.state_bytes import state_bytes
+from chronicals.policies.needed_memory import state_bytes
+from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
 
 
 class EightBitStates(Policy):
@@ -39,7 +39,7 @@ class EightBitStates(Policy):
             f"and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
         )
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         trained = facts.trained
         states = state_bytes(facts.config, facts.model, trained)
         return replace(load, states=states / max(sum(p.numel() for p in trained), 1))
@@ -57,4 +57,4 @@ class EightBitStates(Policy):
             yield Remedy(other, "states are rounded to 8 bits")
 
 
-register(EightBitStates())
+register_policy(EightBitStates())

@@ -8,10 +8,10 @@ from dataclasses import replace
 from chronicals.config import ChronicalsConfig
 from chronicals.kernels.host_memory import available_memory
 from chronicals.optimizers import buffer_bytes, host_states, states_in_host_memory
-from chronicals.policies.advice import agreeing_switches, leanest_memory
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Load, Policy, Remedy, register
-from chronicals.policies.state_bytes import state_bytes
+from chronicals.policies.memory_check import agreeing_switches, leanest_memory
+from chronicals.policies.needed_memory import state_bytes
+from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
 
 
 class OffloadOptimizerStates(Policy):
@@ -48,7 +48,7 @@ class OffloadOptimizerStates(Policy):
             f"every update{where}"
         )
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with buffers instead of the states that moved to host memory."""
         moved = states_in_host_memory(facts.model)
         away = {id(p) for p in moved}
@@ -64,4 +64,4 @@ class OffloadOptimizerStates(Policy):
         yield Remedy({"memory": memory, **agreeing_switches(config)})
 
 
-register(OffloadOptimizerStates())
+register_policy(OffloadOptimizerStates())

@@ -18,7 +18,7 @@ from chronicals.memory import (
 )
 from chronicals.patching import recompute_norms_and_units
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Policy, Stage, register
+from chronicals.policies.policy import Course, Decision, Policy, Stage, register_policy
 
 CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed; this run may not need it."""
@@ -100,7 +100,7 @@ class RecomputeLayers(Policy):
         return True
 
 
-RECOMPUTE_LAYERS = register(RecomputeLayers())
+RECOMPUTE_LAYERS = register_policy(RecomputeLayers())
 
 
 def forget_recomputation(model: Any) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.policies.exclusions import SHARED_PACKS, why_excluded
-from chronicals.policies.facts import WEIGHTS, Facts
-from chronicals.policies.policy import Course, Decision, Load, Policy, register
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, register_policy
 
 
 class ReduceInBackward(Policy):
@@ -35,7 +35,7 @@ class ReduceInBackward(Policy):
             raise ConfigurationError(f"{self.setting}: {reason}")
         if facts.context > 1:
             return Decision(self.name, False, SHARED_PACKS)
-        if course.sharding.how == WEIGHTS:
+        if course.sharding.how == DIVIDE_WEIGHTS:
             return Decision(self.name, False, "weights are divided, and sums with them")
         if not course.sharding.runs:
             return Decision(self.name, False, course.sharding.reason, matters=asked)
@@ -52,7 +52,7 @@ class ReduceInBackward(Policy):
             words = "the gradients of all weights would not fit beside the rest"
         return Decision(self.name, True, words)
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with gradients that are freed once they were sent."""
         return replace(load, gradient=0)
 
@@ -61,4 +61,4 @@ class ReduceInBackward(Policy):
         return shared or self.asked(config)
 
 
-register(ReduceInBackward())
+register_policy(ReduceInBackward())

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from chronicals.memory import makes_tiles
-from chronicals.memory.tiling import TILE
+from chronicals.memory.recompute import TILE
 from chronicals.patching import has_gated_mlps, tile_mlps
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Load, Policy, Stage, register
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Stage, register_policy
 
 
 class TiledMLP(Policy):
@@ -31,7 +31,7 @@ class TiledMLP(Policy):
             return Decision(self.name, False, "a batch has no more rows than a tile")
         return decision
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with inner activations of one tile, and gradients as fp32 sums."""
         if not makes_tiles(load.step.tokens):
             return load
@@ -41,4 +41,4 @@ class TiledMLP(Policy):
         tile_mlps(model)
 
 
-register(TiledMLP())
+register_policy(TiledMLP())
