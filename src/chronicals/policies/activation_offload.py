@@ -22,6 +22,7 @@ class OffloadActivations(Policy):
     only_time = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that the activations are in host memory anyway, without a card."""
         if facts.on_card:
             return None
         return "activations are in host memory anyway; leave it out"
@@ -31,9 +32,11 @@ class OffloadActivations(Policy):
         return replace(load, step=replace(load.step, offloads=True))
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
+        """Return the context that moves saved tensors of the decoder."""
         return ActivationOffload(model.get_decoder())
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        """Return False for trained weights that are divided, with which it does not run."""
         return ranks == 1 or config.sharding != DIVIDE_WEIGHTS or config.use_lora
 
 

@@ -16,10 +16,12 @@ class FlashAttention(Switch):
     title = "FlashAttention"
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return what a FlashAttention backend needs, if none was chosen."""
         runs = facts.packed and not facts.one_by_one and facts.backend in FLASH
         return None if runs else "needs a card, bf16 or fp16, and packs"
 
     def words(self, facts: Facts) -> str:
+        """Return the name of the backend."""
         return facts.backend
 
 
@@ -32,6 +34,7 @@ class FusedLoss(Switch):
     matters = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that the head is unknown, if hidden states cannot give the loss."""
         return None if facts.head_is_read else "unknown kind of head"
 
 
@@ -44,6 +47,7 @@ class SequencePacking(Switch):
     matters = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that documents are padded, if the model does not take packs."""
         return None if facts.packed else "documents become padded rows"
 
 
@@ -55,9 +59,11 @@ class PackedBaseWeights(Policy):
     before_memory = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether the base is to be quantised."""
         return config.quantization is not None
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide by the weights that the model has, which was loaded before."""
         words = packed_words(facts.model)
         if not words:
             return Decision(self.name, False, "not asked for")

@@ -19,6 +19,7 @@ class CompiledLayers(Switch):
     stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return why layers are not compiled by themselves; None if they can be."""
         model = facts.model
         if not (facts.on_card and facts.packed):
             return "only packs on a card are compiled for"
@@ -33,6 +34,7 @@ class CompiledLayers(Switch):
         return None
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Compile each decoder layer by itself, at its first call."""
         for layer in decoder_layers(model):
             # One recompilation follows: the number of document bounds becomes dynamic when it
             # first changes.

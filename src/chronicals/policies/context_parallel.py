@@ -59,6 +59,7 @@ class ContextParallel(Policy):
     before_memory = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether several processes share a pack."""
         return config.context_parallel > 1
 
     def why_not(self, facts: Facts) -> str | None:
@@ -81,6 +82,7 @@ class ContextParallel(Policy):
         return undivided and f"{undivided}; context_heads=1 divides none"
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide by the number of processes that share a pack, once the model is checked."""
         self.check(facts)
         if facts.context == 1:
             return Decision(self.name, False, "not asked for")

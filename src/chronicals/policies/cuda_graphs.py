@@ -20,6 +20,7 @@ class CudaGraphs(Switch):
     runs_as = "micro-step and update are replayed"
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return what would ask the host within a step; None if nothing does."""
         by_gloo = facts.divides_weights and dist.is_initialized() and dist.get_backend() != "nccl"
         if not facts.on_card:
             return "not on a card"

@@ -21,9 +21,11 @@ class EightBitStates(Policy):
     setting = "use_8bit_optimizer=True cannot be honoured here"
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether ``use_8bit_optimizer`` is set."""
         return config.use_8bit_optimizer
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that no trained matrix is large enough, if so."""
         if not facts.trained or any(p.numel() for p in moments_in_8_bits(facts.model)):
             return None
         return (
@@ -32,6 +34,7 @@ class EightBitStates(Policy):
         )
 
     def words(self, facts: Facts) -> str:
+        """Return the share of the trained weights whose moments are in 8 bits."""
         trained = sum(p.numel() for p in facts.trained)
         share = sum(p.numel() for p in moments_in_8_bits(facts.model)) / max(trained, 1)
         return (
@@ -40,6 +43,7 @@ class EightBitStates(Policy):
         )
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` with the mean bytes of states, of which some are in 8 bits."""
         trained = facts.trained
         states = state_bytes(facts.config, facts.model, trained)
         return replace(load, states=states / max(sum(p.numel() for p in trained), 1))

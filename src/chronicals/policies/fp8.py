@@ -33,9 +33,11 @@ class ProductsInFP8(Policy):
     stage = Stage.WEIGHTS
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether ``use_fp8`` is set."""
         return config.use_fp8
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return what the card, the number of tokens or the model lacks for FP8."""
         lacks = lacks_fp8(input_device(facts.model))
         if lacks:
             return f"{lacks}; leave it out"

@@ -25,6 +25,7 @@ class OffloadFrozenWeights(Policy):
     stage = Stage.WEIGHTS
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` without the 16-bit weights that have FP8 copies."""
         return replace(load, frozen=FP8InHost.bytes_a_value(load.step.element))
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:

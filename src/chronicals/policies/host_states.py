@@ -22,6 +22,7 @@ class OffloadOptimizerStates(Policy):
     setting = "memory=['offload_optimizer_states']"
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that no states are large enough, or that host memory is too small."""
         moved = states_in_host_memory(facts.model)
         if any(p.numel() for p in facts.trained) and not moved:
             return (
@@ -39,6 +40,7 @@ class OffloadOptimizerStates(Policy):
         )
 
     def words(self, facts: Facts) -> str:
+        """Return the share of the weights, and the bytes that come and go."""
         moved = states_in_host_memory(facts.model)
         share = sum(p.numel() for p in moved) / max(sum(p.numel() for p in facts.trained), 1)
         size = state_bytes(facts.config, facts.model, moved) / 2**30
@@ -58,6 +60,7 @@ class OffloadOptimizerStates(Policy):
         return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1))
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield all that costs only time together with this policy."""
         if config.use_lora or self.asked(config):
             return
         memory = sorted(leanest_memory(config, ranks) | {self.name})

@@ -19,6 +19,7 @@ class ReduceInBackward(Policy):
     only_time = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that packs are shared, or that no states are divided, if so."""
         if facts.context > 1:
             return (
                 "sums wait for processes that wait for heads, with "
@@ -29,6 +30,7 @@ class ReduceInBackward(Policy):
         return None
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide by the sharding, by what runs beside it, and by the memory that is needed."""
         asked = self.asked(facts.config)
         reason = self.why_not(facts)
         if asked and reason:
@@ -57,6 +59,7 @@ class ReduceInBackward(Policy):
         return replace(load, gradient=0)
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        """Return whether states are divided and no packs are shared."""
         shared = ranks > 1 and config.sharding == "optimizer" and config.context_parallel == 1
         return shared or self.asked(config)
 

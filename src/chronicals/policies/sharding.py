@@ -40,6 +40,7 @@ class Sharding(Policy):
     shares = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether the optimizer states or the weights may be divided."""
         return config.sharding != "none"
 
     def decide(self, facts: Facts, course: Course) -> Decision:
@@ -131,6 +132,7 @@ class Sharding(Policy):
             stay_gathered(decoder_layers(model), decision.stay)
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield divided weights, if several processes have whole ones."""
         if ranks > 1 and config.sharding != DIVIDE_WEIGHTS:
             yield Remedy({"sharding": DIVIDE_WEIGHTS})
 

@@ -21,11 +21,13 @@ class TiledMLP(Policy):
     stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that the model has no gated MLPs, if so."""
         if has_gated_mlps(facts.model):
             return None
         return f"needs gated MLPs, {type(facts.model).__name__} has none; leave it out"
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide as for any policy, but only for batches of more rows than a tile."""
         decision = super().decide(facts, course)
         if decision.runs and not makes_tiles(facts.tokens):
             return Decision(self.name, False, "a batch has no more rows than a tile")
@@ -38,6 +40,7 @@ class TiledMLP(Policy):
         return replace(load, step=replace(load.step, tile=TILE), gradient=4)
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Compute every gated MLP in tiles."""
         tile_mlps(model)
 
 

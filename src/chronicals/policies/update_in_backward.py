@@ -17,6 +17,7 @@ class UpdateInBackward(Policy):
     setting = "memory=['optimizer_in_backward']"
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` without gradients, which are freed once they were used."""
         return replace(load, gradient=0)
 
 
