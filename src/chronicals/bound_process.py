@@ -1,8 +1,9 @@
 """Processes that end with the process that started them, however that one ends.
 
-It may end by an error, by SIGKILL, or out of memory. Between them is a pipe whose write end only the parent holds. The system closes it when the parent
-ends, and a guard at the other end then kills the command and all processes that it started. The
-guard is this file as a program of its own, a bare interpreter,
+It may end by an error, by SIGKILL, or out of memory. Between them is a pipe whose write end only
+the parent holds. The system closes it when the parent ends, and a guard at the other end then kills
+the command and all processes that it started. The guard is this file as a program of its own, a
+bare interpreter,
 
     python bound_process.py READ_END COMMAND [ARGUMENT ...]
 
