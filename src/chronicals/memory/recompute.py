@@ -12,11 +12,13 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -180,6 +182,23 @@ def _source_draws(name: str) -> bool:
         return bool(DRAWS.search(inspect.getsource(sys.modules[name])))
     except (OSError, TypeError):
         return True
+
+
+@contextmanager
+def checkpoints_end_with_errors() -> Iterator[None]:
+    """Context manager under which a failed forward leaves nothing of torch's checkpoints behind.
+
+    torch 2.11 takes back the hooks of a checkpoint on saved tensors only when its frame is
+    collected. Whoever keeps the error, as a notebook does, keeps the frame, and every graph that is
+    made afterwards would save its tensors through the failed layer.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frame.clear()
+        raise
 
 
 TILE = 4096
