@@ -24,7 +24,7 @@ from chronicals.data import (
     open_held_out,
     open_store,
 )
-from chronicals.data.making import chunks
+from chronicals.data.reading import records
 from chronicals.data.reading.gate import EXAMPLES, RULES
 from chronicals.data.tokens.chat_template import TemplateError
 from data.planted_faults import (
@@ -407,9 +407,9 @@ def test_texts_in_a_list_are_of_the_wrong_type(tmp_path):
 
 
 def test_given_ids_count_towards_a_chunk(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_LETTERS", 1000)
+    monkeypatch.setattr(records, "CHUNK_LETTERS", 1000)
     rows = [(f"row {n}", {"input_ids": list(range(1, 51))}) for n in range(100)]
-    assert [len(chunk.records) for chunk in chunks.chunks_of(rows)] == [20] * 5
+    assert [len(chunk.records) for chunk in records.chunks_of(rows)] == [20] * 5
 
 
 @pytest.mark.parametrize("label", [True, False])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data.kinds.json_fields import (
+from chronicals.data.kinds.messages import (
     conversation_or_text,
     refuse_printed_messages,
     with_conversations,

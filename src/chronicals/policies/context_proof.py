@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ConfigurationError
-from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
 from chronicals.data.packs.parts import SPLIT
 from chronicals.distributed import WAITING, Mesh
 from chronicals.models import PresentedModel, embedding_table, in_evaluation
@@ -54,7 +54,7 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
         _documents(presented, lengths)
         for lengths in ((first, second), (second, first), (first, second, rest))
     )
-    rows = share_of(more.cu_seqlens.numpy(), shared, context).rows
+    rows = rank_share(more.cu_seqlens.numpy(), shared, context).rows
     with in_evaluation(model), WAITING.within():
         expected, swapped, found = (
             presented.as_forward(partial(presented.hidden_states, batch.to(device)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import (
     Mesh,
@@ -210,7 +210,7 @@ class ChronicalsTrainer:
         for store in (train_store, eval_store):
             if store is not None:
                 check_dealt(store, self.objective, self.config)
-        plan = plan_of(train_store, self.config)
+        plan = plan_epoch(train_store, self.config)
         with (
             self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),

@@ -34,7 +34,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
-from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import ModelShape, check_positions, embedding_table
@@ -189,7 +189,7 @@ def verify(
     embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
-    plan = plan_of(store, config)
+    plan = plan_epoch(store, config)
     config = with_token_ids(
         fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer
     )

@@ -1,27 +1,139 @@
 """Messages of conversations: several dialects in, one form out.
 
 Dialects are OpenAI's messages, ShareGPT's ``from`` and ``value``, content in parts, tool calls with
-their arguments as JSON text, and null for a field that a message lacks.
+their arguments as JSON text, and null for a field that a message lacks. Tables hold messages, tools
+and answers as JSON text.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
-from chronicals.data.kinds.json_fields import (
-    MESSAGE_CONTENT_FIELDS,
-    MESSAGE_ROLE_FIELDS,
-    parsed_json,
-    read_json,
-)
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.plain_values import is_filled, is_missing, is_null, is_object, items_of
-from chronicals.data.reading.records import Record
-from chronicals.data.reading.row_fields import MEDIA_FIELDS
+from chronicals.data.reading.plain_values import (
+    is_filled,
+    is_missing,
+    is_null,
+    is_object,
+    list_items,
+    plain,
+)
+from chronicals.data.reading.records import MEDIA_FIELDS, RowRecord
+
+TEXT_OR_MESSAGES = ("prompt", "completion", "response", "chosen", "rejected")
+"""Fields that hold a text, or messages, which some write as JSON text."""
+
+MESSAGE_ROLE_FIELDS = ("role", "from")
+MESSAGE_CONTENT_FIELDS = ("content", "value")
+"""Fields of a message, in the order in which they are read: who speaks, and what is said."""
+
+_JSON_OBJECT = re.compile(r"[ \t\n\r]*(?:\[[ \t\n\r]*)?\{")
+"""Beginning of a JSON object, or of a list of them."""
+
+_PRINTED_MESSAGE = re.compile(
+    r"\s*(?:\[\s*\{\s*'(?:role|from|content|value)'\s*:"
+    r"|\{\s*'(?:role|from)'\s*:\s*'\w+'\s*,\s*'(?:content|value)'\s*:)"
+)
+"""Beginning of a message, or of a list of them, as Python prints it."""
+
+
+def with_conversations(record: RowRecord) -> RowRecord:
+    """Return the row with messages in the fields ``TEXT_OR_MESSAGES`` that hold them as JSON text.
+
+    Other texts stay as they are.
+    """
+    if not is_object(record):
+        return record
+    conversations = {}
+    for name in TEXT_OR_MESSAGES:
+        text = record.get(name)
+        if isinstance(text, str):
+            messages = conversation_or_text(text)
+            if messages is not text:
+                conversations[name] = messages
+    return {**record, **conversations} if conversations else record
+
+
+def conversation_or_text(text: str) -> list[Any] | str:
+    """Return the messages that a JSON text holds (one as a list of one), else the text itself."""
+    messages = parsed_json(text) if _JSON_OBJECT.match(text) else None
+    if isinstance(messages, dict):
+        messages = [messages]
+    if not isinstance(messages, list) or not messages:
+        return text
+    for message in messages:
+        fields = message.keys() if isinstance(message, dict) else ()
+        speaks = any(name in fields for name in MESSAGE_ROLE_FIELDS)
+        says = any(name in fields for name in (*MESSAGE_CONTENT_FIELDS, "tool_calls"))
+        if not (speaks and says):
+            return text
+    return messages
+
+
+def conversation_in(value: Any, name: str, where: str) -> Any:
+    """Return the value of a field of messages, read if it is JSON text.
+
+    Raises:
+        DataError: it begins like a JSON list and is none.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return read_json(value, name, where)
+    return value
+
+
+def json_list(text: str) -> list[Any] | None:
+    """Return the list that a JSON text holds; None for any other text."""
+    value = parsed_json(text)
+    return value if isinstance(value, list) else None
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_json(value: Any, name: str, where: str) -> Any:
+    """Return ``value``, read if it is JSON text.
+
+    Args:
+        name: of the field, for errors.
+
+    Raises:
+        DataError: it is text, but not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return plain(json.loads(value))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
+
+
+def refuse_printed_messages(record: RowRecord, where: str) -> None:
+    """Refuse a text that is a list of messages as Python prints it: it would be trained as text.
+
+    Raises:
+        DataError: a field holds such a text.
+    """
+    if not is_object(record):
+        return
+    for name in TEXT_OR_MESSAGES:
+        text = record.get(name)
+        if isinstance(text, str) and _PRINTED_MESSAGE.match(text):
+            raise DataError(
+                f"{where}: {name} holds messages as Python prints them; write JSON, "
+                "json.dumps(messages) in a table, or JSON lines",
+                "wrong_type",
+            )
+
 
 Message = dict[str, Any]
 
@@ -70,7 +182,7 @@ def normal_messages(messages: Any, name: str, where: str) -> list[Message]:
     Raises:
         DataError: a message lacks a field, or a field is of the wrong type.
     """
-    listed = items_of(messages)
+    listed = list_items(messages)
     if listed is None:
         raise DataError(
             f"{where}: {name} must be a list of messages, this is {type(messages).__name__}",
@@ -161,7 +273,7 @@ def _joined_text(content: Any, where: str) -> str:
     """Return a content as one text; its parts of text are joined."""
     if isinstance(content, str):
         return content
-    parts = items_of(content)
+    parts = list_items(content)
     if parts is None:
         raise DataError(
             f"{where}: content must be text or a list of parts, this is {type(content).__name__}",
@@ -193,7 +305,7 @@ def _normal_calls(calls: Any, where: str) -> list[dict]:
 
     Each is ``{"type": "function", "function": {"name", "arguments": object}}``.
     """
-    calls = items_of(calls)
+    calls = list_items(calls)
     if calls is None or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{where}: tool_calls must be a list of objects", "wrong_type")
     normal = []
@@ -227,7 +339,7 @@ def _normal_calls(calls: Any, where: str) -> list[dict]:
     return normal
 
 
-def refuse_media(fields: Record, where: str) -> None:
+def refuse_media(fields: RowRecord, where: str) -> None:
     """Refuse a row or a message with a field of pictures, video or sound.
 
     Raises:
@@ -283,11 +395,11 @@ def conversation_oddities(messages: Sequence[Message]) -> list[str]:
     return rules
 
 
-def as_list(value: Any) -> Any:
+def listed_messages(value: Any) -> Any:
     """Return a message by itself as a list of one, arrays and tuples as lists, else ``value``."""
     if is_object(value):
         return [value]
-    items = items_of(value)
+    items = list_items(value)
     return value if items is None else items
 
 
@@ -312,7 +424,7 @@ def _words_of(message: Any) -> Any:
     words = message.get("value") if is_null(message.get("content")) else message["content"]
     if is_missing(words):
         return ""
-    parts = items_of(words) or ()
+    parts = list_items(words) or ()
     if parts and all(is_object(part) and isinstance(part.get("text"), str) for part in parts):
         words = "".join(part["text"] for part in parts)
     return words.strip() if isinstance(words, str) else words
@@ -324,7 +436,7 @@ def _calls_of(message: Any) -> list[Any]:
     if isinstance(calls, str):
         calls = parsed_json(calls)
     comparable_calls = list[Any]()
-    for call in items_of(as_list(calls)) or ():
+    for call in list_items(listed_messages(calls)) or ():
         function = call.get("function", call) if is_object(call) else call
         if is_object(function):
             arguments = function.get("arguments")

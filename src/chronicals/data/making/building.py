@@ -23,17 +23,16 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.config import ConfigurationError, Overlong
-from chronicals.data.kinds.judged_answers import JUDGED, ROWS_LOOKED_BACK
+from chronicals.data.kinds.preferences import JUDGED, ROWS_LOOKED_BACK
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
-from chronicals.data.making.chunks import Chunk, chunks_of
 from chronicals.data.making.documents import UNJUDGED
 from chronicals.data.making.encoding import ChunkEncoder, Encoded
 from chronicals.data.making.processes import TokenizingProcesses
 from chronicals.data.making.store import ITEM_COLUMNS, STORE_SCHEMA, TokenStore
 from chronicals.data.reading.gate import EXAMPLES, DataError, DataReport
-from chronicals.data.reading.records import Unparsed
+from chronicals.data.reading.records import Chunk, Unparsed, chunks_of
 from chronicals.data.reading.sources import (
-    Source,
+    RowSource,
     bytes_to_read,
     file_digests,
     read_unparsed,
@@ -55,7 +54,7 @@ QUIET_MINUTES = 30
 
 
 def build_store(
-    source: Source,
+    source: RowSource,
     tokenizer: Tokenizer,
     max_seq_length: int,
     cache_dir: Path | None = None,

@@ -2,6 +2,12 @@
 
 Shapes: T tokens of N documents together; document n holds the positions ``offsets[n]`` to
 ``offsets[n + 1]``.
+
+Answers of an item share its prompt, which is in a pack once, as the item's last document. An item
+of several answers to one prompt, p y₀, p y₁ …, becomes the documents z y₀, z y₁ … and x. Here z is
+the last token of the prompt p, whose prediction differs from answer to answer, and x is what comes
+before it. A document's ``shared`` says how many tokens of x stand before it: it attends to them,
+and its positions go on from theirs.
 """
 
 from __future__ import annotations
@@ -71,7 +77,7 @@ class DocumentPiece(NamedTuple):
         ids: int32 ``[tokens]``.
         trained: uint8 ``[tokens]``, 1 if the token is trained.
         shared: tokens of the item's shared prompt before it; -1 for that prompt
-            (``shared_prompts.py``).
+            (see above).
         label: the row's judgement of its answer: 1 good, 0 bad, -1 none.
     """
 
@@ -228,7 +234,7 @@ class FlatDocuments:
             report.note(rule, int(row))
 
 
-def fit(
+def fit_item(
     item: list[DocumentPiece], width: int, overlong: Overlong, report: DataReport
 ) -> list[DocumentPiece]:
     """Return a row's item in at most ``width`` tokens; what was done is counted.
@@ -279,7 +285,7 @@ def _judged_first(item: list[DocumentPiece], width: int, report: DataReport) -> 
     """Return a judged answer whole, and as much of the answer to another prompt as fits.
 
     The other one keeps a target at least. If there is no room for that, the judged answer stands by
-    itself, behind its prompt; if that is too long by itself, ``fit`` cuts the item.
+    itself, behind its prompt; if that is too long by itself, ``fit_item`` cuts the item.
     """
     other = next(piece for piece in item if piece.side == MISMATCHED_SIDE)
     up_to_target = int(np.argmax(other.trained[1:])) + 2
@@ -323,3 +329,49 @@ def _splitmix(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+SHARED_COLUMN = "shared"
+"""Column of the tokens of the item's last document that stand before this one, 0 for none.
+
+That last document has ``IS_SHARED`` here.
+"""
+
+IS_SHARED = -1
+
+MIN_SHARED_TOKENS = 16
+"""Shorter prompts are not shared: a further document costs attention a tile of rows."""
+
+
+def share_prompt(item: list[DocumentPiece]) -> list[DocumentPiece]:
+    """Return an item with the tokens that all begin with as a document of its own behind them.
+
+    These tokens are not trained in any of the documents. Returns the item unchanged if there are
+    too few of them.
+    """
+    first, *others = (piece.ids for piece in item)
+    if not others:
+        return item
+    common = min(_common_tokens(first, other) for other in others)
+    untrained = min(
+        int(np.argmax(piece.trained)) if piece.trained.any() else len(piece.ids) for piece in item
+    )
+    # The token before the first that differs or is trained predicts it, so each answer needs it.
+    shared = min(common, untrained) - 1
+    if shared < MIN_SHARED_TOKENS:
+        return item
+    sides = [
+        piece._replace(ids=piece.ids[shared:], trained=piece.trained[shared:], shared=shared)
+        for piece in item
+    ]
+    prompt = item[0]._replace(
+        side=len(item), ids=first[:shared], trained=item[0].trained[:shared], shared=IS_SHARED
+    )
+    return [*sides, prompt]
+
+
+def _common_tokens(left: np.ndarray, right: np.ndarray) -> int:
+    """Return the number of tokens that both begin with."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(np.argmax(differs)) if differs.any() else length

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from chronicals.config import Overlong
-from chronicals.data.kinds.judged_answers import nearest_other_prompts
+from chronicals.data.kinds.preferences import nearest_other_prompts
 from chronicals.data.kinds.rows import ROW_KINDS, NormalRow
-from chronicals.data.making.chunks import CHUNK_ROWS, Chunk
 from chronicals.data.making.documents import (
     MISMATCHED_SIDE,
     UNJUDGED,
@@ -24,12 +23,13 @@ from chronicals.data.making.documents import (
     FlatDocuments,
     Marks,
     are_identical,
-    fit,
+    fit_item,
+    share_prompt,
 )
 from chronicals.data.making.recognition import RecognisedChunk, Recogniser
-from chronicals.data.making.shared_prompts import share_prompt
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.ledger import UNRECOGNISED
+from chronicals.data.reading.records import CHUNK_ROWS, Chunk
 from chronicals.data.tokens.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.tokens.template import Tokenizer
 
@@ -188,7 +188,7 @@ class ChunkEncoder:
         row = item[0].row
         whole = kind != "text" and self.tokenizer.train_on == "answers"
         overlong = self.overlong or ("cut" if whole else "split")
-        fitted = fit(share_prompt(item), self.width, overlong, recognised.report)
+        fitted = fit_item(share_prompt(item), self.width, overlong, recognised.report)
         if not fitted:
             recognised.left_out[row] = "dropped_row" if overlong == "drop" else "masked_by_cut"
         if len(item) > 1 and item[0].label == UNJUDGED and are_identical(fitted):

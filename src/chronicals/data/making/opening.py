@@ -18,14 +18,14 @@ from chronicals.data.making.building import build_store
 from chronicals.data.making.store import TokenStore
 from chronicals.data.reading.gate import DataReport, check_shares
 from chronicals.data.reading.ledger import Ledger
-from chronicals.data.reading.sources import Source
+from chronicals.data.reading.sources import RowSource
 from chronicals.data.tokens.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 def open_store(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     config: ChronicalsConfig,
     name: str | None = None,
@@ -65,7 +65,7 @@ def open_store(
 
 
 def open_divided(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     config: ChronicalsConfig,
     name: str | None = None,
@@ -127,12 +127,12 @@ def open_held_out(
     )
 
 
-def _name_of(source: Source) -> str:
+def _name_of(source: RowSource) -> str:
     return str(source) if isinstance(source, (str, Path)) else "dataset"
 
 
 def _tokenised(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     config: ChronicalsConfig,
     builder: bool,

@@ -32,17 +32,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from chronicals.data.making.chunks import Chunk
 from chronicals.data.making.encoding import ChunkEncoder, Encoded
-from chronicals.data.making.frames import (
+from chronicals.data.making.worker import (
+    WORKER_SETTINGS,
     Frame,
     encoded_of_frame,
     frame_of_chunk,
     read_frame,
     write_frame,
 )
-from chronicals.data.making.worker import WORKER_SETTINGS
-from chronicals.data.tokens.batch_encoding import is_plain
+from chronicals.data.reading.records import Chunk
+from chronicals.data.tokens.batch_encoding import calls_rust_only
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,11 @@ class TokenizingProcesses:
         inner = tokenizer.tokenizer
         kind = type(inner)
         changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
-        if getattr(transformers, kind.__name__, None) is not kind or not is_plain(inner) or changed:
+        if (
+            getattr(transformers, kind.__name__, None) is not kind
+            or not calls_rust_only(inner)
+            or changed
+        ):
             raise TypeError(
                 f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
                 "would read it"

@@ -96,10 +96,10 @@ class Dealing:
             bounds: of the documents in the micro-batch.
             entries: the documents of the share come in multiples of so many.
         """
-        return share_of(bounds, self.rank_of[numbers], self.context, entries)
+        return rank_share(bounds, self.rank_of[numbers], self.context, entries)
 
 
-def share_of(
+def rank_share(
     bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: int = 1
 ) -> RankShare:
     """Return the share of a rank in T tokens; see the drawing above.
@@ -261,7 +261,7 @@ def part_of(batch: Batch, ranks: np.ndarray, context: Context, filler: int = 0) 
     """
     if batch.keys is not None:
         raise ValueError("documents that share prompts are dealt where a Batch is assembled")
-    share = share_of(batch.cu_seqlens.numpy(), ranks, context)
+    share = rank_share(batch.cu_seqlens.numpy(), ranks, context)
     rows = torch.as_tensor(share.rows)
     documents = torch.as_tensor(share.documents)
 

@@ -14,16 +14,18 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from chronicals.batch import Batch, Context
 from chronicals.config import ChronicalsConfig
+from chronicals.data.making.documents import SHARED_COLUMN
 from chronicals.data.making.opening import open_store
-from chronicals.data.making.shared_prompts import SHARED_COLUMN
 from chronicals.data.making.store import TokenStore
 from chronicals.data.packs.assembly import (
     ENTRY_SHARES,
@@ -31,16 +33,44 @@ from chronicals.data.packs.assembly import (
     PackedDocuments,
     StepSizes,
 )
-from chronicals.data.packs.balancing import balance
+from chronicals.data.packs.balancing import PackSums, balanced_packs
 from chronicals.data.packs.dealing import Dealing
-from chronicals.data.packs.pack_sums import PackSums
 from chronicals.data.packs.packing import PackPlan
 from chronicals.data.packs.parts import IN_ORDER, plan_parts
-from chronicals.data.packs.prefetch import prefetch
 from chronicals.data.packs.step_memory import StepMemory
 from chronicals.data.packs.steps import Step
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.sources import Source
+from chronicals.data.reading.sources import RowSource
+
+_Result = TypeVar("_Result")
+
+
+def prefetch(tasks: Iterable[Callable[[], _Result]], depth: int) -> Generator[_Result, None, None]:
+    """Yield the results of ``tasks`` in their order.
+
+    One thread calls the tasks; they are taken from their iterable in the consumer's thread. Closing
+    the iterator waits for the task that runs and drops the others.
+
+    Args:
+        depth: results that are computed, or being computed, before they are asked for.
+
+    Raises:
+        Exception: what a task raised, in the place of its result.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    waiting: deque[Future[_Result]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(thread.submit(task))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # An interpreter that ends has already joined the thread, and its modules may be gone.
+        if not sys.is_finalizing():
+            thread.shutdown(cancel_futures=True)
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +86,7 @@ Between two calls the thread needs the GIL. If other threads run Python, it gets
 """
 
 
-def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
+def plan_epoch(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
     """Return the packs of one epoch, in as many parts as processes share them."""
     items = store.items
     parts = config.pack_parts or config.context_parallel
@@ -105,7 +135,7 @@ class BatchStream:
         shuffle: False keeps the plan's order (evaluation), as ``packing_strategy="in-order"``
             always does.
         pin: build into pinned memory, for copies that do not wait.
-        plan: ``plan_of(store, config)`` if it was made before.
+        plan: ``plan_epoch(store, config)`` if it was made before.
         context: the ranks to which each micro-batch is dealt; ``rank`` is then the same for all of
             them.
 
@@ -137,7 +167,7 @@ class BatchStream:
         self.rank = rank
         self.ranks = ranks
         self.seed = config.seed
-        self.plan = plan_of(store, config) if plan is None else plan
+        self.plan = plan_epoch(store, config) if plan is None else plan
         most_entries = self.batch_size * (self.plan.max_documents + WIDTH_BUCKETS)
         self._sizes = StepSizes(
             self.accumulation,
@@ -323,10 +353,10 @@ class BatchStream:
         if self.in_order:
             return packs.reshape(self.accumulation, self.ranks, self.batch_size)
         costs = self._sums.costs[packs]
-        return packs[balance(costs, self.accumulation, self.ranks, self.batch_size)]
+        return packs[balanced_packs(costs, self.accumulation, self.ranks, self.batch_size)]
 
 
-def create_dataloader(dataset: Source, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:
+def create_dataloader(dataset: RowSource, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:
     """Return Batches of a data set: tokenised into a store, checked, packed, prefetched.
 
     Args:

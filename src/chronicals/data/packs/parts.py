@@ -16,7 +16,13 @@ from __future__ import annotations
 import numpy as np
 
 from chronicals.data.packs.compiled import compiled
-from chronicals.data.packs.packing import NO_PACKS, STRATEGIES, PackPlan, documents_of, plan_packs
+from chronicals.data.packs.packing import (
+    NO_PACKS,
+    STRATEGIES,
+    PackPlan,
+    documents_of_items,
+    plan_packs,
+)
 
 SPLIT = -1
 """Part number of a document that is split, so that every part has two chunks of it."""
@@ -83,7 +89,7 @@ def plan_parts(
         packed = _packed_by_size(totals, costs, width, limit, parts, strategy)
         order, pack_of, part_of = _evened(*packed, totals, costs, width, limit, parts)
     offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=1 if sizes.size else 0)))
-    documents, offsets = documents_of(bounds, order, offsets)
+    documents, offsets = documents_of_items(bounds, order, offsets)
     return PackPlan(
         documents,
         offsets,

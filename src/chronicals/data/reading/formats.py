@@ -21,7 +21,15 @@ import pyarrow.parquet as pq
 
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.nulls import cleaner
-from chronicals.data.reading.records import BadRow, Line, Record, Row, Unparsed, encodable, parsed
+from chronicals.data.reading.records import (
+    BadRow,
+    Line,
+    PlacedRow,
+    RowRecord,
+    Unparsed,
+    encodable,
+    parsed,
+)
 
 COLUMNAR_ROWS_AT_ONCE = 1024
 """Rows of a columnar file that are made Python objects together."""
@@ -107,7 +115,7 @@ def _undecodable(path: Path) -> str:
     return ""
 
 
-def _read_text(path: Path) -> Iterator[Row]:
+def _read_text(path: Path) -> Iterator[PlacedRow]:
     """Yield a whole text, or parts of a long one, which end with a paragraph, a line or a word."""
     with _open_text(path, newline=None) as stream:
         text = stream.read(MAX_TEXT_ROW + 1)
@@ -300,7 +308,7 @@ def _is_cut(error: json.JSONDecodeError) -> bool:
     return at_end or error.msg.startswith("Unterminated string")
 
 
-def _read_separated(path: Path, separator: str) -> Iterator[Row]:
+def _read_separated(path: Path, separator: str) -> Iterator[PlacedRow]:
     """Yield the rows behind a header; values are text, and may hold newlines inside quotes."""
     csv.field_size_limit(2**31 - 1)  # the module refuses fields over 128 KiB otherwise
     with _open_text(path) as stream:
@@ -345,13 +353,13 @@ def _check_names(path: Path, names: list[str]) -> None:
         )
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     # Pages are read one by one, never a whole row group.
     with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         yield from _read_batches(path, file.iter_batches(COLUMNAR_ROWS_AT_ONCE))
 
 
-def _read_arrow(path: Path) -> Iterator[Row]:
+def _read_arrow(path: Path) -> Iterator[PlacedRow]:
     """Yield the rows of Arrow IPC, a file (as Feather) or a stream (as ``datasets`` writes)."""
     with pa.memory_map(str(path)) as source:
         beginning = source.read(6)
@@ -381,7 +389,7 @@ def _batches_of_stream(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
         )
 
 
-def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[PlacedRow]:
     number = 0
     for batch in batches:
         _check_names(path, batch.schema.names)
@@ -392,7 +400,7 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row
                 yield f"{path}: row {number}", clean(record) if clean else record
 
 
-def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:
+def _records(batch: pa.RecordBatch) -> list[RowRecord | BadRow]:
     """Return the rows as Python objects; one with a value that Python has no form for is bad."""
     try:
         return batch.to_pylist(maps_as_pydicts="lossy")

@@ -422,11 +422,11 @@ class DataReport:
         if not self.rows:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
         if not self.targets:
-            lines = "".join(f"\n  {describe(entry)}" for entry in self.entries(shares))
+            lines = "".join(f"\n  {finding_line(entry)}" for entry in self.entries(shares))
             raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows:{lines}")
         wrong = self.errors(shares)
         if wrong:
-            lines = "".join(f"\n  {describe(entry)}" for entry in wrong)
+            lines = "".join(f"\n  {finding_line(entry)}" for entry in wrong)
             allowed = {
                 entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong
             }
@@ -442,7 +442,7 @@ def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
         counts[name] = counts.get(name, 0) + count
 
 
-def describe(entry: Mapping[str, Any]) -> str:
+def finding_line(entry: Mapping[str, Any]) -> str:
     """Return a finding in one line."""
     rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
     example = f"; for one, {entry['example']}" if entry["example"] else ""

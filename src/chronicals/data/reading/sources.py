@@ -22,8 +22,15 @@ from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.nulls import cleaner, without_nulls
 from chronicals.data.reading.own_files import own_files
 from chronicals.data.reading.plain_values import is_null
-from chronicals.data.reading.records import BadRow, Record, Row, Unparsed, parsed
-from chronicals.data.reading.row_fields import IDENTIFYING_FIELDS, KIND_FIELDS
+from chronicals.data.reading.records import (
+    IDENTIFYING_FIELDS,
+    KIND_FIELDS,
+    BadRow,
+    PlacedRow,
+    RowRecord,
+    Unparsed,
+    parsed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +42,11 @@ _DATASET_DESCRIPTIONS = {
 }
 """Files that ``datasets`` writes beside rows."""
 
-Source = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[Record]
+RowSource = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[RowRecord]
 """One source, several, or rows in memory."""
 
 
-def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
+def read_records(source: RowSource, seed: int = 0) -> Iterator[PlacedRow]:
     """Yield ``(place, record)`` for each row; ``place`` is what an error message calls it.
 
     A row that cannot be read (a line that does not parse, a wrong number of fields, a missing
@@ -58,8 +65,8 @@ def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
         yield place, parsed(record)
 
 
-def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
-    """Yield rows as ``read_records`` does, but lines of JSON unparsed, for ``records.parsed``."""
+def read_unparsed(source: RowSource, seed: int = 0) -> Iterator[Unparsed]:
+    """Yield rows as ``read_records`` does, but lines of JSON unparsed, for ``parsed``."""
     parts = _named(source)
     if parts is None:
         records = _cleaned(_in_memory(source), source)
@@ -76,7 +83,7 @@ def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
                     yield row
 
 
-def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
+def source_fingerprint(source: RowSource, cache_dir: Path, seed: int = 0) -> str:
     """Return a hash of the content of ``read_records(source, seed)``.
 
     Files count by their bytes and endings, not by their names; a hub name by its present revision;
@@ -97,7 +104,7 @@ def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def bytes_to_read(source: Source) -> int:
+def bytes_to_read(source: RowSource) -> int:
     """Return the bytes of the files that are read; other sources count nothing."""
     total = 0.0
     for part, files in _local(source):
@@ -105,7 +112,7 @@ def bytes_to_read(source: Source) -> int:
     return int(total)
 
 
-def file_digests(source: Source, cache_dir: Path) -> dict[Path, str]:
+def file_digests(source: RowSource, cache_dir: Path) -> dict[Path, str]:
     """Return a digest of each file that is read; ``cache_dir`` remembers digests."""
     digests = {}
     with FileDigests(cache_dir) as known:
@@ -115,7 +122,7 @@ def file_digests(source: Source, cache_dir: Path) -> dict[Path, str]:
     return digests
 
 
-def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
+def _local(source: RowSource) -> Iterator[tuple[DataSource, list[Path]]]:
     """Yield the sources that are files of the formats in ``READERS``, with their files."""
     for part in _named(source) or ():
         path = Path(part.path).expanduser()
@@ -123,7 +130,7 @@ def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
             yield part, _files(path)
 
 
-def _named(source: Source) -> list[DataSource] | None:
+def _named(source: RowSource) -> list[DataSource] | None:
     """Return the sources that are named; None if the rows themselves were given."""
     parts = source if isinstance(source, (list, tuple)) else [source]
     if not parts or not all(isinstance(part, (str, Path, DataSource)) for part in parts):
@@ -131,7 +138,7 @@ def _named(source: Source) -> list[DataSource] | None:
     return [part if isinstance(part, DataSource) else DataSource(str(part)) for part in parts]
 
 
-def _in_memory(source: Any) -> Iterable[Record]:
+def _in_memory(source: Any) -> Iterable[RowRecord]:
     """Return rows in memory.
 
     Raises:
@@ -157,7 +164,7 @@ def _in_memory(source: Any) -> Iterable[Record]:
     return source
 
 
-def _cleaned(rows: Iterable[Record], dataset: Any) -> Iterable[Record]:
+def _cleaned(rows: Iterable[RowRecord], dataset: Any) -> Iterable[RowRecord]:
     """Return rows without the nulls that a dataset of ``datasets`` fills objects with.
 
     Args:
@@ -182,7 +189,7 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
         yield f"{part.name}: {place}" if part.name else place, record
 
 
-def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
+def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecord | BadRow:
     """Return the record with columns under the names of ``row_fields``.
 
     Other columns stay as they are, except fields that would identify another kind of row.
@@ -365,7 +372,7 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def _read_saved(path: Path, part: DataSource) -> Iterator[Row]:
+def _read_saved(path: Path, part: DataSource) -> Iterator[PlacedRow]:
     if part.subset is not None:
         raise DataError(
             f"{path}: subset={part.subset!r} belongs to a hub name; a saved folder has splits at "
@@ -397,7 +404,7 @@ def _is_hub_name(path: Path, name: str) -> bool:
     )
 
 
-def _read_hub(part: DataSource) -> Iterator[Row]:
+def _read_hub(part: DataSource) -> Iterator[PlacedRow]:
     datasets = _datasets(part.path)
     with _hub_faults(part):
         rows = datasets.load_dataset(
@@ -459,7 +466,7 @@ def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str,
     }
 
 
-def _fingerprint_of_rows(rows: Iterable[Record]) -> str:
+def _fingerprint_of_rows(rows: Iterable[RowRecord]) -> str:
     of_dataset = getattr(rows, "_fingerprint", None)  # it has no public name
     if isinstance(of_dataset, str):
         return hashlib.sha256(of_dataset.encode()).hexdigest()

@@ -28,21 +28,27 @@ import numpy as np
 
 from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.records import Record
+from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.added_tokens import AddedTokens, CutText
 from chronicals.data.tokens.byte_pairs import BytePairs, HasIds
 from chronicals.data.tokens.chat_template import RenderRequest
-from chronicals.data.tokens.conversation import Conversation, first_unsaid, texts_said
+from chronicals.data.tokens.conversation import (
+    Conversation,
+    first_unsaid,
+    followed_by_another,
+    not_said,
+    texts_said,
+)
 from chronicals.data.tokens.prefixes import Prefixes
-from chronicals.data.tokens.spans import followed_by_another, not_said
-from chronicals.data.tokens.template import Tokenizer, Tokens
+from chronicals.data.tokens.template import Tokenizer, TokenLists
 from chronicals.data.tokens.texts import (
+    TextPlace,
+    TokenisedTexts,
     check_text,
     is_unicode,
     without_double_beginning,
     without_end,
 )
-from chronicals.data.tokens.tokenised_texts import TextPlace, TokenisedTexts
 
 TokenArrays = tuple[np.ndarray, np.ndarray]
 """Token ids (int32), and for each whether it is trained (uint8)."""
@@ -53,7 +59,7 @@ EncodedRows = list[TokenArrays | DataError]
 NamedRows = tuple[Sequence[NormalRow], Sequence[str]]
 """Rows, and the names that errors call them."""
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
@@ -74,7 +80,7 @@ class BatchEncoder:
 
     def __init__(self, encoder: Tokenizer):
         self.encoder = encoder
-        self.fast = is_plain(encoder.tokenizer)
+        self.fast = calls_rust_only(encoder.tokenizer)
         self.added_tokens = AddedTokens.of(encoder.tokenizer) if self.fast else None
         self.beginning = encoder.tokenizer.bos_token_id
         self.ending = encoder.tokenizer.eos_token_id
@@ -157,7 +163,7 @@ class BatchEncoder:
             return self.encoder.conversation(row.record, place)
         return lambda: _arrays(self.encoder.encode_normalised(row, place))
 
-    def _text(self, record: Record, where: str, texts: TokenisedTexts) -> Finish:
+    def _text(self, record: RowRecord, where: str, texts: TokenisedTexts) -> Finish:
         self.encoder.end(where)
         place = texts.add(check_text(record["text"], "text", where), special=True, whole=True)
 
@@ -431,7 +437,7 @@ class _Answer(NamedTuple):
     place: str
 
 
-def is_plain(tokenizer: Any) -> bool:
+def calls_rust_only(tokenizer: Any) -> bool:
     """Return whether calling the tokenizer is calling its Rust part and nothing more."""
     if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
         return False
@@ -455,9 +461,9 @@ def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | Non
     return Shared(letters, False, True) if exact and rest.isascii() else None
 
 
-def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:
+def _grouped(items: Sequence[_T], letters: Callable[[_T], int]) -> Iterator[list[_T]]:
     """Yield the items in order, as many at a time as have ``RENDERED_LETTERS``."""
-    group = list[T]()
+    group = list[_T]()
     total = 0
     for item in items:
         group.append(item)
@@ -470,7 +476,7 @@ def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T
         yield group
 
 
-def _arrays(tokens: Tokens) -> TokenArrays:
+def _arrays(tokens: TokenLists) -> TokenArrays:
     ids, trained = tokens
     return np.array(ids, np.int32), np.array(trained, np.uint8)
 

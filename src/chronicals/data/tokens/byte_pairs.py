@@ -6,7 +6,7 @@ are not known to agree are left to the Rust part, such as texts that its normali
 
 - Added tokens are cut out of the text first, the leftmost and of these the longest, here by a
   regular expression.
-- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``PATTERNS``. Both programs
+- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``SPLIT_PATTERNS``. Both programs
   split it in the same way if its characters are ``SETTLED``: later versions of Unicode gave others
   a class, and each program has its own version.
 - In each piece neighbours are merged: by tokenizers the pair that stands first in its list of
@@ -56,7 +56,7 @@ GPT2_DIGITS = _GPT2.replace("NUMBERS", r"\p{N}").replace("NO_BLANK", r"[^\s\p{N}
 Blanks end before a digit.
 """
 
-PATTERNS = {
+SPLIT_PATTERNS = {
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Llama 3",
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Qwen 2",
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Qwen 3.5",
@@ -209,7 +209,11 @@ def _pattern(described: dict[str, Any]) -> str | None:
         "behavior": "Isolated",
         "invert": False,
     }
-    return split if isolated and not more and not last["use_regex"] and split in PATTERNS else None
+    return (
+        split
+        if isolated and not more and not last["use_regex"] and split in SPLIT_PATTERNS
+        else None
+    )
 
 
 def _cuts_plainly(described: dict[str, Any]) -> bool:

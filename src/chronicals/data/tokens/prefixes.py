@@ -49,7 +49,7 @@ LAZY_FILTERS = {
 CONSUMING_FILTERS = {"first", "join", "list", "max", "min", "sort", "sum"}
 """Filters that use an iterator up, or let nothing else use it."""
 
-State = tuple[tuple[tuple[int, str], str], ...]
+NamespaceState = tuple[tuple[tuple[int, str], str], ...]
 """Values of the namespaces, as ``repr`` gives them, by (number of namespace, name)."""
 
 
@@ -65,7 +65,7 @@ class Prefixes:
         self._messages = messages
         self._tools = tools
         self._whole = whole
-        self._rests: dict[tuple[bool, State], str | None] = {}
+        self._rests: dict[tuple[bool, NamespaceState], str | None] = {}
         self._runs: dict[bool, _Run] = {}
         compiled = template.compiled(tools)
         if compiled is None or not _keeps_nothing(compiled, template.source(tools)):
@@ -177,7 +177,7 @@ class _Run:
     ):
         self.messages = messages
         self.places: list[int | None] = []
-        self.states: list[State] = []
+        self.states: list[NamespaceState] = []
         self.ended: int | None = None
         self.looked_again = False
         self.compared = 0
@@ -185,7 +185,7 @@ class _Run:
         self._seen_end = False
         self._letters = 0
         self._state: dict[tuple[int, str], str] = {}
-        self._known: dict[State, State] = {}
+        self._known: dict[NamespaceState, NamespaceState] = {}
         self._recording = True
         self._namespaces: list[Any] = []
         pieces = []
@@ -222,7 +222,7 @@ class _Run:
             self.ended = self._letters
         self._seen_end = True
 
-    def _current_state(self) -> State:
+    def _current_state(self) -> NamespaceState:
         """Return one object for equal states; with too many of them, stop and return ()."""
         state = tuple(sorted(self._state.items()))
         if state not in self._known and len(self._known) == MAX_STATES:

@@ -1,7 +1,7 @@
 """Tokenizer of rows: token ids and the mask of what is trained, also for evaluation and generation.
 
 A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is
-found by rendering prefixes of it (``spans``). ``encode`` is the definition, a row at a time;
+found by rendering prefixes of it (``conversation``). ``encode`` is the definition, a row at a time;
 ``batch_encoding`` gives the same for many rows at once.
 """
 
@@ -16,18 +16,25 @@ from typing import Any, get_args
 import numpy as np
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
-from chronicals.data.kinds.json_fields import with_conversations
-from chronicals.data.kinds.messages import Message
+from chronicals.data.kinds.messages import Message, with_conversations
 from chronicals.data.kinds.rows import DOCUMENT_KINDS, NormalRow, as_instruction, kind_of, plain_row
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.records import Record
+from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
-from chronicals.data.tokens.continuation import Continuation
-from chronicals.data.tokens.conversation import Conversation, chosen, messages_of
-from chronicals.data.tokens.spans import trained_span
-from chronicals.data.tokens.texts import check_text, without_double_beginning, without_end
+from chronicals.data.tokens.conversation import (
+    Conversation,
+    messages_of,
+    trained_messages,
+    trained_span,
+)
+from chronicals.data.tokens.texts import (
+    Continuation,
+    check_text,
+    without_double_beginning,
+    without_end,
+)
 
-__all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
+__all__ = ["Message", "TemplateError", "TokenLists", "Tokenizer", "stop_token_ids"]
 
 FINGERPRINT_TEXT = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
 """Text that tokenizers with the same vocabulary split in different ways.
@@ -38,7 +45,7 @@ For tokenizers in Python nothing else shows how they split.
 STORED_TRAIN_ON: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
 """Values of ``train_on`` as written in fingerprints, which are part of the names of stores."""
 
-Tokens = tuple[list[int], list[bool]]
+TokenLists = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained."""
 
 
@@ -112,7 +119,7 @@ class Tokenizer:
             config.train_after_stop,
         )
 
-    def encode(self, record: Record, where: str) -> Tokens:
+    def encode(self, record: RowRecord, where: str) -> TokenLists:
         """Return the token ids of a row and the mask of what is trained.
 
         Raises:
@@ -126,7 +133,7 @@ class Tokenizer:
             record = as_instruction(record)
         return self.encode_normalised(NormalRow.of(record, kind, where), where)
 
-    def encode_normalised(self, row: NormalRow, where: str) -> Tokens:
+    def encode_normalised(self, row: NormalRow, where: str) -> TokenLists:
         """Encode a row that is normalised already, as ``encode`` does."""
         return _ENCODERS[row.kind](self, row.record, where)
 
@@ -192,16 +199,18 @@ class Tokenizer:
         """
         return self.template.stop
 
-    def conversation(self, record: Record, where: str) -> Conversation:
+    def conversation(self, record: RowRecord, where: str) -> Conversation:
         """Return the messages of a row in the template's form, and which of them are trained."""
         messages, prompt = messages_of(record)
-        trained = chosen(messages, prompt, self.train_on_roles, self.train_on_turns, where)
+        trained = trained_messages(
+            messages, prompt, self.train_on_roles, self.train_on_turns, where
+        )
         return Conversation(self.template.form(messages, where), record.get("tools"), trained)
 
-    def _chat(self, record: Record, where: str) -> Tokens:
+    def _chat(self, record: RowRecord, where: str) -> TokenLists:
         return self.encode_conversation(self.conversation(record, where), where)
 
-    def encode_conversation(self, conversation: Conversation, where: str) -> Tokens:
+    def encode_conversation(self, conversation: Conversation, where: str) -> TokenLists:
         """Return the token ids of a conversation and the mask of what is trained.
 
         Raises:
@@ -265,7 +274,7 @@ class Tokenizer:
             )
         return self.tokenizer.eos_token_id
 
-    def _completion(self, record: Record, where: str) -> Tokens:
+    def _completion(self, record: RowRecord, where: str) -> TokenLists:
         end = self.end(where)
         prompt = check_text(record["prompt"], "prompt", where)
         text = check_text(record["completion"], "completion", where)
@@ -273,12 +282,12 @@ class Tokenizer:
         after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
         return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
 
-    def _text(self, record: Record, where: str) -> Tokens:
+    def _text(self, record: RowRecord, where: str) -> TokenLists:
         end = self.end(where)
         ids = [*self.prompt(check_text(record["text"], "text", where)), end]
         return ids, [True] * len(ids)
 
-    def _tokens(self, record: Record, where: str) -> Tokens:
+    def _tokens(self, record: RowRecord, where: str) -> TokenLists:
         ids = _integers(record["input_ids"])
         labels = record.get("labels")
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
