@@ -218,7 +218,7 @@ def test_one_that_fails_ends_them_all(fault):
     """What the others would wait for never comes."""
     program = (
         "import os, signal, sys, time\n"
-        "from chronicals.data.making.worker import divided\n"
+        "from chronicals.data.making.worker import forked\n"
         "def serving(own):\n"
         "    number = pipes.index(own)\n"
         "    opened = {pipe for pipe in [p for pair in pipes for p in pair] if "
@@ -228,7 +228,7 @@ def test_one_that_fails_ends_them_all(fault):
         "    if number == 1 and sys.argv[1] == 'signal': os.kill(os.getpid(), signal.SIGSEGV)\n"
         "    if sys.argv[1] != 'None': time.sleep(60)\n"
         "pipes = [os.pipe() for _ in range(3)]\n"
-        "sys.exit(divided(pipes, serving))"
+        "sys.exit(forked(pipes, serving))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(fault)], capture_output=True, text=True, timeout=50

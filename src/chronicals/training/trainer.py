@@ -42,7 +42,7 @@ from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.preparation import (
-    Source,
+    RowSource,
     check_class,
     check_precision,
     check_tokenizer,
@@ -136,8 +136,8 @@ class ChronicalsTrainer:
 
     def train(
         self,
-        train_dataset: Source,
-        eval_dataset: Source | None = None,
+        train_dataset: RowSource,
+        eval_dataset: RowSource | None = None,
         resume: bool | str | Path = False,
     ) -> TrainingResult:
         """Train and evaluate the model, and write the model and the report.
@@ -179,7 +179,7 @@ class ChronicalsTrainer:
                 self.tokenizer.pad_token = padding
 
     def _train(
-        self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None
+        self, train_dataset: RowSource, eval_dataset: RowSource | None, resumed: Path | None
     ) -> TrainingResult:
         model = self.model
         if self.device.type == "cuda":

@@ -45,7 +45,7 @@ from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.preparation import Source, check_precision, one_device, open_stores
+from chronicals.training.preparation import RowSource, check_precision, one_device, open_stores
 from chronicals.training.routers import prepare_routers
 from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.verification import comparison
@@ -157,8 +157,8 @@ def verify(
     model: Any,
     tokenizer: Any,
     config: ChronicalsConfig,
-    train_dataset: Source,
-    eval_dataset: Source | None = None,
+    train_dataset: RowSource,
+    eval_dataset: RowSource | None = None,
     steps: int = FEWEST,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:

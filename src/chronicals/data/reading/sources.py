@@ -190,7 +190,7 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
 
 
 def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecord | BadRow:
-    """Return the record with columns under the names of ``row_fields``.
+    """Return the record with columns under the names of ``records``.
 
     Other columns stay as they are, except fields that would identify another kind of row.
 
