@@ -86,12 +86,6 @@ def conversation_in(value: Any, name: str, where: str) -> Any:
     return value
 
 
-def json_list(text: str) -> list[Any] | None:
-    """Return the list that a JSON text holds; None for any other text."""
-    value = parsed_json(text)
-    return value if isinstance(value, list) else None
-
-
 def parsed_json(text: str) -> Any:
     """Return the value of a JSON text; None for any other text."""
     try:
@@ -238,7 +232,20 @@ def _normal_message(message: Any, where: str) -> Message:
     if "tool_calls" in fields:
         fields["tool_calls"] = _normal_calls(fields["tool_calls"], where)
     if "weight" in fields:
-        _replace_weight(fields, f"{where} ({role})")
+        # OpenAI's weight: 0 is ``train: false``, 1 is the same as none.
+        weight = fields.pop("weight")
+        if not isinstance(weight, Number) or weight not in (0, 1):
+            raise DataError(
+                f"{where} ({role}): weight={weight!r} is not supported; it must be the number 0 "
+                "or 1",
+                "wrong_type",
+            )
+        if weight == 0 and fields.setdefault("train", False) is not False:
+            raise DataError(
+                f"{where} ({role}): weight=0 contradicts train={fields['train']!r}; keep one of "
+                "them",
+                "wrong_type",
+            )
     return fields
 
 
@@ -252,21 +259,6 @@ def _present_fields(fields: Mapping[str, Any]) -> Message:
         for name, value in fields.items()
         if not is_missing(value) or (name in MESSAGE_CONTENT_FIELDS and not is_null(value))
     }
-
-
-def _replace_weight(fields: Message, where: str) -> None:
-    """Replace OpenAI's ``weight`` by ``train``: 0 is ``train: false``, 1 is the same as none."""
-    weight = fields.pop("weight")
-    if not isinstance(weight, Number) or weight not in (0, 1):
-        raise DataError(
-            f"{where}: weight={weight!r} is not supported; it must be the number 0 or 1",
-            "wrong_type",
-        )
-    if weight == 0 and fields.setdefault("train", False) is not False:
-        raise DataError(
-            f"{where}: weight=0 contradicts train={fields['train']!r}; keep one of them",
-            "wrong_type",
-        )
 
 
 def _joined_text(content: Any, where: str) -> str:
@@ -413,36 +405,36 @@ def role_of(message: Any) -> Any:
 
 
 def comparable(messages: list[Any]) -> list[Any]:
-    """Return (role, words, calls) of each message: equal if they say the same in any dialect."""
-    return [(role_of(message), _words_of(message), _calls_of(message)) for message in messages]
+    """Return (role, words, calls) of each message: equal if they say the same in any dialect.
 
-
-def _words_of(message: Any) -> Any:
-    """Return what a message says: parts of text joined, without white space around it."""
-    if not is_object(message):
-        return message
-    words = message.get("value") if is_null(message.get("content")) else message["content"]
-    if is_missing(words):
-        return ""
-    parts = list_items(words) or ()
-    if parts and all(is_object(part) and isinstance(part.get("text"), str) for part in parts):
-        words = "".join(part["text"] for part in parts)
-    return words.strip() if isinstance(words, str) else words
-
-
-def _calls_of(message: Any) -> list[Any]:
-    """Return (name, arguments as sorted JSON) of each tool call of a message."""
-    calls = message.get("tool_calls") if is_object(message) else None
-    if isinstance(calls, str):
-        calls = parsed_json(calls)
-    comparable_calls = list[Any]()
-    for call in list_items(listed_messages(calls)) or ():
-        function = call.get("function", call) if is_object(call) else call
-        if is_object(function):
-            arguments = function.get("arguments")
-            read = parsed_json(arguments) if isinstance(arguments, str) else None
-            if read is not None:
-                arguments = read
-            function = function.get("name"), json.dumps(arguments, sort_keys=True, default=str)
-        comparable_calls.append(function)
-    return comparable_calls
+    Words are parts of text joined, without white space around them. A call is its name and its
+    arguments as sorted JSON.
+    """
+    said = list[Any]()
+    for message in messages:
+        if not is_object(message):
+            said.append((None, message, []))
+            continue
+        words = message.get("value") if is_null(message.get("content")) else message["content"]
+        if is_missing(words):
+            words = ""
+        parts = list_items(words) or ()
+        if parts and all(is_object(part) and isinstance(part.get("text"), str) for part in parts):
+            words = "".join(part["text"] for part in parts)
+        if isinstance(words, str):
+            words = words.strip()
+        calls = message.get("tool_calls")
+        if isinstance(calls, str):
+            calls = parsed_json(calls)
+        comparable_calls = list[Any]()
+        for call in list_items(listed_messages(calls)) or ():
+            function = call.get("function", call) if is_object(call) else call
+            if is_object(function):
+                arguments = function.get("arguments")
+                read = parsed_json(arguments) if isinstance(arguments, str) else None
+                if read is not None:
+                    arguments = read
+                function = function.get("name"), json.dumps(arguments, sort_keys=True, default=str)
+            comparable_calls.append(function)
+        said.append((role_of(message), words, comparable_calls))
+    return said

@@ -22,8 +22,8 @@ from chronicals.data.kinds.messages import (
     MESSAGE_ROLES,
     comparable,
     conversation_in,
-    json_list,
     listed_messages,
+    parsed_json,
     role_of,
 )
 from chronicals.data.kinds.prompt_fields import (
@@ -36,7 +36,6 @@ from chronicals.data.kinds.prompt_fields import (
     shared_messages,
     without_repetition,
 )
-from chronicals.data.kinds.rows import kind_among, non_null_fields
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.plain_values import list_items
 from chronicals.data.reading.records import CONVERSATION_FIELDS, IDENTIFYING_FIELDS, RowRecord
@@ -53,8 +52,17 @@ def best_and_worst(record: RowRecord, where: str) -> RowRecord:
         DataError: there is not one finite score for each of at least two answers, or all scores are
             equal.
     """
-    answers = _listed(record[RANKED_ANSWERS], RANKED_ANSWERS, where)
-    scores = _listed(record[RANKED_SCORES], RANKED_SCORES, where)
+    ranked = (RANKED_ANSWERS, RANKED_SCORES)
+    columns = []
+    for name in ranked:
+        value = record[name]
+        items = list_items(parsed_json(value) if isinstance(value, str) else value)
+        if items is None:
+            raise DataError(
+                f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type"
+            )
+        columns.append(items)
+    answers, scores = columns
     if len(answers) != len(scores):
         raise DataError(
             f"{where}: {len(answers)} {RANKED_ANSWERS} and {len(scores)} {RANKED_SCORES}",
@@ -74,20 +82,10 @@ def best_and_worst(record: RowRecord, where: str) -> RowRecord:
         raise DataError(
             f"{where}: all {len(scores)} {RANKED_SCORES} are {scores[0]}", "tied_scores"
         )
-    ranked = (RANKED_ANSWERS, RANKED_SCORES)
     others = {name: value for name, value in record.items() if name not in ranked}
     best = answers[scores.index(max(scores))]
     worst = answers[scores.index(min(scores))]
     return {**others, "chosen": best, "rejected": worst}
-
-
-def _listed(value: Any, name: str, where: str) -> list[Any]:
-    items = json_list(value) if isinstance(value, str) else list_items(value)
-    if items is None:
-        raise DataError(
-            f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type"
-        )
-    return items
 
 
 PREFERENCE = "preference"
@@ -195,7 +193,18 @@ def _divided(
         (name,) = names
         if name != "prompt" and note_prompt_field is not None:
             note_prompt_field(name)
-        return _after_prompt(name, record, answers, shared, label, where)
+        prompt, answers = in_one_form(prompt_in(name, record, where), answers)
+        if not isinstance(prompt, list):
+            return prompt, answers
+        try:
+            return without_repetition(prompt, answers, shared)
+        except OtherPromptError:
+            raise DataError(
+                f"{where}: {label}: the question before the answer is not that of {name}; leave "
+                f"{name} out where the conversation "
+                "holds it all, or let the answer begin behind it",
+                "other_prompt",
+            ) from None
     if all_chats:
         several = "begin with different messages, so that there is no prompt"
         reason = several if len(chats) > 1 else "has no prompt before it"
@@ -206,24 +215,6 @@ def _divided(
     if len(answers) == 1:
         raise DataError(f"{where}: {label} needs a prompt", "missing_field")
     return _after_shared_text(answers, label, where)
-
-
-def _after_prompt(
-    name: str, record: RowRecord, answers: list[Any], shared: list[Any], label: str, where: str
-) -> tuple[Any, list[Any]]:
-    """Return the prompt in the field ``name``, and the answers without what they repeat of it."""
-    prompt, answers = in_one_form(prompt_in(name, record, where), answers)
-    if not isinstance(prompt, list):
-        return prompt, answers
-    try:
-        return without_repetition(prompt, answers, shared)
-    except OtherPromptError:
-        raise DataError(
-            f"{where}: {label}: the question before the answer is not that of {name}; leave "
-            f"{name} out where the conversation "
-            "holds it all, or let the answer begin behind it",
-            "other_prompt",
-        ) from None
 
 
 def _after_shared_text(texts: list[str], label: str, where: str) -> tuple[str, list[Any]]:
@@ -269,12 +260,6 @@ ROWS_LOOKED_BACK = 32
 """Rows before a chunk that are searched for one with another prompt."""
 
 
-def lacks_label(record: Mapping[str, Any]) -> bool:
-    """Return whether the row would be a judged answer if it had a label."""
-    with_label = {*non_null_fields(record), "label"}
-    return record.get("label") is None and kind_among(with_label, (JUDGED,)) is not None
-
-
 def label_of(record: RowRecord, where: str) -> int:
     """Return 1 if the answer is good and 0 if it is bad.
 
@@ -318,12 +303,6 @@ def judged_completion(
     others = {field: value for field, value in record.items() if field not in ("label", name)}
     (row,) = completion_rows(others, {name: answer}, where, note_prompt_field)
     return row
-
-
-def with_answer_of(row: RowRecord, other: RowRecord) -> RowRecord:
-    """Return the prompt of one row with the answer of another, both from ``judged_completion``."""
-    prompt, (_, answer) = in_one_form(row["prompt"], [row["completion"], other["completion"]])
-    return {**row, "prompt": prompt, "completion": answer}
 
 
 def nearest_other_prompts(

@@ -7,7 +7,7 @@ white space around them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from chronicals.data.kinds.messages import (
@@ -108,29 +108,30 @@ class OtherPromptError(ValueError):
 
 
 def shared_messages(chats: Sequence[list[Any]]) -> int:
-    """Return the number of messages that all chats begin with, one being left to each as answer."""
+    """Return the number of messages that all chats begin with, one being left to each as answer.
+
+    Messages are shared if they say the same and their other fields are equal.
+    """
     shared = 0
     for first, *others in zip(*chats):
-        if not all(_is_same(other, first) for other in others):
+        known = _with_other_fields(first)
+        if any(_with_other_fields(other) != known for other in others):
             break
         shared += 1
     return min(shared, *(len(chat) - 1 for chat in chats))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if not (is_object(one) and is_object(other)):
-        return one == other
-    return comparable([one]) == comparable([other]) and _other_fields(one) == _other_fields(other)
-
-
-def _other_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message beside its role and its words."""
+def _with_other_fields(message: Any) -> Any:
+    """Return what a message says in any dialect, and its fields beside its role and words."""
+    if not is_object(message):
+        return message
     usual = ("role", "from", "content", "value")
-    return {
+    others = {
         name: value
         for name, value in message.items()
         if name not in usual and not is_missing(value)
     }
+    return comparable([message]), others
 
 
 def holds(messages: list[Any], question: list[Any]) -> bool:
@@ -160,7 +161,10 @@ def without_repetition(
         if isinstance(answer, list):
             repeated = _repeated(prompt, answer[:-1])
             if not repeated:
-                _check_continues(prompt, answer)
+                first = role_of(answer[0])
+                asks_again = first == "user" and prompt and role_of(prompt[-1]) == "user"
+                if first in SYSTEM_ROLES or asks_again:
+                    raise OtherPromptError
             answer = answer[repeated:]
         behind.append(answer)
     return prompt, behind
@@ -174,11 +178,3 @@ def _repeated(prompt: list[Any], messages: list[Any]) -> int:
         if asked[-count:] == spoken[:count]:
             return count
     return 0
-
-
-def _check_continues(prompt: list[Any], chat: list[Any]) -> None:
-    """Raise OtherPromptError if a chat asks something instead of going on from the prompt."""
-    first = role_of(chat[0])
-    asks_again = first == "user" and prompt and role_of(prompt[-1]) == "user"
-    if first in SYSTEM_ROLES or asks_again:
-        raise OtherPromptError

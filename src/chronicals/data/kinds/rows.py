@@ -106,11 +106,17 @@ def plain_row(record: RowRecord, where: str) -> RowRecord:
     """
     if not is_object(record):
         return record
+    # Numbers, media and unread fields stay as they are.
+    kept = (*TOKEN_FIELDS, "scores", *MEDIA_FIELDS)
+    fields = dict[str, Any]()
     try:
-        fields = {
-            name: value if type(value) is str else _plain_field(name, value)
-            for name, value in record.items()
-        }
+        for name, value in record.items():
+            if type(value) is not str and (name in READ_FIELDS or name in MEDIA_FIELDS):
+                if is_null(value) or (name not in ALL_KIND_FIELDS and is_missing(value)):
+                    value = None
+                elif name not in kept:
+                    value = plain(value)
+            fields[name] = value
     except RecursionError:
         raise DataError(
             f"{where}: holds objects nested too deeply to be read", "wrong_type"
@@ -126,15 +132,6 @@ def plain_row(record: RowRecord, where: str) -> RowRecord:
     if blank and _kind_with(non_null_fields(fields).difference(blank)) not in (None, "prompt"):
         fields |= dict.fromkeys(blank)
     return fields
-
-
-def _plain_field(name: str, value: Any) -> Any:
-    """Return a field's value as JSON has it; numbers, media and unread fields stay as they are."""
-    if name not in READ_FIELDS and name not in MEDIA_FIELDS:
-        return value
-    if is_null(value) or (name not in ALL_KIND_FIELDS and is_missing(value)):
-        return None
-    return value if name in (*TOKEN_FIELDS, "scores", *MEDIA_FIELDS) else plain(value)
 
 
 def non_null_fields(record: Mapping[str, Any]) -> frozenset[str]:
@@ -203,15 +200,6 @@ def normalise(record: RowRecord, kind: str, where: str) -> RowRecord:
         DataError: a field is missing or of the wrong type, or the kind is none of
             ``DOCUMENT_KINDS``.
     """
-    try:
-        return _normalised(record, kind, where)
-    except RecursionError:
-        raise DataError(
-            f"{where}: holds objects nested too deeply to be read", "wrong_type"
-        ) from None
-
-
-def _normalised(record: RowRecord, kind: str, where: str) -> RowRecord:
     if kind in UNTRAINED_KINDS:
         raise DataError(f"{where}: {UNTRAINED_KINDS[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
@@ -222,33 +210,32 @@ def _normalised(record: RowRecord, kind: str, where: str) -> RowRecord:
             record = {**record, "prompt": record[pair[0]], "completion": record[pair[1]]}
     if kind == "completion":
         return record
-    tools = _normal_tools(record.get("tools"), where)
-    if kind == "instruction":
-        return {"messages": _instruction_messages(record, where), "tools": tools}
-    for name in CONVERSATION_FIELDS:
-        if record.get(name) is not None:
-            listed = conversation_in(record[name], name, where)
-            messages = normal_messages(listed, name, where)
-            return {"messages": _after_system(record, messages, where), "tools": tools}
-    prompt = normal_messages(record["prompt"], "prompt", where)
-    completion = normal_messages(record["completion"], "completion", where)
-    return {
-        "prompt": _after_system(record, prompt, where),
-        "completion": completion,
-        "tools": tools,
-    }
-
-
-def _normal_tools(tools: Any, where: str) -> list[Any] | None:
-    """Return the tools that a row offers, or None; templates treat an empty list otherwise."""
-    if not is_filled(tools):
-        return None
-    listed = read_json(tools, "tools", where)
-    if is_missing(listed):
-        return None
-    if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
-        raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
-    return listed
+    try:
+        tools = (
+            read_json(record["tools"], "tools", where) if is_filled(record.get("tools")) else None
+        )
+        if is_missing(tools):
+            tools = None  # templates treat an empty list otherwise
+        elif not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
+        if kind == "instruction":
+            return {"messages": _instruction_messages(record, where), "tools": tools}
+        for name in CONVERSATION_FIELDS:
+            if record.get(name) is not None:
+                listed = conversation_in(record[name], name, where)
+                messages = normal_messages(listed, name, where)
+                return {"messages": _after_system(record, messages, where), "tools": tools}
+        prompt = normal_messages(record["prompt"], "prompt", where)
+        completion = normal_messages(record["completion"], "completion", where)
+        return {
+            "prompt": _after_system(record, prompt, where),
+            "completion": completion,
+            "tools": tools,
+        }
+    except RecursionError:
+        raise DataError(
+            f"{where}: holds objects nested too deeply to be read", "wrong_type"
+        ) from None
 
 
 def _after_system(record: RowRecord, messages: list[Message], where: str) -> list[Message]:

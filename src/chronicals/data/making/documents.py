@@ -147,21 +147,6 @@ class FlatDocuments:
         first_trained = np.where(self.lengths > 0, self.trained[first_tokens], 0)
         return running[self.offsets[1:]] - running[starts] - first_trained
 
-    @property
-    def prompts(self) -> int:
-        """Number of documents that are prompts, which the answers of an item share."""
-        return int((self.shared < 0).sum())
-
-    @property
-    def mismatched(self) -> int:
-        """Number of answers to another prompt, beside judged ones."""
-        return int(((self.sides == MISMATCHED_SIDE) & (self.labels != UNJUDGED)).sum())
-
-    def trained_items(self) -> FlatDocuments:
-        """Return the items whose documents all have targets; a shared prompt needs none."""
-        item = np.cumsum(self.sides == 0)
-        return self.only(~np.isin(item, item[(self.targets == 0) & (self.shared >= 0)]))
-
     def only(self, kept: np.ndarray) -> FlatDocuments:
         """Return the documents for which ``kept`` (bool ``[N]``) is True."""
         if kept.all():
@@ -179,28 +164,23 @@ class FlatDocuments:
             labels=self.labels[kept],
         )
 
-    def hashes(self) -> np.ndarray:
-        """Return a hash of the tokens of each document, uint64 ``[N]``.
-
-        It is splitmix64 of token and place, summed.
-        """
-        starts = self.offsets[:-1]
-        first = np.repeat(starts, self.lengths).astype(np.uint64)
-        places = np.arange(len(self.ids), dtype=np.uint64) - first
-        mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
-        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-        return _splitmix(
-            running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64)
-        )
-
     def hashes_of(self, rows: np.ndarray) -> np.ndarray:
         """Return a hash of all documents of each of ``rows``, uint64.
 
-        An answer to another prompt does not count: it is not the row's.
+        A document's hash is splitmix64 of token and place, summed. An answer to another prompt does
+        not count: it is not the row's.
         """
-        row_numbers, first = np.unique(self.rows, return_index=True)
-        by_side = self.hashes() * (2 * self.sides + 1).astype(np.uint64)
+        starts = self.offsets[:-1]
+        first_of = np.repeat(starts, self.lengths).astype(np.uint64)
+        places = np.arange(len(self.ids), dtype=np.uint64) - first_of
+        mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
+        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+        hashes = _splitmix(
+            running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64)
+        )
+        by_side = hashes * (2 * self.sides + 1).astype(np.uint64)
         by_side[(self.labels != UNJUDGED) & (self.sides == MISMATCHED_SIDE)] = 0
+        row_numbers, first = np.unique(self.rows, return_index=True)
         if not len(first):
             return by_side
         return np.add.reduceat(by_side, first)[np.searchsorted(row_numbers, rows)]
@@ -220,18 +200,14 @@ class FlatDocuments:
         padding = (self.trained == 1) & (self.ids == marks.pad)
         # Nothing predicts the first token, which may be a BOS that pads as well.
         padding[starts[lengths > 0]] = False
-        self._note_positions("trained_padding", padding, report)
         stop = np.isin(self.ids, marks.stops)
         masked = np.zeros(len(self.ids), bool)
         masked[1:] = stop[1:] & (self.trained[1:] == 0) & (self.trained[:-1] == 1) & ~stop[:-1]
         masked[starts[lengths > 0]] = False
-        self._note_positions("masked_stop", masked, report)
-
-    def _note_positions(self, rule: str, broken: np.ndarray, report: DataReport) -> None:
-        """Count the rows that hold a position for which ``broken`` (bool ``[T]``) is True."""
-        documents = np.searchsorted(self.offsets, np.flatnonzero(broken), side="right") - 1
-        for row in np.unique(self.rows[documents]):
-            report.note(rule, int(row))
+        for rule, broken in (("trained_padding", padding), ("masked_stop", masked)):
+            documents = np.searchsorted(self.offsets, np.flatnonzero(broken), side="right") - 1
+            for row in np.unique(self.rows[documents]):
+                report.note(rule, int(row))
 
 
 def fit_item(
@@ -272,7 +248,14 @@ def fit_item(
     if room < 2 * len(answers):
         report.note("masked_by_cut", row, f"a prompt of {width - room:,} tokens")
         return []
-    length = _common_length([len(piece.ids) for piece in answers], room)
+    # The most tokens that each answer may keep so that all fit together.
+    length = room
+    left = room
+    for shorter, tokens in enumerate(sorted(len(piece.ids) for piece in answers)):
+        length = left // (len(answers) - shorter)
+        if tokens > length:
+            break
+        left -= tokens
     if any(piece.trained[length:].any() for piece in answers):
         report.note("cut_stop", row)
     cut = [
@@ -306,24 +289,6 @@ def _judged_first(item: list[DocumentPiece], width: int, report: DataReport) -> 
     return [cut if piece is other else piece for piece in item]
 
 
-def are_identical(item: Sequence[DocumentPiece]) -> bool:
-    """Return whether there are several answers, and all have the same tokens."""
-    answers = [piece.ids for piece in item if piece.shared >= 0]
-    return len(answers) > 1 and all(np.array_equal(answers[0], other) for other in answers[1:])
-
-
-def _common_length(lengths: list[int], width: int) -> int:
-    """Return the most tokens that each document may keep so that all fit in ``width`` together."""
-    room = width
-    share = width
-    for shorter, length in enumerate(sorted(lengths)):
-        share = room // (len(lengths) - shorter)
-        if length > share:
-            break
-        room -= length
-    return share
-
-
 def _splitmix(values: np.ndarray) -> np.ndarray:
     """Return SplitMix64's finalizer of uint64 values (Steele, Lea and Flood, 2014); it wraps."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -352,7 +317,12 @@ def share_prompt(item: list[DocumentPiece]) -> list[DocumentPiece]:
     first, *others = (piece.ids for piece in item)
     if not others:
         return item
-    common = min(_common_tokens(first, other) for other in others)
+    common = len(first)
+    for other in others:
+        common = min(common, len(other))
+        differs = first[:common] != other[:common]
+        if differs.any():
+            common = int(np.argmax(differs))
     untrained = min(
         int(np.argmax(piece.trained)) if piece.trained.any() else len(piece.ids) for piece in item
     )
@@ -368,10 +338,3 @@ def share_prompt(item: list[DocumentPiece]) -> list[DocumentPiece]:
         side=len(item), ids=first[:shared], trained=item[0].trained[:shared], shared=IS_SHARED
     )
     return [*sides, prompt]
-
-
-def _common_tokens(left: np.ndarray, right: np.ndarray) -> int:
-    """Return the number of tokens that both begin with."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    return int(np.argmax(differs)) if differs.any() else length

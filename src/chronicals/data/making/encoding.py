@@ -22,7 +22,6 @@ from chronicals.data.making.documents import (
     DocumentPiece,
     FlatDocuments,
     Marks,
-    are_identical,
     fit_item,
     share_prompt,
 )
@@ -118,7 +117,10 @@ class ChunkEncoder:
         )
         fitted = read if unchanged else FlatDocuments.joined(fitted_pieces)
         read.inspect(self.marks, report)
-        documents = fitted.trained_items()
+        # An item stays if all its documents have targets; a shared prompt needs none.
+        item = np.cumsum(fitted.sides == 0)
+        untrained = (fitted.targets == 0) & (fitted.shared >= 0)
+        documents = fitted.only(~np.isin(item, item[untrained]))
         for row in np.setdiff1d(fitted.rows, documents.rows):
             lost_by_cut = read.targets[read.rows == row].min() > 0
             rule = "masked_by_cut" if lost_by_cut else "masked_row"
@@ -128,8 +130,9 @@ class ChunkEncoder:
         report.documents = len(documents)
         report.tokens = len(documents.ids)
         report.targets = int(documents.targets.sum())
-        report.prompts = documents.prompts
-        report.mismatched = documents.mismatched
+        report.prompts = int((documents.shared < 0).sum())
+        mismatched = (documents.sides == MISMATCHED_SIDE) & (documents.labels != UNJUDGED)
+        report.mismatched = int(mismatched.sum())
         row_kinds = _count_kinds(recognised, documents)
         chunk = recognised.chunk
         for finding in report.findings.values():
@@ -191,7 +194,9 @@ class ChunkEncoder:
         fitted = fit_item(share_prompt(item), self.width, overlong, recognised.report)
         if not fitted:
             recognised.left_out[row] = "dropped_row" if overlong == "drop" else "masked_by_cut"
-        if len(item) > 1 and item[0].label == UNJUDGED and are_identical(fitted):
+        answers = [piece.ids for piece in fitted if piece.shared >= 0]
+        equal = len(answers) > 1 and all(np.array_equal(answers[0], ids) for ids in answers[1:])
+        if equal and len(item) > 1 and item[0].label == UNJUDGED:
             recognised.report.note("identical_answers", row)
             recognised.left_out[row] = "identical_answers"
             return []

@@ -24,12 +24,11 @@ from chronicals.data.kinds.preferences import (
     PREFERENCE,
     RANKED_ANSWERS,
     RANKED_SCORES,
+    in_one_form,
     judged_completion,
     label_of,
-    lacks_label,
     nearest_other_prompts,
     sides_of,
-    with_answer_of,
 )
 from chronicals.data.kinds.rows import (
     DOCUMENT_KINDS,
@@ -132,8 +131,10 @@ def refuse_other_kind(kind: str, record: RowRecord, where: str, kinds: Collectio
             raise DataError(
                 f"{where}: {_OTHER_OBJECTIVES[wanted, row_kind]}; {taken}", "unusable_kind"
             )
-    if JUDGED in kinds and lacks_label(record):
-        label_of(record, where)  # raises
+    if JUDGED in kinds and record.get("label") is None:
+        with_label = {*non_null_fields(record), "label"}
+        if kind_among(with_label, (JUDGED,)) is not None:
+            label_of(record, where)  # raises
     if kind in DOCUMENT_KINDS:
         raise DataError(f"{where}: is of kind {kind}; {taken}", "unusable_kind")
 
@@ -203,11 +204,6 @@ class _RowFindings:
             self.rules.add(rule)
             self.report.note(rule, self.row, example)
 
-    def take_kind(self, kind: str) -> None:
-        if self.kind is None:
-            self.kind = kind
-            self.report.forms[kind] = self.report.forms.get(kind, 0) + 1
-
 
 class Recogniser:
     """Recognises rows for one objective.
@@ -236,7 +232,17 @@ class Recogniser:
                 report.note(fault.rule, row, str(fault))
                 recognised.left_out[row] = fault.rule
                 continue
-            self._inspect_texts(row, documents, place, report)
+            # What the gate finds in what people wrote.
+            texts = [text for normal in documents for text in texts_of(normal.record)]
+            if documents[0].kind == "text" and sum(map(len, texts)) == 1:
+                report.note("single_token", row, place)
+            if any("\ufffd" in text for text in texts):
+                report.note("byte_garbage", row, place)
+            for text in texts if self.special_tokens else ():
+                written = self.special_tokens.search(text)
+                if written:
+                    report.note("special_token_in_text", row, f"{place} holds {written.group()!r}")
+                    break
             for side, normal in enumerate(documents):
                 recognised.drafts.append(Draft(row, side, place, normal))
         if JUDGED in self.tokenizer.kinds:
@@ -297,16 +303,24 @@ class Recogniser:
             if self.tokenizer.completions_as_chat:
                 kind = "instruction"
                 record = as_instruction(record)
-        findings.take_kind(kind)
+        if findings.kind is None:
+            findings.kind = kind
+            forms = findings.report.forms
+            forms[kind] = forms.get(kind, 0) + 1
         for name in unread_fields(record, kind):
             findings.note("unread_field", f"{place}: {name}")
         normal = NormalRow.of(record, kind, place)
         if self.tokenizer.train_on == "answers":
             self._check_answers(normal, place, findings)
-            if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
+        if self.tokenizer.train_on == "answers" and kind == "completion":
+            if self.tokenizer.tokenizer.chat_template is not None:
                 findings.note("plain_completion", place)
-            if kind == "completion" and _repeats_prompt(normal.record):
-                findings.note("repeated_prompt", place)
+            prompt = normal.record["prompt"]
+            completion = normal.record["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                words = prompt.split(None, REPEATED_PROMPT_WORDS)
+                if completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS:
+                    findings.note("repeated_prompt", place)
         return normal
 
     def _check_answers(self, normal: NormalRow, place: str, findings: _RowFindings) -> None:
@@ -334,23 +348,6 @@ class Recogniser:
         for rule in conversation_oddities(messages):
             findings.note(rule, place)
 
-    def _inspect_texts(
-        self, row: int, documents: list[NormalRow], place: str, report: DataReport
-    ) -> None:
-        """Count what the gate finds in what people wrote."""
-        texts = [text for normal in documents for text in texts_of(normal.record)]
-        if documents[0].kind == "text" and sum(map(len, texts)) == 1:
-            report.note("single_token", row, place)
-        garbled = False
-        written = None
-        for text in texts:
-            garbled = garbled or "\ufffd" in text
-            written = written or (self.special_tokens and self.special_tokens.search(text))
-        if garbled:
-            report.note("byte_garbage", row, place)
-        if written:
-            report.note("special_token_in_text", row, f"{place} holds {written.group()!r}")
-
     def _add_mismatched(self, recognised: RecognisedChunk) -> None:
         """Add to each judged answer a document of its prompt with the answer to another prompt.
 
@@ -376,19 +373,10 @@ class Recogniser:
 
     def mismatched(self, row: RowRecord, other: RowRecord, place: str) -> NormalRow:
         """Return the prompt of one judged row with the answer of another."""
-        record = with_answer_of(row, other)
+        prompt, (_, answer) = in_one_form(row["prompt"], [row["completion"], other["completion"]])
+        record = {**row, "prompt": prompt, "completion": answer}
         kind = kind_of(record, place)
         if kind == "completion" and self.tokenizer.completions_as_chat:
             kind = "instruction"
             record = as_instruction(record)
         return NormalRow.of(record, kind, place)
-
-
-def _repeats_prompt(record: RowRecord) -> bool:
-    """Return whether a completion, a text, begins with a prompt of several words."""
-    prompt = record["prompt"]
-    completion = record["completion"]
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        return False
-    words = prompt.split(None, REPEATED_PROMPT_WORDS)
-    return completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.data.kinds.rows import CHAT_KINDS, ROW_KINDS
-from chronicals.data.making.documents import IS_SHARED, MISMATCHED_SIDE, SHARED_COLUMN, UNJUDGED
+from chronicals.data.making.documents import IS_SHARED, SHARED_COLUMN
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.ledger import Ledger
 
@@ -98,6 +98,9 @@ LABEL_COLUMN = "label"
 
 ITEM_COLUMNS = (SIDE_COLUMN, SHARED_COLUMN, LABEL_COLUMN)
 """Columns of a store whose rows may become several documents, in their order in the file."""
+
+STORE_SCHEMA_OF_ITEMS = pa.schema([*STORE_SCHEMA, *((name, pa.int64()) for name in ITEM_COLUMNS)])
+"""Schema of such a store."""
 
 PIECE_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd factor that distinguishes the pieces of a row, whose hash is the same."""
@@ -195,17 +198,6 @@ class TokenStore:
             return 0
         stored_once = self.lengths[self.columns[SHARED_COLUMN] == IS_SHARED].sum()
         return int(self.before.sum() - stored_once)
-
-    @property
-    def prompts(self) -> int:
-        """Number of documents that are prompts, which the answers of an item share."""
-        return int((self.columns[SHARED_COLUMN] == IS_SHARED).sum())
-
-    @property
-    def mismatched(self) -> int:
-        """Number of documents that are answers to another prompt, beside judged ones."""
-        judged = self.columns[LABEL_COLUMN] != UNJUDGED
-        return int((judged & (self.columns[SIDE_COLUMN] == MISMATCHED_SIDE)).sum())
 
     def is_prompt(self, index: int) -> bool:
         """Return whether a document is the prompt that the answers of its item share."""
