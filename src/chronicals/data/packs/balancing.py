@@ -90,7 +90,15 @@ class PackSums:
         if dealing is None:
             self.costs = self._in_packs(attended)
         else:
-            self.costs = self._slowest(attended, dealing)
+            # The sum of the rank that has the most, times the ranks; all have the same of a split
+            # document.
+            rank_of = dealing.rank_of[:-1]
+            count = dealing.context.count
+            split = self._in_packs(np.where(rank_of == SPLIT, attended, 0))
+            whole = [
+                self._in_packs(np.where(rank_of == rank, attended, 0)) for rank in range(count)
+            ]
+            self.costs = split + count * np.max(whole, axis=0)
         self._good = None
         if LABEL_COLUMN in store.columns:
             labels = store.columns[LABEL_COLUMN]
@@ -125,14 +133,3 @@ class PackSums:
         zero = np.zeros(1, values.dtype)
         running = np.concatenate([zero, np.cumsum(values[self._packed])])
         return np.diff(running[self._offsets])
-
-    def _slowest(self, values: np.ndarray, dealing: Dealing) -> np.ndarray:
-        """Return ``[packs + 1]``, the sum of the rank that has the most, times the ranks.
-
-        All ranks have the same of a split document.
-        """
-        rank_of = dealing.rank_of[:-1]
-        count = dealing.context.count
-        split = self._in_packs(np.where(rank_of == SPLIT, values, 0))
-        whole = [self._in_packs(np.where(rank_of == rank, values, 0)) for rank in range(count)]
-        return split + count * np.max(whole, axis=0)

@@ -88,16 +88,6 @@ class Dealing:
         rank_of[plan.documents] = np.where(plan.part_of < 0, SPLIT, plan.part_of // parts_a_rank)
         return cls(context, rank_of)
 
-    def share(self, numbers: np.ndarray, bounds: np.ndarray, entries: int) -> RankShare:
-        """Return this rank's share of documents.
-
-        Args:
-            numbers: of the documents in the store, or ``FILLER_DOCUMENT``.
-            bounds: of the documents in the micro-batch.
-            entries: the documents of the share come in multiples of so many.
-        """
-        return rank_share(bounds, self.rank_of[numbers], self.context, entries)
-
 
 def rank_share(
     bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: int = 1

@@ -288,8 +288,13 @@ class BatchStream:
         counts = []
         for position in positions:
             packs = self._packs_at(position)
-            own_packs.append(self._balanced(packs)[:, self.rank].ravel())
             counts.append(self._sums.counts(packs, slots))
+            # Packs stay as they come if documents keep their order.
+            places = np.arange(len(packs)).reshape(self.accumulation, self.ranks, self.batch_size)
+            if not self.in_order:
+                costs = self._sums.costs[packs]
+                places = balanced_packs(costs, self.accumulation, self.ranks, self.batch_size)
+            own_packs.append(packs[places[:, self.rank].ravel()])
         memory = StepMemory(
             self._sizes,
             len(positions),
@@ -330,30 +335,16 @@ class BatchStream:
             epoch, index = divmod(position + taken, len(self.plan))
             if self.epochs is not None and epoch >= self.epochs:
                 break
-            piece = self._order_of(epoch)[index : index + self.packs_a_step - taken]
+            known, order = self._known_order
+            if known != epoch:
+                order = np.arange(len(self.plan))
+                if self.shuffle:
+                    order = np.random.default_rng([self.seed, epoch]).permutation(order)
+                self._known_order = epoch, order
+            piece = order[index : index + self.packs_a_step - taken]
             packs[taken : taken + len(piece)] = piece
             taken += len(piece)
         return packs
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the packs of an epoch in their order; that of the last epoch asked is kept."""
-        known, order = self._known_order
-        if known != epoch:
-            order = np.arange(len(self.plan))
-            if self.shuffle:
-                order = np.random.default_rng([self.seed, epoch]).permutation(order)
-            self._known_order = epoch, order
-        return order
-
-    def _balanced(self, packs: np.ndarray) -> np.ndarray:
-        """Return the packs of a step as ``[accumulation, ranks, batch_size]``, balanced by cost.
-
-        They stay as they come if documents keep their order.
-        """
-        if self.in_order:
-            return packs.reshape(self.accumulation, self.ranks, self.batch_size)
-        costs = self._sums.costs[packs]
-        return packs[balanced_packs(costs, self.accumulation, self.ranks, self.batch_size)]
 
 
 def create_dataloader(dataset: RowSource, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:

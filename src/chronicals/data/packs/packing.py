@@ -417,29 +417,24 @@ class SequencePacker:
         self.packed_tokens = len(plan) * self.max_seq_length
         rows = []
         for pack in plan:
-            documents = [(ids[number], labels[number]) for number in pack]
-            rows.append(self._packed_row(documents))
+            row: dict[str, list[int]] = {
+                "input_ids": [],
+                "labels": [],
+                "position_ids": [],
+                "sequence_ids": [],
+            }
+            for place, number in enumerate(pack):
+                row["input_ids"] += ids[number]
+                row["labels"] += labels[number]
+                row["position_ids"] += range(len(ids[number]))
+                row["sequence_ids"] += [place] * len(ids[number])
+            tail = self.max_seq_length - len(row["input_ids"])
+            row["input_ids"] += [self.padding_token_id] * tail
+            row["labels"] += [-100] * tail
+            row["position_ids"] += range(tail)
+            row["sequence_ids"] += [self.PADDING] * tail
+            rows.append(row)
         return rows
-
-    def _packed_row(self, documents: list[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
-        """Return the row that holds ``documents``, ids and labels of each."""
-        row: dict[str, list[int]] = {
-            "input_ids": [],
-            "labels": [],
-            "position_ids": [],
-            "sequence_ids": [],
-        }
-        for number, (tokens, marks) in enumerate(documents):
-            row["input_ids"] += tokens
-            row["labels"] += marks
-            row["position_ids"] += range(len(tokens))
-            row["sequence_ids"] += [number] * len(tokens)
-        tail = self.max_seq_length - len(row["input_ids"])
-        row["input_ids"] += [self.padding_token_id] * tail
-        row["labels"] += [-100] * tail
-        row["position_ids"] += range(tail)
-        row["sequence_ids"] += [self.PADDING] * tail
-        return row
 
     def create_attention_mask(
         self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True

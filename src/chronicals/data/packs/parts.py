@@ -83,7 +83,8 @@ def plan_parts(
             f"max_documents={max_documents}: {parts} parts of a pack must hold {widest} each"
         )
     if strategy == IN_ORDER:
-        order, pack_of, part_of = _in_order(totals, width, limit, parts)
+        pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
+        order = np.lexsort((np.arange(totals.size), pack_of))
     else:
         costs = np.add.reduceat(sizes**2, bounds[:-1]) if sizes.size else sizes
         packed = _packed_by_size(totals, costs, width, limit, parts, strategy)
@@ -213,23 +214,21 @@ def _deal(
             part_of[first:end] = dealt
 
 
-def _in_order(
-    totals: np.ndarray, width: int, limit: int, parts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return items as they come, and the pack and the part of each.
-
-    An item goes into the first part from that of the last item on that has room, or into a new
-    pack.
-    """
-    pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
-    by_pack = np.lexsort((np.arange(totals.size), pack_of))
-    return by_pack, pack_of, part_of
-
-
 @compiled(nogil=True)
 def _next_parts(
     sizes: np.ndarray, split: np.ndarray, width: int, limit: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pack and the part of each item as they come, each int64 ``[items]``.
+
+    An item goes into the first part from that of the last item on that has room, or into a new
+    pack.
+
+    Args:
+        sizes: int64 ``[items]``, tokens of each.
+        split: int64 ``[items]``, tokens that each takes of every part if it is split.
+        width: tokens of a part.
+        limit: most items in a part.
+    """
     pack_of = np.empty(sizes.size, np.int64)
     part_of = np.empty(sizes.size, np.int64)
     room = np.full(parts, width)

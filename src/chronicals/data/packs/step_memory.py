@@ -22,7 +22,7 @@ from chronicals.data.packs.assembly import (
     assemble,
     width_bucket,
 )
-from chronicals.data.packs.dealing import Dealing, RankShare
+from chronicals.data.packs.dealing import Dealing, RankShare, rank_share
 
 KEY_SHARES = 16
 """The number of keys is rounded up to a multiple of 1 / ``KEY_SHARES`` of a Batch's tokens.
@@ -162,7 +162,8 @@ class StepMemory:
         ids, targets, positions = np.asarray(columns)
         numbers = numbers[: facts[ENTRIES_FACT]]
         bounds = np.asarray(bounds[: facts[ENTRIES_FACT] + 1])
-        share = self.dealing.share(numbers, bounds, self.sizes.share)
+        ranks = self.dealing.rank_of[numbers]
+        share = rank_share(bounds, ranks, self.dealing.context, self.sizes.share)
         documents = share.documents
         own_numbers = np.where(documents >= 0, numbers[documents], FILLER_DOCUMENT)
         own_targets = share.of_rows(targets, IGNORED)

@@ -79,7 +79,10 @@ def read_unparsed(source: RowSource, seed: int = 0) -> Iterator[Unparsed]:
             yield from _rows(part)
         if share:
             for number, row in enumerate(_rows(part)):
-                if _drawn(f"{seed} {position} {number}", share):
+                # A row drawn at one share is drawn at larger ones.
+                text = f"{seed} {position} {number}"
+                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                if int.from_bytes(digest) < share * 2**64:
                     yield row
 
 
@@ -98,7 +101,16 @@ def source_fingerprint(source: RowSource, cache_dir: Path, seed: int = 0) -> str
     """
     parts = _named(source)
     if parts is None:
-        return _fingerprint_of_rows(_in_memory(source))
+        rows = _in_memory(source)
+        of_dataset = getattr(rows, "_fingerprint", None)  # it has no public name
+        if isinstance(of_dataset, str):
+            return hashlib.sha256(of_dataset.encode()).hexdigest()
+        if iter(rows) is rows:
+            raise DataError("a generator can be read only once; give list(rows)")
+        digest = hashlib.sha256()
+        for record in rows:
+            digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
+        return digest.hexdigest()
     with FileDigests(cache_dir) as digests:
         described = [_description(part, digests, seed) for part in parts]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
@@ -176,11 +188,6 @@ def _cleaned(rows: Iterable[RowRecord], dataset: Any) -> Iterable[RowRecord]:
     return map(clean, rows) if clean else rows
 
 
-def _drawn(text: str, share: float) -> bool:
-    """Return True for ``share`` of all texts; a text drawn at one share is drawn at larger ones."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
-
-
 def _rows(part: DataSource) -> Iterator[Unparsed]:
     """Yield every row of a source once: columns renamed, the source's name before its place."""
     for place, record in _read(part):
@@ -238,19 +245,28 @@ def _fields_of_other_kinds(named: Mapping[str, str]) -> frozenset[str]:
 
 
 def _read(part: DataSource) -> Iterator[Unparsed]:
-    """Return the rows of a source, wherever they are."""
+    """Yield the rows of a source, wherever they are."""
     path = Path(part.path).expanduser()
     if _is_saved_dataset(path):
-        return _read_saved(path, part)
+        yield from _read_saved(path, part)
+        return
     if _is_hub_name(path, part.path):
-        return _read_hub(part)
+        datasets = _datasets(part.path)
+        with _hub_faults(part):
+            rows = datasets.load_dataset(
+                part.path, part.subset, split=part.split or "train", streaming=True
+            )
+            for number, record in enumerate(_cleaned(rows, rows), 1):
+                yield f"{part.path}: row {number}", record
+        return
     for field in ("subset", "split"):
         if getattr(part, field) is not None:
             raise DataError(
                 f"{path}: {field}={getattr(part, field)!r} belongs to a hub name; here, name the "
                 "files themselves"
             )
-    return itertools.chain.from_iterable(map(read_file, _files(path, log=True)))
+    for file in _files(path, log=True):
+        yield from read_file(file)
 
 
 def _files(path: Path, log: bool = False) -> list[Path]:
@@ -404,16 +420,6 @@ def _is_hub_name(path: Path, name: str) -> bool:
     )
 
 
-def _read_hub(part: DataSource) -> Iterator[PlacedRow]:
-    datasets = _datasets(part.path)
-    with _hub_faults(part):
-        rows = datasets.load_dataset(
-            part.path, part.subset, split=part.split or "train", streaming=True
-        )
-        for number, record in enumerate(_cleaned(rows, rows), 1):
-            yield f"{part.path}: row {number}", record
-
-
 @contextlib.contextmanager
 def _hub_faults(part: DataSource) -> Iterator[None]:
     """Turn whatever ``datasets`` raises into a DataError that names the source."""
@@ -464,18 +470,6 @@ def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str,
         "columns": sorted((part.columns or {}).items()),
         "seed": seed if part.weight % 1 else None,
     }
-
-
-def _fingerprint_of_rows(rows: Iterable[RowRecord]) -> str:
-    of_dataset = getattr(rows, "_fingerprint", None)  # it has no public name
-    if isinstance(of_dataset, str):
-        return hashlib.sha256(of_dataset.encode()).hexdigest()
-    if iter(rows) is rows:
-        raise DataError("a generator can be read only once; give list(rows)")
-    digest = hashlib.sha256()
-    for record in rows:
-        digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def _as_list(value: Any) -> Any:

@@ -22,7 +22,7 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,6 @@ EncodedRows = list[TokenArrays | DataError]
 
 NamedRows = tuple[Sequence[NormalRow], Sequence[str]]
 """Rows, and the names that errors call them."""
-
-_T = TypeVar("_T")
 
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
@@ -217,11 +215,16 @@ class BatchEncoder:
                 continue
             chat = RenderedChat(conversation, whole)
             rendered[n] = chat
-            numbers = self._answers(conversation)
+            # The trained messages whose place the text may tell.
+            numbers = []
+            if self.encoder.train_on != "all" and self.added_tokens is not None:
+                for number in conversation.trained:
+                    if number and conversation.messages[number]["role"] == "assistant":
+                        numbers.append(number)
             if len(numbers) >= MANY_ANSWERS:
                 self._prove(chat, numbers)
             answers += [_Answer(chat, number, places[n]) for number in numbers]
-        for group in _grouped(answers, lambda answer: len(answer.chat.whole)):
+        for group in _grouped(answers):
             unknown = [answer for answer in group if answer.number not in answer.chat.before]
             parts = template.texts(
                 [answer.chat.up_to(answer.number, answer.place) for answer in unknown],
@@ -241,16 +244,6 @@ class BatchEncoder:
                 answer.chat.through[answer.number] = self._shared(text, answer.chat.whole)
         return rendered
 
-    def _answers(self, chat: Conversation) -> list[int]:
-        """Return the numbers of the trained messages whose place the text may tell."""
-        if self.encoder.train_on == "all" or self.added_tokens is None:
-            return []
-        return [
-            number
-            for number in chat.trained
-            if number and chat.messages[number]["role"] == "assistant"
-        ]
-
     def _prove(self, chat: RenderedChat, numbers: list[int]) -> None:
         """Fill ``before`` and ``through`` of a long conversation without rendering its parts.
 
@@ -263,9 +256,16 @@ class BatchEncoder:
 
         def prove(known: dict[int, Shared | None], number: int, count: int, asks: bool) -> None:
             part = prefixes.part(count, asks)
-            shared = None if part is None else _shared_part(chat.whole, *part, exact)
-            if shared is not None:
-                known[number] = shared
+            if part is None:
+                return
+            # ``rest`` are the letters of the part behind those known to be of the whole.
+            place, rest = part
+            if chat.whole.startswith(rest, place):
+                known[number] = Shared(place + len(rest), True, True)
+            elif exact and rest.isascii():
+                # No other text has the tokens of the whole, and ASCII letters do not change that.
+                common = _common_prefix(rest, chat.whole[place : place + len(rest)])
+                known[number] = Shared(place + common, False, True)
 
         for number in numbers:
             prove(chat.before, number, number, True)
@@ -446,28 +446,13 @@ def calls_rust_only(tokenizer: Any) -> bool:
     return all(getattr(type(tokenizer), name).__module__ in general for name in names)
 
 
-def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | None:
-    """Return the common beginning of a part and the whole; None if tokens may say otherwise.
-
-    Args:
-        place: letters of the part that are known to be those of ``whole``.
-        rest: letters of the part behind these.
-        exact: no other text has the tokens of ``whole``. ASCII letters behind some of it do not
-            change that.
-    """
-    if whole.startswith(rest, place):
-        return Shared(place + len(rest), True, True)
-    letters = place + _common_prefix(rest, whole[place : place + len(rest)])
-    return Shared(letters, False, True) if exact and rest.isascii() else None
-
-
-def _grouped(items: Sequence[_T], letters: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Yield the items in order, as many at a time as have ``RENDERED_LETTERS``."""
-    group = list[_T]()
+def _grouped(answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
+    """Yield the answers in order, as many at a time as have ``RENDERED_LETTERS``."""
+    group = list[_Answer]()
     total = 0
-    for item in items:
-        group.append(item)
-        total += letters(item)
+    for answer in answers:
+        group.append(answer)
+        total += len(answer.chat.whole)
         if total >= RENDERED_LETTERS:
             yield group
             group = []

@@ -133,7 +133,13 @@ class BytePairs:
         described = json.loads(backend.to_str())
         pattern = _pattern(described)
         around = _around(rust, described["post_processor"])
-        if pattern is None or around is None or not _cuts_plainly(described):
+        if pattern is None or around is None:
+            return None
+        # Added tokens must be found anywhere in a text, and only NFC may change the rest.
+        for token in described["added_tokens"]:
+            if any(token[way] for way in ("single_word", "lstrip", "rstrip", "normalized")):
+                return None
+        if described["normalizer"] not in (None, {"type": "NFC"}):
             return None
         ranks = _ranks(described["model"])
         if ranks is None:
@@ -216,12 +222,19 @@ def _pattern(described: dict[str, Any]) -> str | None:
     )
 
 
-def _cuts_plainly(described: dict[str, Any]) -> bool:
-    """Return whether added tokens are found anywhere in a text, and only NFC changes the rest."""
-    for token in described["added_tokens"]:
-        if any(token[way] for way in ("single_word", "lstrip", "rstrip", "normalized")):
-            return False
-    return described["normalizer"] is None or described["normalizer"] == {"type": "NFC"}
+_PRINTABLE = [
+    *range(ord("!"), ord("~") + 1),
+    *range(ord("¡"), ord("¬") + 1),
+    *range(ord("®"), ord("ÿ") + 1),
+]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = dict.fromkeys(_OTHERS, ord("\uffff")) | {
+    256 + number: byte for number, byte in enumerate(_OTHERS)
+}
+"""Byte of each letter of a byte-level vocabulary, by code point (GPT-2).
+
+Printable letters stand for themselves. A letter that stands for no byte becomes U+FFFF.
+"""
 
 
 def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
@@ -256,25 +269,6 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
         if parts == 1 or model["ignore_merges"]:
             ranks[letters] = id
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
-
-
-def _byte_letters() -> dict[int, int]:
-    """Return the byte of each letter of a byte-level vocabulary, by code point (GPT-2).
-
-    Printable letters stand for themselves. A letter that stands for no byte becomes U+FFFF.
-    """
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(others, ord("\uffff")) | {
-        256 + number: byte for number, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_letters()
 
 
 def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:

@@ -62,7 +62,17 @@ class Dialect:
         if self.text_arguments and isinstance(arguments, dict):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
         if not self.text_arguments and isinstance(arguments, str):
-            return {**call, "arguments": _object(arguments)}
+            try:
+                value = json.loads(arguments)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"the arguments of a call, {arguments[:40]!r}, do not parse as JSON: {error}"
+                ) from error
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"the arguments of a call must be a JSON object, these are {arguments[:40]!r}"
+                )
+            return {**call, "arguments": value}
         return call
 
 
@@ -266,20 +276,3 @@ class ChatTemplate:
         return self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds.
-
-    Raises:
-        DataError: it holds none.
-    """
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the arguments of a call, {text[:40]!r}, do not parse as JSON: {error}"
-        ) from error
-    if not isinstance(value, dict):
-        raise DataError(f"the arguments of a call must be a JSON object, these are {text[:40]!r}")
-    return value

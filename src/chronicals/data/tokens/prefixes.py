@@ -209,7 +209,13 @@ class _Run:
             proper = (
                 in_loop and len(self.places) == number and self.loops == 1 and not self._seen_end
             )
-            state = self._current_state()
+            # One object for equal states; with too many of them, stop.
+            state = tuple(sorted(self._state.items()))
+            if state not in self._known and len(self._known) == MAX_STATES:
+                self._stop_recording()
+                state = ()
+            else:
+                state = self._known.setdefault(state, state)
             self.places.append(self._letters if proper and self._recording else None)
             self.states.append(state)
         if number >= len(self.messages):
@@ -221,14 +227,6 @@ class _Run:
         if in_loop and not self._seen_end:
             self.ended = self._letters
         self._seen_end = True
-
-    def _current_state(self) -> NamespaceState:
-        """Return one object for equal states; with too many of them, stop and return ()."""
-        state = tuple(sorted(self._state.items()))
-        if state not in self._known and len(self._known) == MAX_STATES:
-            self._stop_recording()
-            return ()
-        return self._known.setdefault(state, state)
 
     def _stop_recording(self) -> None:
         self._recording = False

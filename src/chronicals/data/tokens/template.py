@@ -240,16 +240,16 @@ class Tokenizer:
             return end
         if number + 1 == len(conversation.messages):
             return len(ids)
-        while end < len(ids) and self._is_white_space(int(ids[end])):
+        # Tokens that are white space and nothing else.
+        while end < len(ids):
+            token = int(ids[end])
+            if token not in self._white:
+                is_text = token not in self.tokenizer.added_tokens_decoder
+                self._white[token] = is_text and not self.template.decode([token]).strip()
+            if not self._white[token]:
+                break
             end += 1
         return end
-
-    def _is_white_space(self, token: int) -> bool:
-        """Return whether a token is white space and nothing else."""
-        if token not in self._white:
-            is_text = token not in self.tokenizer.added_tokens_decoder
-            self._white[token] = is_text and not self.template.decode([token]).strip()
-        return self._white[token]
 
     # --- everything else
     # -----------------------------------------------------------------------------------------

@@ -111,7 +111,15 @@ class TokenisedTexts:
             for encoding, whole in zip(encodings, self._whole[special], strict=True):
                 ids = encoding.ids
                 lists.append(closed(ids, beginning if special else None, ending) if whole else ids)
-            self._ids[special] = _JoinedIds.of(lists, self._added_tokens)
+            bounds = [0, *itertools.accumulate(map(len, lists))]
+            joined = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
+            ones = np.ones(len(joined), np.uint8)
+            ones.flags.writeable = False
+            added = np.zeros(0, np.int64)
+            if self._added_tokens is not None:
+                added = np.flatnonzero(self._added_tokens.is_added[joined])
+            first_added = np.searchsorted(added, bounds).tolist()
+            self._ids[special] = _JoinedIds(joined, bounds, ones, added, first_added)
         self._encodings.clear()
 
     def __getitem__(self, place: TextPlace) -> np.ndarray:
@@ -149,17 +157,6 @@ class _JoinedIds:
     added: np.ndarray
     first_added: list[int]
 
-    @classmethod
-    def of(cls, lists: list[list[int]], added_tokens: AddedTokens | None) -> _JoinedIds:
-        bounds = [0, *itertools.accumulate(map(len, lists))]
-        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
-        ones = np.ones(len(ids), np.uint8)
-        ones.flags.writeable = False
-        added = np.zeros(0, np.int64)
-        if added_tokens is not None:
-            added = np.flatnonzero(added_tokens.is_added[ids])
-        return cls(ids, bounds, ones, added, np.searchsorted(added, bounds).tolist())
-
 
 CONTINUATION_MARKS = ("\n", "0", ".", ")", "é")
 """Marks of several kinds, for a mark must not merge with the text behind it."""
@@ -183,7 +180,13 @@ class Continuation:
             ids = self._ids(mark)
             if ids:
                 self._marks[mark] = ids
-        if not self._puts_something_before_texts():
+        # The tokenizer puts something before texts if one has other ids behind a mark.
+        differs = False
+        for mark in self._marks:
+            for text in CONTINUED_TEXTS:
+                behind = self._behind(mark, text)
+                differs = differs or (behind is not None and behind != self._ids(text))
+        if not differs:
             self._marks = {}
         self.mark = next(iter(self._marks), "")
         self.mark_ids = self._marks.get(self.mark, [])
@@ -204,15 +207,6 @@ class Continuation:
             f"{where}: the tokenizer cannot be made to tokenise {text[:20]!r} as the continuation "
             "of a prompt"
         )
-
-    def _puts_something_before_texts(self) -> bool:
-        """Return whether some text has other ids behind a mark than by itself."""
-        for mark in self._marks:
-            for text in CONTINUED_TEXTS:
-                behind = self._behind(mark, text)
-                if behind is not None and behind != self._ids(text):
-                    return True
-        return False
 
     def _behind(self, mark: str, text: str) -> list[int] | None:
         """Return the ids of a text behind a mark; None if it merges with the mark."""

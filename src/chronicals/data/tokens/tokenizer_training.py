@@ -43,8 +43,14 @@ def questions_and_answers(folder: Path | None = None) -> list[dict]:
         except (SyntaxError, ValueError):
             continue
         for name, text in _documented(tree, ".".join(parts)):
-            answer = _first_sentences(text)
-            if answer:
+            # The first sentences, unless they are too short or not ASCII.
+            paragraph = " ".join(text.split("\n\n")[0].split())
+            answer = ""
+            for sentence in paragraph.replace(". ", ".\n").split("\n"):
+                if len(answer) + len(sentence) + 1 > MAX_ANSWER_LETTERS:
+                    break
+                answer = f"{answer} {sentence}".strip()
+            if len(answer) > 20 and answer.isascii():
                 rows[name] = answer
     chats = []
     for name in sorted(rows):
@@ -65,17 +71,6 @@ def _documented(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
             yield name, text
         if isinstance(child, ast.ClassDef):
             yield from _documented(child, name)
-
-
-def _first_sentences(text: str) -> str:
-    """Return the first sentences of a text; empty if they are too short or not ASCII."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    answer = ""
-    for sentence in paragraph.replace(". ", ".\n").split("\n"):
-        if len(answer) + len(sentence) + 1 > MAX_ANSWER_LETTERS:
-            break
-        answer = f"{answer} {sentence}".strip()
-    return answer if len(answer) > 20 and answer.isascii() else ""
 
 
 CHAT_TEMPLATE = (
