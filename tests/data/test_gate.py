@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +218,7 @@ def test_a_report_survives_being_written(tmp_path):
     assert (
         TokenStore.open(first.path).report
         == first.report
-        == DataReport.from_dict(first.report.to_dict())
+        == DataReport.from_dict(asdict(first.report))
     )
     assert set(first.report.findings) == {"masked_row", "cut_row", "cut_stop", "duplicate_row"}
 

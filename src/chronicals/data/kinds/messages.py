@@ -52,27 +52,21 @@ def with_conversations(record: RowRecord) -> RowRecord:
     conversations = {}
     for name in TEXT_OR_MESSAGES:
         text = record.get(name)
-        if isinstance(text, str):
-            messages = conversation_or_text(text)
-            if messages is not text:
-                conversations[name] = messages
+        messages = None
+        if isinstance(text, str) and _JSON_OBJECT.match(text):
+            messages = parsed_json(text)
+        if isinstance(messages, dict):
+            messages = [messages]
+        if not isinstance(messages, list) or not messages:
+            continue
+        if all(
+            isinstance(message, dict)
+            and not message.keys().isdisjoint(MESSAGE_ROLE_FIELDS)
+            and not message.keys().isdisjoint((*MESSAGE_CONTENT_FIELDS, "tool_calls"))
+            for message in messages
+        ):
+            conversations[name] = messages
     return {**record, **conversations} if conversations else record
-
-
-def conversation_or_text(text: str) -> list[Any] | str:
-    """Return the messages that a JSON text holds (one as a list of one), else the text itself."""
-    messages = parsed_json(text) if _JSON_OBJECT.match(text) else None
-    if isinstance(messages, dict):
-        messages = [messages]
-    if not isinstance(messages, list) or not messages:
-        return text
-    for message in messages:
-        fields = message.keys() if isinstance(message, dict) else ()
-        speaks = any(name in fields for name in MESSAGE_ROLE_FIELDS)
-        says = any(name in fields for name in (*MESSAGE_CONTENT_FIELDS, "tool_calls"))
-        if not (speaks and says):
-            return text
-    return messages
 
 
 def conversation_in(value: Any, name: str, where: str) -> Any:
@@ -98,7 +92,9 @@ def read_json(value: Any, name: str, where: str) -> Any:
     """Return ``value``, read if it is JSON text.
 
     Args:
+        value: the field's value: JSON text, or what such a text holds.
         name: of the field, for errors.
+        where: what errors call the row.
 
     Raises:
         DataError: it is text, but not JSON.
@@ -172,6 +168,7 @@ def normal_messages(messages: Any, name: str, where: str) -> list[Message]:
     Args:
         messages: the list as the row has it.
         name: of its field, for errors.
+        where: what errors call the row.
 
     Raises:
         DataError: a message lacks a field, or a field is of the wrong type.
@@ -356,7 +353,9 @@ def check_answers(messages: Sequence[Message], prompt: int, where: str) -> bool:
     """Return whether the assistant answers in a normalised conversation.
 
     Args:
+        messages: of the conversation, in their normal form.
         prompt: number of messages that are its prompt.
+        where: what errors call the row.
 
     Raises:
         DataError: an answer is empty, and not set aside by ``train: false``.

@@ -136,6 +136,8 @@ def completion_rows(
     Args:
         record: the row without its answers.
         answers: by the names that errors call them.
+        where: what errors call the row.
+        note_prompt_field: told the name of a prompt field other than ``prompt``.
 
     Raises:
         DataError: an answer is neither text nor messages, is empty, or does not end with the

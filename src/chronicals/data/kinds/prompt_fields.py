@@ -37,6 +37,7 @@ def prompt_names(record: RowRecord, without: Collection[str] = ()) -> list[str]:
     """Return the fields that may hold the prompt: several if the row does not say which does.
 
     Args:
+        record: the row.
         without: fields that hold something else.
     """
     if record.get("prompt") is not None:
@@ -148,6 +149,8 @@ def without_repetition(
     """Return the prompt, and the answers (text or messages) without what they repeat of its end.
 
     Args:
+        prompt: messages.
+        answers: each a text or messages.
         shared: messages that all answers begin with.
 
     Raises:

@@ -143,6 +143,7 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     """Return the kind of a row, a name in ``ROW_KINDS``; fields that are None do not count.
 
     Args:
+        record: the row; anything but an object is refused.
         where: what errors call the row.
         wanted: kinds that are tried first: a row may have the fields of several.
 

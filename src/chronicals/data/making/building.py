@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,7 @@ def build_store(
     seed: int = 0,
     processes: int | None = None,
 ) -> TokenStore:
-    """Return the store of ``source``: opened if it was made before, otherwise tokenised and
-    written.
+    """Return the store of ``source``, which is tokenised and written if it was not made before.
 
     Args:
         source: what ``read_records`` reads.
@@ -130,6 +129,7 @@ def _unchanged(
     """Yield the rows.
 
     Args:
+        rows: with their places.
         before: digests of the files that they come from.
         digests: computes these anew.
 
@@ -200,9 +200,24 @@ def _write(
             with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
                 for chunk, encoded in tokenising.encoded(chunks):
                     counts.add(chunk, encoded)
-                    if len(encoded.documents):
-                        writer.write_batch(_record_batch(encoded, schema))
                     gc.collect(0)
+                    documents = encoded.documents
+                    if not len(documents):
+                        continue
+                    offsets = _column(documents.offsets.astype(np.int32))
+                    columns = [
+                        pa.ListArray.from_arrays(offsets, _column(documents.ids)),
+                        pa.ListArray.from_arrays(offsets, _column(documents.trained)),
+                        _column(documents.targets),
+                        _column(documents.rows),
+                        _column(encoded.hashes),
+                        _column(encoded.row_kinds),
+                        _column(documents.sides),
+                        _column(documents.shared),
+                        _column(documents.labels),
+                    ]
+                    columns = columns[: len(schema)]
+                    writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
             raw.flush()
             os.fsync(raw.fileno())
         aside_description.write_text(json.dumps(counts.description(), indent=1))
@@ -213,24 +228,6 @@ def _write(
             gc.enable()
         aside.unlink(missing_ok=True)
         aside_description.unlink(missing_ok=True)
-
-
-def _record_batch(encoded: Encoded, schema: pa.Schema) -> pa.RecordBatch:
-    """Return the documents of a chunk as columns of a store's file."""
-    documents = encoded.documents
-    offsets = _column(documents.offsets.astype(np.int32))
-    columns = [
-        pa.ListArray.from_arrays(offsets, _column(documents.ids)),
-        pa.ListArray.from_arrays(offsets, _column(documents.trained)),
-        _column(documents.targets),
-        _column(documents.rows),
-        _column(encoded.hashes),
-        _column(encoded.row_kinds),
-        _column(documents.sides),
-        _column(documents.shared),
-        _column(documents.labels),
-    ]
-    return pa.RecordBatch.from_arrays(columns[: len(schema)], schema=schema)
 
 
 def _column(values: np.ndarray) -> pa.Array:
@@ -294,4 +291,4 @@ class _Counts:
         if len(labels) == 1:
             judgement = "good" if labels == {1} else "bad"
             self.report.note("one_label", example=f"every answer is {judgement}")
-        return {"report": self.report.to_dict(), "max_id": self.max_id}
+        return {"report": asdict(self.report), "max_id": self.max_id}

@@ -45,6 +45,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Marks:
+        """Return the marks of a tokenizer and of its chat template."""
         inner = tokenizer.tokenizer
         stops = {inner.eos_token_id} - {None}
         if inner.chat_template is not None:
@@ -132,6 +133,7 @@ class FlatDocuments:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 ``[N]``."""
         return np.diff(self.offsets)
 
     @functools.cached_property
@@ -222,7 +224,9 @@ def fit_item(
 
     Args:
         item: the documents of a row, a shared prompt last.
+        width: most tokens of the item.
         overlong: what becomes of an item that is too long.
+        report: counts what is split, cut or dropped.
     """
     if item[0].label != UNJUDGED:
         item = _judged_first(item, width, report)

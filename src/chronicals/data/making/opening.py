@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,8 @@ def open_held_out(
     """Return the part of a store that is held out, with a report of its own.
 
     Args:
+        held_out: the second store of ``open_divided``.
+        config: the run's: the share that is held out, and what the gate lets pass.
         report_file: where the report is written as JSON.
 
     Raises:
@@ -191,12 +193,12 @@ def _judged(
     """
     report = store.report
     if file is not None:
-        fields = report.to_dict()
+        fields = asdict(report)
         del fields["left_out"]  # the ledger has it
         content = {
             "data": name,
             **fields,
-            "ledger": ledger.to_dict(),
+            "ledger": asdict(ledger),
             "findings": report.entries(config.gate),
         }
         # One process of several writes the report. It must not stop alone if it cannot.

@@ -115,6 +115,8 @@ def refuse_other_kind(kind: str, record: RowRecord, where: str, kinds: Collectio
 
     Args:
         kind: of the row.
+        record: the row.
+        where: what errors call the row.
         kinds: that the objective takes; not only ``DOCUMENT_KINDS``.
 
     Raises:

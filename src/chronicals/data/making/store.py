@@ -242,6 +242,7 @@ class TokenStore:
         """Return the store with ``values`` of every target, document after document.
 
         Args:
+            name: under which Batches have them.
             values: ``[targets in all, ...]``.
 
         Raises:
@@ -274,6 +275,7 @@ class TokenStore:
 
         Args:
             share: of the documents that is held out; at least one is.
+            seed: decides which documents are held out.
 
         Raises:
             DataError: nothing is left to train on.
@@ -344,6 +346,7 @@ def _documents_in(batch: pa.RecordBatch, address: int) -> np.ndarray:
     """Return where the documents of a batch lie in the file.
 
     Args:
+        batch: a record batch of the file.
         address: of the file in memory.
 
     Returns:

@@ -206,7 +206,9 @@ def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
     """Answer each chunk with its documents until there are no more chunks.
 
     Args:
+        encoder: makes the documents.
         same: whether the tokenizer is the one that was described.
+        pipes: where chunks come in and documents go out.
     """
     chunks = os.fdopen(pipes[0], "rb")
     out = os.fdopen(pipes[1], "wb")
@@ -265,6 +267,7 @@ def _fork(pipes: list[Pipes], own: Pipes, serving: Callable[[Pipes], None]) -> i
 
 
 def tokenise_for_parent() -> None:
+    """Read the tokenizer, divide, and serve; the arguments are the command's."""
     end_with_parent(os.getppid())
     # As if torch were not installed: some versions of transformers import it, 3 s and 270 MB.
     sys.modules["torch"] = None  # type: ignore[assignment]

@@ -31,6 +31,9 @@ def balanced_packs(costs: np.ndarray, accumulation: int, ranks: int, batch_size:
     Args:
         costs: int64 ``[accumulation · ranks · batch_size]``, what attention costs in each pack of
             the step.
+        accumulation: micro-batches of a rank in the step.
+        ranks: number of ranks.
+        batch_size: packs of a micro-batch.
     """
     bins = accumulation * ranks
     packs_in = np.zeros(bins, np.int64)

@@ -40,6 +40,7 @@ def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False)
     """Decorate a function that numba compiles on its first call for the types it gets.
 
     Args:
+        function: what is compiled; without it the decorator itself is returned.
         nogil: release the GIL while it runs.
     """
     if function is None:

@@ -97,6 +97,7 @@ def rank_share(
     Args:
         bounds: int ``[N + 1]``, of the documents.
         ranks: ``[N]``, who has each: a rank, ``SPLIT`` or ``NOBODY``.
+        context: the ranks, and which of them this is.
         entries: the documents of the share come in multiples of so many.
 
     Raises:
@@ -167,6 +168,7 @@ def _split_documents(
 
     Args:
         chunk: int64 ``[S]``, length of the chunks of each.
+        context: the ranks, and which of them this is.
         whole_ends: bounds of its other documents in its own tokens.
         longest: bound on the lengths of its other documents.
     """
@@ -212,6 +214,7 @@ def _gathered_keys(chunk: np.ndarray, context: Context, tokens: int) -> SharedKe
 
     Args:
         chunk: int64 ``[S]``, length of the chunks of each document.
+        context: the ranks, and which of them this is.
         tokens: number that each of the ``outer`` neighbourhoods sends.
     """
     outer = context.outer
@@ -243,7 +246,9 @@ def part_of(batch: Batch, ranks: np.ndarray, context: Context, filler: int = 0) 
     """Return a rank's part of a Batch in host memory, without shared prompts.
 
     Args:
+        batch: the whole micro-batch.
         ranks: ``[N]``, who has each document: a rank, ``SPLIT`` or ``NOBODY``.
+        context: the ranks, and which of them this is.
         filler: the token that filler documents are made of.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Batches from a token store: packs in a shuffled endless stream, divided over steps, micro-batches
-and ranks.
+"""Batches from a token store, whose packs are a shuffled endless stream.
 
-The stream is a function of the seed: epoch e is the plan's packs in the order of generator (seed,
-e). A position in it is the number of packs consumed by all ranks together. Step s takes
-``batch_size × accumulation × ranks`` packs in a row, so its documents depend on that product alone.
-The cost of packs decides which micro-batch and rank takes which of them (``balancing``). After the
-last epoch the stream goes on with empty packs, which count nothing.
+It is divided over steps, micro-batches and ranks. The stream is a function of the seed: epoch e is
+the plan's packs in the order of generator (seed, e). A position in it is the number of packs
+consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row,
+so its documents depend on that product alone. The cost of packs decides which micro-batch and rank
+takes which of them (``balancing``). After the last epoch the stream goes on with empty packs, which
+count nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def prefetch(tasks: Iterable[Callable[[], _Result]], depth: int) -> Generator[_R
     the iterator waits for the task that runs and drops the others.
 
     Args:
+        tasks: functions that compute a result each.
         depth: results that are computed, or being computed, before they are asked for.
 
     Raises:

@@ -164,6 +164,7 @@ def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> 
     Args:
         words: uint64, the bits.
         summary: uint64, a bit for each word that is not 0.
+        start: number of the first bit that counts.
     """
     word = start >> 6
     bits = words[word] & (~np.uint64(0) << np.uint64(start & 63))
@@ -439,14 +440,15 @@ class SequencePacker:
     def create_attention_mask(
         self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True
     ) -> Tensor:
-        """Return a mask, bool ``[B, 1, S, S]``: True if the row's position may attend to the
-        column's.
+        """Return a mask, bool ``[B, 1, S, S]``.
 
-        A position attends to its own document, with ``causal`` no further than itself. Padding
-        attends to itself only, so that no row of the softmax is empty; nothing attends to padding.
+        It is True if the row's position may attend to the column's. A position attends to its own
+        document, with ``causal`` no further than itself. Padding attends to itself only, so that no
+        row of the softmax is empty; nothing attends to padding.
 
         Args:
             sequence_ids: ``[B, S]`` or ``[S]``, as ``pack`` gives them.
+            causal: no position attends to later ones.
         """
         ids = torch.as_tensor(sequence_ids)
         if ids.ndim == 1:

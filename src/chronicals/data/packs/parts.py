@@ -42,6 +42,11 @@ def plan_parts(
     """Assign every document to a pack and to a part of it; arguments as of ``plan_packs``.
 
     Args:
+        lengths: tokens of each document.
+        max_seq_length: width of a pack.
+        max_documents: most documents in a pack; None for no limit.
+        strategy: one of ``STRATEGIES``.
+        items: int64 ``[items + 1]``, bounds of items; None if every document is one.
         parts: of a pack. Each holds ``max_documents // parts`` documents at most.
 
     Raises:
@@ -116,6 +121,8 @@ def _packed_by_size(
         costs: int64 ``[items]``, what attention costs in each.
         width: tokens of a part.
         limit: most items in a part.
+        parts: of a pack.
+        strategy: one of ``STRATEGIES``.
     """
     long = np.flatnonzero(totals > width)
     short = np.flatnonzero(totals <= width)
@@ -228,6 +235,7 @@ def _next_parts(
         split: int64 ``[items]``, tokens that each takes of every part if it is split.
         width: tokens of a part.
         limit: most items in a part.
+        parts: of a pack.
     """
     pack_of = np.empty(sizes.size, np.int64)
     part_of = np.empty(sizes.size, np.int64)

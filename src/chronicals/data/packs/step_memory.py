@@ -187,6 +187,7 @@ class StepMemory:
         Args:
             numbers: of the documents of the whole micro-batch.
             targets: of the whole micro-batch.
+            share: this rank's, if several ranks share the micro-batch.
         """
         documents = numbers[numbers >= 0]
         tensors = {}

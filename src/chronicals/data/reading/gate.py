@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from chronicals.config import ConfigurationError
@@ -301,6 +301,7 @@ class DataReport:
         """Return the level of a finding; an error stops the run.
 
         Args:
+            rule: name of a rule that was broken.
             shares: largest shares of the rows that replace those of ``RULES``.
         """
         share = shares.get(rule, RULES[rule].share)
@@ -401,11 +402,9 @@ class DataReport:
         """Return the findings that stop a run, as ``entries`` gives them."""
         return [entry for entry in self.entries(shares) if entry["level"] == "error"]
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict) -> DataReport:
+        """Return the report that ``dataclasses.asdict`` made a dict of."""
         findings = {rule: Finding(**finding) for rule, finding in fields["findings"].items()}
         return cls(**{**fields, "findings": findings})
 

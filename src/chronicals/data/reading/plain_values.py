@@ -1,8 +1,8 @@
-"""Values as JSON has them, from whatever library a row came: lists, objects, text, numbers, and
-None for what is missing.
+"""Values as JSON has them, from whatever library a row came.
 
-A missing value has many spellings: None, NaN, NaT, pandas' NA, a null of Arrow. A list may be a
-tuple, an array of numpy, a column of pandas or a tensor. Text is never a list, whatever its length.
+They are lists, objects, text, numbers, and None for what is missing. A missing value has many
+spellings: None, NaN, NaT, pandas' NA, a null of Arrow. A list may be a tuple, an array of numpy, a
+column of pandas or a tensor. Text is never a list, whatever its length.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ def encodable(value: Any, text: str) -> Any:
     """Return ``value``, or a bad row if half of a surrogate pair is in it: no tokenizer takes one.
 
     Args:
+        value: what was read.
         text: JSON that ``value`` was read from.
     """
     if "\\ud" in text or "\\uD" in text:
@@ -157,6 +158,7 @@ def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[Chunk]:
     """Yield the rows in chunks.
 
     Args:
+        rows: with their places, in reading order.
         earlier: how many rows before its first a chunk holds.
     """
     first = 0

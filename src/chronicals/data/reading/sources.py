@@ -93,7 +93,9 @@ def source_fingerprint(source: RowSource, cache_dir: Path, seed: int = 0) -> str
     a ``Dataset`` by its own fingerprint; other rows by their values.
 
     Args:
+        source: what ``read_records`` reads.
         cache_dir: where digests of files are remembered.
+        seed: as that of ``read_records``.
 
     Raises:
         DataError: a source does not exist, or is a generator, which could not be read a second
@@ -180,6 +182,7 @@ def _cleaned(rows: Iterable[RowRecord], dataset: Any) -> Iterable[RowRecord]:
     """Return rows without the nulls that a dataset of ``datasets`` fills objects with.
 
     Args:
+        rows: of the dataset.
         dataset: what the rows come from.
     """
     if not hasattr(dataset, "features"):
@@ -202,6 +205,7 @@ def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecor
     Other columns stay as they are, except fields that would identify another kind of row.
 
     Args:
+        record: the row; a bad one is returned as it is.
         columns: the record's names by the new ones; a dot leads into an object.
     """
     if not isinstance(record, Mapping):
@@ -273,6 +277,7 @@ def _files(path: Path, log: bool = False) -> list[Path]:
     """Return the files that a path or pattern stands for, sorted.
 
     Args:
+        path: of a file or folder, or a pattern.
         log: log what is left out of folders.
 
     Raises:

@@ -1,15 +1,14 @@
-"""Encoding of many rows at once: the tokens that ``Tokenizer.encode`` gives for each, by one call
-of the fast tokenizer's own threads.
+r"""Encoding of many rows at once, with the tokens that ``Tokenizer.encode`` gives for each.
 
-Only the whole rendering of a conversation is tokenised. The bounds of its answers are found in its
-text. With T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before
-p:
+One call of the fast tokenizer's own threads encodes them all. Only the whole rendering of a
+conversation is tokenised. The bounds of its answers are found in its text. With T(·) the tokenizer,
+a bound p in the text x, and s the last added token that ends before p:
 
     T(x) = T(up to s) + T(from s on)   added tokens are cut out before anything else sees the text
     T(x[:p]) is a prefix of T(x)       if T(from s to p), by itself, is what T(x) holds from s on
 
 So the bound's place among the tokens is that of s plus the length of T(from s to p). This is a
-short text such as ``<|im_start|>assistant\\n``, the same in every row, and is tokenised once.
+short text such as ``<|im_start|>assistant\n``, the same in every row, and is tokenised once.
 
 Some rows are not decided so: a bound inside a token, another rendering of the last turn under a
 tokenizer that normalises, roles other than the assistant, any refusal. They are left to
@@ -19,16 +18,17 @@ tokenizer that normalises, roles other than the assistant, any refusal. They are
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 
 from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.added_tokens import AddedTokens, CutText
 from chronicals.data.tokens.byte_pairs import BytePairs, HasIds
 from chronicals.data.tokens.chat_template import RenderRequest
@@ -87,14 +87,19 @@ class BatchEncoder:
 
     def on_one_core(self) -> None:
         """Tokenise in the caller's thread from now on, by tiktoken if it gives the same ids."""
-        self.encoder.template.copy_globals_once()
-        if self.fast:
-            self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
+        if self.encoder.tokenizer.chat_template is not None:
+            # For each text jinja copies the template's globals, which it keeps in a ChainMap; a
+            dict # is copied in a tenth of the time, and nothing is put into either afterwards. A
+            faulty # template is reported when it is used. with contextlib.suppress(ValueError,
+            jinja2.TemplateError): compiled = self.encoder.template.compiled() if compiled is not
+            None: compiled.globals = dict(compiled.globals) if self.fast: self._byte_pairs =
+            BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
     def encode_batch(self, rows: Sequence[NormalRow], places: Sequence[str]) -> EncodedRows:
         """Return the tokens of each row, or its error.
 
         Args:
+            rows: in their normal form.
             places: what errors call the rows.
         """
         return next(self.encode([(rows, places)]))
@@ -154,21 +159,15 @@ class BatchEncoder:
 
     def _begin(self, row: NormalRow, place: str, texts: TokenisedTexts) -> Finish | Conversation:
         if self.fast and row.kind == "text":
-            return self._text(row.record, place, texts)
+            self.encoder.end(place)
+            text = check_text(row.record["text"], "text", place)
+            added = texts.add(text, special=True, whole=True)
+            return lambda: (texts[added], texts.all_trained(added))
         if self.fast and row.kind == "completion":
             return self._completion(row, place, texts)
         if self.fast and row.kind == "chat":
             return self.encoder.conversation(row.record, place)
         return lambda: _arrays(self.encoder.encode_normalised(row, place))
-
-    def _text(self, record: RowRecord, where: str, texts: TokenisedTexts) -> Finish:
-        self.encoder.end(where)
-        place = texts.add(check_text(record["text"], "text", where), special=True, whole=True)
-
-        def finish() -> TokenArrays:
-            return texts[place], texts.all_trained(place)
-
-        return finish
 
     def _completion(self, row: NormalRow, where: str, texts: TokenisedTexts) -> Finish:
         self.encoder.end(where)
@@ -200,8 +199,9 @@ class BatchEncoder:
     def _rendered(
         self, chats: Mapping[int, Conversation], places: Sequence[str]
     ) -> dict[int, RenderedChat | DataError]:
-        """Return the conversations as text, by number of row, with their parts before and through
-        each answer; many are rendered at once.
+        """Return the conversations as text, by number of row; many are rendered at once.
+
+        Each has its parts before and through each answer.
         """
         template = self.encoder.template
         wholes = template.texts(
@@ -227,8 +227,7 @@ class BatchEncoder:
         for group in _grouped(answers):
             unknown = [answer for answer in group if answer.number not in answer.chat.before]
             parts = template.texts(
-                [answer.chat.up_to(answer.number, answer.place) for answer in unknown],
-                generation=True,
+                [answer.request(answer.number) for answer in unknown], generation=True
             )
             for answer, text in zip(unknown, parts, strict=True):
                 answer.chat.before[answer.number] = self._shared(text, answer.chat.whole)
@@ -237,9 +236,7 @@ class BatchEncoder:
                 for answer in group
                 if answer.chat.is_early(answer.number) and answer.number not in answer.chat.through
             ]
-            parts = template.texts(
-                [answer.chat.up_to(answer.number + 1, answer.place) for answer in unknown]
-            )
+            parts = template.texts([answer.request(answer.number + 1) for answer in unknown])
             for answer, text in zip(unknown, parts, strict=True):
                 answer.chat.through[answer.number] = self._shared(text, answer.chat.whole)
         return rendered
@@ -362,7 +359,11 @@ class BatchEncoder:
         """Return which of the row's added tokens is the stop token that closes an answer.
 
         Args:
+            chat: the conversation as text.
+            number: of the answer's message.
+            row: the conversation's text, ids and added tokens.
             bound: where the answer begins in the text.
+            where: what errors call the row.
         """
         stop = self.encoder.template.stop
         if not row.added_tokens.is_unmistakable(stop):
@@ -378,8 +379,9 @@ class BatchEncoder:
         return None
 
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
-        """Yield what is rendered up to and including an answer: first by itself, then with a next
-        message.
+        """Yield what is rendered up to and including an answer.
+
+        It is rendered by itself first, then with a next message.
         """
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if chat.is_early(number):
@@ -424,10 +426,6 @@ class RenderedChat:
         """Return whether a message follows it."""
         return number + 1 < len(self.conversation.messages)
 
-    def up_to(self, number: int, where: str) -> RenderRequest:
-        """Return a request for the first ``number`` messages."""
-        return self.conversation.messages[:number], self.conversation.tools, where
-
 
 class _Answer(NamedTuple):
     """A trained message, and what errors call its row."""
@@ -435,6 +433,11 @@ class _Answer(NamedTuple):
     chat: RenderedChat
     number: int
     place: str
+
+    def request(self, count: int) -> RenderRequest:
+        """Return a request for the first ``count`` messages."""
+        conversation = self.chat.conversation
+        return conversation.messages[:count], conversation.tools, self.place
 
 
 def calls_rust_only(tokenizer: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Byte-level BPE by tiktoken: the ids that a fast tokenizer's Rust part gives, in a third of its
-time.
+"""Byte-level BPE by tiktoken, with the ids that a fast tokenizer's Rust part gives.
 
+It takes a third of the Rust part's time.
 The two programs give the same ids if they agree in each of three steps. Texts and tokenizers that
 are not known to agree are left to the Rust part, such as texts that its normaliser would change.
 
@@ -93,8 +93,11 @@ class EncodedIds(NamedTuple):
 
 
 class HasIds(Protocol):
+    """Tokens of a text: a ``tokenizers.Encoding``, or an ``EncodedIds``."""
+
     @property
-    def ids(self) -> list[int]: ...
+    def ids(self) -> list[int]:
+        """Token ids of the text."""
 
 
 Encode = Callable[[Sequence[str], bool], Sequence[HasIds]]

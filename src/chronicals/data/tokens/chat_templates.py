@@ -141,6 +141,7 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     """Give a tokenizer a chat template, which it then saves, and return it.
 
     Args:
+        tokenizer: a transformers tokenizer, which is changed.
         name: one of ``GENERIC_TEMPLATES`` or ``FAMILIES``, or the path of a file with Jinja text;
             None changes nothing.
 

@@ -66,7 +66,11 @@ def trained_messages(
     They are those of ``roles`` after the prompt, all or the last. A message's own ``train`` wins.
 
     Args:
+        messages: of the conversation.
         prompt: number of messages that are the prompt.
+        roles: that are trained.
+        turns: ``all`` messages of these roles, or the ``last``.
+        where: what errors call the row.
 
     Raises:
         DataError: a ``train`` is neither true nor false.
@@ -116,6 +120,8 @@ def first_unsaid(texts: list[str], said: str, as_read: Callable[[str], str] = st
     """Return the longest of ``texts`` that has no place of its own in ``said``; None if all have.
 
     Args:
+        texts: that must be said, each once.
+        said: the text in which they are looked for.
         as_read: gives another form in which a text may stand there.
     """
     for text in sorted(texts, key=len, reverse=True):
@@ -135,6 +141,8 @@ def trained_span(
     """Return start and end of what is trained of a message.
 
     Args:
+        template: renders the conversation.
+        conversation: as the template takes it.
         number: of the message, from 0.
         ids: of the whole conversation.
         where: what errors call the row.

@@ -135,7 +135,20 @@ class Tokenizer:
 
     def encode_normalised(self, row: NormalRow, where: str) -> TokenLists:
         """Encode a row that is normalised already, as ``encode`` does."""
-        return _ENCODERS[row.kind](self, row.record, where)
+        record = row.record
+        if row.kind == "chat":
+            return self.encode_conversation(self.conversation(record, where), where)
+        if row.kind == "tokens":
+            return self._tokens(record, where)
+        end = self.end(where)
+        if row.kind == "text":
+            ids = [*self.prompt(check_text(record["text"], "text", where)), end]
+            return ids, [True] * len(ids)
+        prompt = check_text(record["prompt"], "prompt", where)
+        text = check_text(record["completion"], "completion", where)
+        before = self.prompt(prompt)
+        after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
+        return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
 
     @functools.cached_property
     def continuation(self) -> Continuation:
@@ -187,7 +200,10 @@ class Tokenizer:
         """Return the ids that the template renders.
 
         Args:
+            messages: of the conversation, in their normal form.
+            tools: that the model is offered to call.
             generation: end with the text that asks the assistant to answer.
+            where: what errors call the row.
         """
         return self.template.ids(self.template.form(messages, where), tools, generation, where)
 
@@ -206,9 +222,6 @@ class Tokenizer:
             messages, prompt, self.train_on_roles, self.train_on_turns, where
         )
         return Conversation(self.template.form(messages, where), record.get("tools"), trained)
-
-    def _chat(self, record: RowRecord, where: str) -> TokenLists:
-        return self.encode_conversation(self.conversation(record, where), where)
 
     def encode_conversation(self, conversation: Conversation, where: str) -> TokenLists:
         """Return the token ids of a conversation and the mask of what is trained.
@@ -233,7 +246,9 @@ class Tokenizer:
         """Return the end, in ``ids``, of what is trained of an answer.
 
         Args:
+            conversation: as the template takes it.
             number: of the message.
+            ids: of the whole conversation.
             end: place behind its stop token.
         """
         if not self.train_after_stop:
@@ -273,19 +288,6 @@ class Tokenizer:
                 "no_stop_token",
             )
         return self.tokenizer.eos_token_id
-
-    def _completion(self, record: RowRecord, where: str) -> TokenLists:
-        end = self.end(where)
-        prompt = check_text(record["prompt"], "prompt", where)
-        text = check_text(record["completion"], "completion", where)
-        before = self.prompt(prompt)
-        after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
-        return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
-
-    def _text(self, record: RowRecord, where: str) -> TokenLists:
-        end = self.end(where)
-        ids = [*self.prompt(check_text(record["text"], "text", where)), end]
-        return ids, [True] * len(ids)
 
     def _tokens(self, record: RowRecord, where: str) -> TokenLists:
         ids = _integers(record["input_ids"])
@@ -342,6 +344,7 @@ def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
     """Return values as int64 ``[T]``; None if they are no flat list of whole numbers.
 
     Args:
+        values: a list, an array or a tensor.
         kinds: numpy's kinds of types that count as whole numbers.
     """
     try:
@@ -354,20 +357,13 @@ def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
     return array.astype(np.int64) if whole and array.ndim == 1 else None
 
 
-_ENCODERS = {
-    "chat": Tokenizer._chat,
-    "completion": Tokenizer._completion,
-    "text": Tokenizer._text,
-    "tokens": Tokenizer._tokens,
-}
-
-
 def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
     """Return the ids at which generation must end.
 
     They are the stop token that training used, and the tokenizer's own end of text.
 
     Args:
+        tokenizer: a transformers tokenizer.
         chats: the chat template was trained, so its stop token counts.
 
     Raises:

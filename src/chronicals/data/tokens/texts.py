@@ -91,6 +91,7 @@ class TokenisedTexts:
         """Return the place at which the text's ids will be found.
 
         Args:
+            text: what is tokenised.
             special: put the tokenizer's special tokens around it.
             whole: let it begin once and end with the end of text.
         """
