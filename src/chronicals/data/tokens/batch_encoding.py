@@ -89,11 +89,14 @@ class BatchEncoder:
         """Tokenise in the caller's thread from now on, by tiktoken if it gives the same ids."""
         if self.encoder.tokenizer.chat_template is not None:
             # For each text jinja copies the template's globals, which it keeps in a ChainMap; a
-            dict # is copied in a tenth of the time, and nothing is put into either afterwards. A
-            faulty # template is reported when it is used. with contextlib.suppress(ValueError,
-            jinja2.TemplateError): compiled = self.encoder.template.compiled() if compiled is not
-            None: compiled.globals = dict(compiled.globals) if self.fast: self._byte_pairs =
-            BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
+            # dict is copied in a tenth of the time, and nothing is put into either afterwards. A
+            # faulty template is reported when it is used.
+            with contextlib.suppress(ValueError, jinja2.TemplateError):
+                compiled = self.encoder.template.compiled()
+                if compiled is not None:
+                    compiled.globals = dict(compiled.globals)
+        if self.fast:
+            self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
     def encode_batch(self, rows: Sequence[NormalRow], places: Sequence[str]) -> EncodedRows:
         """Return the tokens of each row, or its error.
