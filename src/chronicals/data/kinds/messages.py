@@ -25,107 +25,14 @@ from chronicals.data.reading.plain_values import (
 )
 from chronicals.data.reading.records import MEDIA_FIELDS, RowRecord
 
+Message = dict[str, Any]
+
 TEXT_OR_MESSAGES = ("prompt", "completion", "response", "chosen", "rejected")
 """Fields that hold a text, or messages, which some write as JSON text."""
 
 MESSAGE_ROLE_FIELDS = ("role", "from")
 MESSAGE_CONTENT_FIELDS = ("content", "value")
 """Fields of a message, in the order in which they are read: who speaks, and what is said."""
-
-_JSON_OBJECT = re.compile(r"[ \t\n\r]*(?:\[[ \t\n\r]*)?\{")
-"""Beginning of a JSON object, or of a list of them."""
-
-_PRINTED_MESSAGE = re.compile(
-    r"\s*(?:\[\s*\{\s*'(?:role|from|content|value)'\s*:"
-    r"|\{\s*'(?:role|from)'\s*:\s*'\w+'\s*,\s*'(?:content|value)'\s*:)"
-)
-"""Beginning of a message, or of a list of them, as Python prints it."""
-
-
-def with_conversations(record: RowRecord) -> RowRecord:
-    """Return the row with messages in the fields ``TEXT_OR_MESSAGES`` that hold them as JSON text.
-
-    Other texts stay as they are.
-    """
-    if not is_object(record):
-        return record
-    conversations = {}
-    for name in TEXT_OR_MESSAGES:
-        text = record.get(name)
-        messages = None
-        if isinstance(text, str) and _JSON_OBJECT.match(text):
-            messages = parsed_json(text)
-        if isinstance(messages, dict):
-            messages = [messages]
-        if not isinstance(messages, list) or not messages:
-            continue
-        if all(
-            isinstance(message, dict)
-            and not message.keys().isdisjoint(MESSAGE_ROLE_FIELDS)
-            and not message.keys().isdisjoint((*MESSAGE_CONTENT_FIELDS, "tool_calls"))
-            for message in messages
-        ):
-            conversations[name] = messages
-    return {**record, **conversations} if conversations else record
-
-
-def conversation_in(value: Any, name: str, where: str) -> Any:
-    """Return the value of a field of messages, read if it is JSON text.
-
-    Raises:
-        DataError: it begins like a JSON list and is none.
-    """
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        return read_json(value, name, where)
-    return value
-
-
-def parsed_json(text: str) -> Any:
-    """Return the value of a JSON text; None for any other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def read_json(value: Any, name: str, where: str) -> Any:
-    """Return ``value``, read if it is JSON text.
-
-    Args:
-        value: the field's value: JSON text, or what such a text holds.
-        name: of the field, for errors.
-        where: what errors call the row.
-
-    Raises:
-        DataError: it is text, but not JSON.
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        return plain(json.loads(value))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
-
-
-def refuse_printed_messages(record: RowRecord, where: str) -> None:
-    """Refuse a text that is a list of messages as Python prints it: it would be trained as text.
-
-    Raises:
-        DataError: a field holds such a text.
-    """
-    if not is_object(record):
-        return
-    for name in TEXT_OR_MESSAGES:
-        text = record.get(name)
-        if isinstance(text, str) and _PRINTED_MESSAGE.match(text):
-            raise DataError(
-                f"{where}: {name} holds messages as Python prints them; write JSON, "
-                "json.dumps(messages) in a table, or JSON lines",
-                "wrong_type",
-            )
-
-
-Message = dict[str, Any]
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts in messages, the usual one first."""
@@ -158,6 +65,15 @@ MEDIA_PART_TYPES = {
     "input_audio",
 }
 """Types of the parts of a content that are no text."""
+
+_JSON_OBJECT = re.compile(r"[ \t\n\r]*(?:\[[ \t\n\r]*)?\{")
+"""Beginning of a JSON object, or of a list of them."""
+
+_PRINTED_MESSAGE = re.compile(
+    r"\s*(?:\[\s*\{\s*'(?:role|from|content|value)'\s*:"
+    r"|\{\s*'(?:role|from)'\s*:\s*'\w+'\s*,\s*'(?:content|value)'\s*:)"
+)
+"""Beginning of a message, or of a list of them, as Python prints it."""
 
 
 def normal_messages(messages: Any, name: str, where: str) -> list[Message]:
@@ -437,3 +353,86 @@ def comparable(messages: list[Any]) -> list[Any]:
             comparable_calls.append(function)
         said.append((role_of(message), words, comparable_calls))
     return said
+
+
+def with_conversations(record: RowRecord) -> RowRecord:
+    """Return the row with messages in the fields ``TEXT_OR_MESSAGES`` that hold them as JSON text.
+
+    Other texts stay as they are.
+    """
+    if not is_object(record):
+        return record
+    conversations = {}
+    for name in TEXT_OR_MESSAGES:
+        text = record.get(name)
+        messages = None
+        if isinstance(text, str) and _JSON_OBJECT.match(text):
+            messages = parsed_json(text)
+        if isinstance(messages, dict):
+            messages = [messages]
+        if not isinstance(messages, list) or not messages:
+            continue
+        if all(
+            isinstance(message, dict)
+            and not message.keys().isdisjoint(MESSAGE_ROLE_FIELDS)
+            and not message.keys().isdisjoint((*MESSAGE_CONTENT_FIELDS, "tool_calls"))
+            for message in messages
+        ):
+            conversations[name] = messages
+    return {**record, **conversations} if conversations else record
+
+
+def conversation_in(value: Any, name: str, where: str) -> Any:
+    """Return the value of a field of messages, read if it is JSON text.
+
+    Raises:
+        DataError: it begins like a JSON list and is none.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return read_json(value, name, where)
+    return value
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_json(value: Any, name: str, where: str) -> Any:
+    """Return ``value``, read if it is JSON text.
+
+    Args:
+        value: the field's value: JSON text, or what such a text holds.
+        name: of the field, for errors.
+        where: what errors call the row.
+
+    Raises:
+        DataError: it is text, but not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return plain(json.loads(value))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
+
+
+def refuse_printed_messages(record: RowRecord, where: str) -> None:
+    """Refuse a text that is a list of messages as Python prints it: it would be trained as text.
+
+    Raises:
+        DataError: a field holds such a text.
+    """
+    if not is_object(record):
+        return
+    for name in TEXT_OR_MESSAGES:
+        text = record.get(name)
+        if isinstance(text, str) and _PRINTED_MESSAGE.match(text):
+            raise DataError(
+                f"{where}: {name} holds messages as Python prints them; write JSON, "
+                "json.dumps(messages) in a table, or JSON lines",
+                "wrong_type",
+            )

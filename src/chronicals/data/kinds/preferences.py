@@ -40,9 +40,49 @@ from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.plain_values import list_items
 from chronicals.data.reading.records import CONVERSATION_FIELDS, IDENTIFYING_FIELDS, RowRecord
 
+PREFERENCE = "preference"
+"""The kind of these rows."""
+
+PAIR_FIELDS = ("chosen", "rejected")
+"""Fields of the two answers."""
+
 RANKED_ANSWERS = "responses"
 RANKED_SCORES = "scores"
 """Fields of the answers and of their scores."""
+
+JUDGED = "unpaired preference"
+"""The kind of these rows."""
+
+ANSWER_FIELDS = ("completion", "response", "output", "answer", *CONVERSATION_FIELDS)
+"""Names of the answer; in a conversation it is the last message if no other field holds it."""
+
+LABEL_TEXTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Labels as a table of text has them, in lower case."""
+
+ROWS_LOOKED_BACK = 32
+"""Rows before a chunk that are searched for one with another prompt."""
+
+_LAST_WHITE_SPACE = re.compile(r"\s\S*\Z")
+
+NotePromptField = Callable[[str], None]
+"""Called with the name of the field that is taken for the prompt, if that is not ``prompt``."""
+
+
+def sides_of(
+    record: RowRecord, where: str, note_prompt_field: NotePromptField | None = None
+) -> list[RowRecord]:
+    """Return rows of prompt and completion, the chosen one first.
+
+    Of a ranked list they are the best answer and the worst.
+
+    Raises:
+        DataError: as ``completion_rows`` and ``best_and_worst``.
+    """
+    if record.get("chosen") is None or record.get("rejected") is None:
+        record = best_and_worst(record, where)
+    answers = {name: record[name] for name in PAIR_FIELDS}
+    others = {name: value for name, value in record.items() if name not in PAIR_FIELDS}
+    return completion_rows(others, answers, where, note_prompt_field)
 
 
 def best_and_worst(record: RowRecord, where: str) -> RowRecord:
@@ -86,35 +126,6 @@ def best_and_worst(record: RowRecord, where: str) -> RowRecord:
     best = answers[scores.index(max(scores))]
     worst = answers[scores.index(min(scores))]
     return {**others, "chosen": best, "rejected": worst}
-
-
-PREFERENCE = "preference"
-"""The kind of these rows."""
-
-PAIR_FIELDS = ("chosen", "rejected")
-"""Fields of the two answers."""
-
-_LAST_WHITE_SPACE = re.compile(r"\s\S*\Z")
-
-NotePromptField = Callable[[str], None]
-"""Called with the name of the field that is taken for the prompt, if that is not ``prompt``."""
-
-
-def sides_of(
-    record: RowRecord, where: str, note_prompt_field: NotePromptField | None = None
-) -> list[RowRecord]:
-    """Return rows of prompt and completion, the chosen one first.
-
-    Of a ranked list they are the best answer and the worst.
-
-    Raises:
-        DataError: as ``completion_rows`` and ``best_and_worst``.
-    """
-    if record.get("chosen") is None or record.get("rejected") is None:
-        record = best_and_worst(record, where)
-    answers = {name: record[name] for name in PAIR_FIELDS}
-    others = {name: value for name, value in record.items() if name not in PAIR_FIELDS}
-    return completion_rows(others, answers, where, note_prompt_field)
 
 
 def completion_rows(
@@ -247,19 +258,6 @@ def in_one_form(prompt: Any, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
         for answer in answers
     ]
     return prompt, messages
-
-
-JUDGED = "unpaired preference"
-"""The kind of these rows."""
-
-ANSWER_FIELDS = ("completion", "response", "output", "answer", *CONVERSATION_FIELDS)
-"""Names of the answer; in a conversation it is the last message if no other field holds it."""
-
-LABEL_TEXTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Labels as a table of text has them, in lower case."""
-
-ROWS_LOOKED_BACK = 32
-"""Rows before a chunk that are searched for one with another prompt."""
 
 
 def label_of(record: RowRecord, where: str) -> int:

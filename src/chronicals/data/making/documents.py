@@ -26,6 +26,23 @@ from chronicals.data.reading.gate import DataReport
 from chronicals.data.tokens.chat_template import TemplateError
 from chronicals.data.tokens.template import Tokenizer
 
+UNJUDGED = -1
+"""Label of a row that does not judge its answer."""
+
+MISMATCHED_SIDE = 1
+"""Place in its item of an answer to another prompt, beside a judged answer."""
+
+SHARED_COLUMN = "shared"
+"""Column of the tokens of the item's last document that stand before this one, 0 for none.
+
+That last document has ``IS_SHARED`` here.
+"""
+
+IS_SHARED = -1
+
+MIN_SHARED_TOKENS = 16
+"""Shorter prompts are not shared: a further document costs attention a tile of rows."""
+
 
 @dataclass(frozen=True)
 class Marks:
@@ -60,13 +77,6 @@ class Marks:
         if pad is None or pad in stops:
             pad = -1
         return cls(bos, pad, tuple(stops), re.compile("|".join(written)) if written else None)
-
-
-UNJUDGED = -1
-"""Label of a row that does not judge its answer."""
-
-MISMATCHED_SIDE = 1
-"""Place in its item of an answer to another prompt, beside a judged answer."""
 
 
 class DocumentPiece(NamedTuple):
@@ -212,6 +222,38 @@ class FlatDocuments:
                 report.note(rule, int(row))
 
 
+def share_prompt(item: list[DocumentPiece]) -> list[DocumentPiece]:
+    """Return an item with the tokens that all begin with as a document of its own behind them.
+
+    These tokens are not trained in any of the documents. Returns the item unchanged if there are
+    too few of them.
+    """
+    first, *others = (piece.ids for piece in item)
+    if not others:
+        return item
+    common = len(first)
+    for other in others:
+        common = min(common, len(other))
+        differs = first[:common] != other[:common]
+        if differs.any():
+            common = int(np.argmax(differs))
+    untrained = min(
+        int(np.argmax(piece.trained)) if piece.trained.any() else len(piece.ids) for piece in item
+    )
+    # The token before the first that differs or is trained predicts it, so each answer needs it.
+    shared = min(common, untrained) - 1
+    if shared < MIN_SHARED_TOKENS:
+        return item
+    sides = [
+        piece._replace(ids=piece.ids[shared:], trained=piece.trained[shared:], shared=shared)
+        for piece in item
+    ]
+    prompt = item[0]._replace(
+        side=len(item), ids=first[:shared], trained=item[0].trained[:shared], shared=IS_SHARED
+    )
+    return [*sides, prompt]
+
+
 def fit_item(
     item: list[DocumentPiece], width: int, overlong: Overlong, report: DataReport
 ) -> list[DocumentPiece]:
@@ -298,47 +340,3 @@ def _splitmix(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-SHARED_COLUMN = "shared"
-"""Column of the tokens of the item's last document that stand before this one, 0 for none.
-
-That last document has ``IS_SHARED`` here.
-"""
-
-IS_SHARED = -1
-
-MIN_SHARED_TOKENS = 16
-"""Shorter prompts are not shared: a further document costs attention a tile of rows."""
-
-
-def share_prompt(item: list[DocumentPiece]) -> list[DocumentPiece]:
-    """Return an item with the tokens that all begin with as a document of its own behind them.
-
-    These tokens are not trained in any of the documents. Returns the item unchanged if there are
-    too few of them.
-    """
-    first, *others = (piece.ids for piece in item)
-    if not others:
-        return item
-    common = len(first)
-    for other in others:
-        common = min(common, len(other))
-        differs = first[:common] != other[:common]
-        if differs.any():
-            common = int(np.argmax(differs))
-    untrained = min(
-        int(np.argmax(piece.trained)) if piece.trained.any() else len(piece.ids) for piece in item
-    )
-    # The token before the first that differs or is trained predicts it, so each answer needs it.
-    shared = min(common, untrained) - 1
-    if shared < MIN_SHARED_TOKENS:
-        return item
-    sides = [
-        piece._replace(ids=piece.ids[shared:], trained=piece.trained[shared:], shared=shared)
-        for piece in item
-    ]
-    prompt = item[0]._replace(
-        side=len(item), ids=first[:shared], trained=item[0].trained[:shared], shared=IS_SHARED
-    )
-    return [*sides, prompt]

@@ -51,6 +51,12 @@ from chronicals.data.reading.records import BadRow, Chunk, RowRecord, parsed
 from chronicals.data.tokens.conversation import messages_of, trained_messages
 from chronicals.data.tokens.template import Tokenizer
 
+REPEATED_PROMPT_WORDS = 3
+"""Shortest prompt, in words, whose repetition in a completion is reported.
+
+A completion that begins with a shorter prompt may be a returned greeting.
+"""
+
 _FIELDS_OF_PAIRS = (
     (PAIR_FIELDS, "a pair is of both"),
     (
@@ -81,70 +87,6 @@ _OTHER_OBJECTIVES = {
     ),
 }
 """Error text by (kind that the objective takes, kind of the row): what the row is, and what to do.
-"""
-
-
-def refuse_halves(record: RowRecord, where: str, kinds: Collection[str]) -> None:
-    """Refuse a row that has one of the two fields of a pair, if the objective takes pairs.
-
-    Raises:
-        DataError: the other field is missing.
-    """
-    if (
-        PREFERENCE not in kinds
-        or not is_object(record)
-        or kind_among(non_null_fields(record), kinds)
-    ):
-        return
-    for fields, words in _FIELDS_OF_PAIRS:
-        present = [name for name in fields if record.get(name) is not None]
-        missing = [name for name in fields if record.get(name) is None]
-        if len(present) == 1:
-            raise DataError(
-                f"{where}: has {present[0]}, but no {missing[0]}; {words}: where another column "
-                "holds it, map it: "
-                f"columns={{{missing[0]!r}: 'THEIR_NAME'}}",
-                "missing_field",
-            )
-
-
-def refuse_other_kind(kind: str, record: RowRecord, where: str, kinds: Collection[str]) -> None:
-    """Refuse a row whose kind the objective does not take.
-
-    Returns without an error for a kind that ``normalise`` refuses with its own words.
-
-    Args:
-        kind: of the row.
-        record: the row.
-        where: what errors call the row.
-        kinds: that the objective takes; not only ``DOCUMENT_KINDS``.
-
-    Raises:
-        DataError: the row is of another kind, or lacks a label.
-    """
-    named = [
-        f"{wanted}: {EXPECTED_FIELDS[wanted]}" if wanted in EXPECTED_FIELDS else wanted
-        for wanted in sorted(kinds)
-    ]
-    taken = f"the objective takes {', '.join(named)}"
-    row_kind = kind_among(non_null_fields(record), (PREFERENCE, JUDGED)) or kind
-    for wanted in sorted(kinds):
-        if (wanted, row_kind) in _OTHER_OBJECTIVES:
-            raise DataError(
-                f"{where}: {_OTHER_OBJECTIVES[wanted, row_kind]}; {taken}", "unusable_kind"
-            )
-    if JUDGED in kinds and record.get("label") is None:
-        with_label = {*non_null_fields(record), "label"}
-        if kind_among(with_label, (JUDGED,)) is not None:
-            label_of(record, where)  # raises
-    if kind in DOCUMENT_KINDS:
-        raise DataError(f"{where}: is of kind {kind}; {taken}", "unusable_kind")
-
-
-REPEATED_PROMPT_WORDS = 3
-"""Shortest prompt, in words, whose repetition in a completion is reported.
-
-A completion that begins with a shorter prompt may be a returned greeting.
 """
 
 
@@ -382,3 +324,60 @@ class Recogniser:
             kind = "instruction"
             record = as_instruction(record)
         return NormalRow.of(record, kind, place)
+
+
+def refuse_halves(record: RowRecord, where: str, kinds: Collection[str]) -> None:
+    """Refuse a row that has one of the two fields of a pair, if the objective takes pairs.
+
+    Raises:
+        DataError: the other field is missing.
+    """
+    if (
+        PREFERENCE not in kinds
+        or not is_object(record)
+        or kind_among(non_null_fields(record), kinds)
+    ):
+        return
+    for fields, words in _FIELDS_OF_PAIRS:
+        present = [name for name in fields if record.get(name) is not None]
+        missing = [name for name in fields if record.get(name) is None]
+        if len(present) == 1:
+            raise DataError(
+                f"{where}: has {present[0]}, but no {missing[0]}; {words}: where another column "
+                "holds it, map it: "
+                f"columns={{{missing[0]!r}: 'THEIR_NAME'}}",
+                "missing_field",
+            )
+
+
+def refuse_other_kind(kind: str, record: RowRecord, where: str, kinds: Collection[str]) -> None:
+    """Refuse a row whose kind the objective does not take.
+
+    Returns without an error for a kind that ``normalise`` refuses with its own words.
+
+    Args:
+        kind: of the row.
+        record: the row.
+        where: what errors call the row.
+        kinds: that the objective takes; not only ``DOCUMENT_KINDS``.
+
+    Raises:
+        DataError: the row is of another kind, or lacks a label.
+    """
+    named = [
+        f"{wanted}: {EXPECTED_FIELDS[wanted]}" if wanted in EXPECTED_FIELDS else wanted
+        for wanted in sorted(kinds)
+    ]
+    taken = f"the objective takes {', '.join(named)}"
+    row_kind = kind_among(non_null_fields(record), (PREFERENCE, JUDGED)) or kind
+    for wanted in sorted(kinds):
+        if (wanted, row_kind) in _OTHER_OBJECTIVES:
+            raise DataError(
+                f"{where}: {_OTHER_OBJECTIVES[wanted, row_kind]}; {taken}", "unusable_kind"
+            )
+    if JUDGED in kinds and record.get("label") is None:
+        with_label = {*non_null_fields(record), "label"}
+        if kind_among(with_label, (JUDGED,)) is not None:
+            label_of(record, where)  # raises
+    if kind in DOCUMENT_KINDS:
+        raise DataError(f"{where}: is of kind {kind}; {taken}", "unusable_kind")

@@ -24,6 +24,35 @@ from chronicals.data.making.documents import IS_SHARED, SHARED_COLUMN
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.ledger import Ledger
 
+STORE_SCHEMA = pa.schema(
+    [
+        ("ids", pa.list_(pa.int32())),
+        ("trained", pa.list_(pa.uint8())),
+        ("targets", pa.int64()),
+        ("row", pa.int64()),
+        ("hash", pa.uint64()),
+        ("kind", pa.int8()),
+    ]
+)
+
+SIDE_COLUMN = "side"
+"""Column of a document's place in its item, int64 from 0: an item begins at each 0.
+
+Without it every document is an item.
+"""
+
+LABEL_COLUMN = "label"
+"""Column of a row's judgement of its answer: 1 good, 0 bad, -1 none."""
+
+ITEM_COLUMNS = (SIDE_COLUMN, SHARED_COLUMN, LABEL_COLUMN)
+"""Columns of a store whose rows may become several documents, in their order in the file."""
+
+STORE_SCHEMA_OF_ITEMS = pa.schema([*STORE_SCHEMA, *((name, pa.int64()) for name in ITEM_COLUMNS)])
+"""Schema of such a store."""
+
+PIECE_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+"""Odd factor that distinguishes the pieces of a row, whose hash is the same."""
+
 
 @dataclass(frozen=True)
 class TargetColumn:
@@ -74,36 +103,6 @@ class TargetColumn:
         column = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
         column[is_target] = self.values[self.rows(documents)]
         return column
-
-
-STORE_SCHEMA = pa.schema(
-    [
-        ("ids", pa.list_(pa.int32())),
-        ("trained", pa.list_(pa.uint8())),
-        ("targets", pa.int64()),
-        ("row", pa.int64()),
-        ("hash", pa.uint64()),
-        ("kind", pa.int8()),
-    ]
-)
-
-SIDE_COLUMN = "side"
-"""Column of a document's place in its item, int64 from 0: an item begins at each 0.
-
-Without it every document is an item.
-"""
-
-LABEL_COLUMN = "label"
-"""Column of a row's judgement of its answer: 1 good, 0 bad, -1 none."""
-
-ITEM_COLUMNS = (SIDE_COLUMN, SHARED_COLUMN, LABEL_COLUMN)
-"""Columns of a store whose rows may become several documents, in their order in the file."""
-
-STORE_SCHEMA_OF_ITEMS = pa.schema([*STORE_SCHEMA, *((name, pa.int64()) for name in ITEM_COLUMNS)])
-"""Schema of such a store."""
-
-PIECE_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-"""Odd factor that distinguishes the pieces of a row, whose hash is the same."""
 
 
 @dataclass

@@ -38,8 +38,16 @@ from chronicals.data.reading.gate import DataReport
 from chronicals.data.reading.records import MEDIA_FIELDS, READ_FIELDS, BadRow, Chunk, Line
 from chronicals.data.tokens.template import Tokenizer
 
+WORKER_SETTINGS = "how.json"
+
+WORKER_ROWS_AT_ONCE = 128
+"""Rows that the tokenizer gets at once: it has one thread here, and many rows hold memory."""
+
 Frame = tuple[dict[str, Any], bytes]
 """Header and body."""
+
+Pipes = tuple[int, int]
+"""File descriptors of a process: chunks come in, documents go out."""
 
 
 def write_frame(stream: IO[bytes], header: Mapping[str, Any], body: bytes = b"") -> None:
@@ -176,15 +184,6 @@ def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
         row_kinds,
         DataReport.from_dict(header["report"]),
     )
-
-
-WORKER_SETTINGS = "how.json"
-
-WORKER_ROWS_AT_ONCE = 128
-"""Rows that the tokenizer gets at once: it has one thread here, and many rows hold memory."""
-
-Pipes = tuple[int, int]
-"""File descriptors of a process: chunks come in, documents go out."""
 
 
 def tokenizer_in(folder: Path, settings: dict[str, Any]) -> Tokenizer:

@@ -19,6 +19,9 @@ from chronicals.data.packs.dealing import Dealing
 from chronicals.data.packs.parts import SPLIT
 from chronicals.data.packs.step_memory import WEIGHT_COLUMN
 
+_SUMMED = ("targets", "tokens", "documents", "items", "first_targets")
+"""Names of the sums; ``first_targets`` are those of the first documents of items."""
+
 
 @compiled
 def balanced_packs(costs: np.ndarray, accumulation: int, ranks: int, batch_size: int) -> np.ndarray:
@@ -60,10 +63,6 @@ def balanced_packs(costs: np.ndarray, accumulation: int, ranks: int, batch_size:
         packs[next_place[bin_of[pack]]] = pack
         next_place[bin_of[pack]] += 1
     return packs.reshape(accumulation, ranks, batch_size)
-
-
-_SUMMED = ("targets", "tokens", "documents", "items", "first_targets")
-"""Names of the sums; ``first_targets`` are those of the first documents of items."""
 
 
 class PackSums:

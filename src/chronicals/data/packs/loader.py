@@ -42,37 +42,6 @@ from chronicals.data.packs.steps import Step
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.sources import RowSource
 
-_Result = TypeVar("_Result")
-
-
-def prefetch(tasks: Iterable[Callable[[], _Result]], depth: int) -> Generator[_Result, None, None]:
-    """Yield the results of ``tasks`` in their order.
-
-    One thread calls the tasks; they are taken from their iterable in the consumer's thread. Closing
-    the iterator waits for the task that runs and drops the others.
-
-    Args:
-        tasks: functions that compute a result each.
-        depth: results that are computed, or being computed, before they are asked for.
-
-    Raises:
-        Exception: what a task raised, in the place of its result.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-    waiting: deque[Future[_Result]] = deque()
-    try:
-        for task in tasks:
-            waiting.append(thread.submit(task))
-            if len(waiting) > depth:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        # An interpreter that ends has already joined the thread, and its modules may be gone.
-        if not sys.is_finalizing():
-            thread.shutdown(cancel_futures=True)
-
-
 logger = logging.getLogger(__name__)
 
 PREFETCHED_BYTES = 1 << 26
@@ -85,6 +54,8 @@ ASSEMBLY_CALLS = 4
 Between two calls the thread needs the GIL. If other threads run Python, it gets it after
 ``sys.getswitchinterval()`` (5 ms), which is longer than a small step takes.
 """
+
+_Result = TypeVar("_Result")
 
 
 def plan_epoch(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
@@ -346,6 +317,34 @@ class BatchStream:
             packs[taken : taken + len(piece)] = piece
             taken += len(piece)
         return packs
+
+
+def prefetch(tasks: Iterable[Callable[[], _Result]], depth: int) -> Generator[_Result, None, None]:
+    """Yield the results of ``tasks`` in their order.
+
+    One thread calls the tasks; they are taken from their iterable in the consumer's thread. Closing
+    the iterator waits for the task that runs and drops the others.
+
+    Args:
+        tasks: functions that compute a result each.
+        depth: results that are computed, or being computed, before they are asked for.
+
+    Raises:
+        Exception: what a task raised, in the place of its result.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    waiting: deque[Future[_Result]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(thread.submit(task))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # An interpreter that ends has already joined the thread, and its modules may be gone.
+        if not sys.is_finalizing():
+            thread.shutdown(cancel_futures=True)
 
 
 def create_dataloader(dataset: RowSource, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:

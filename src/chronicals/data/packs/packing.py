@@ -28,6 +28,8 @@ from torch import Tensor
 
 from chronicals.data.packs.compiled import compiled
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class PackPlan:
@@ -349,9 +351,6 @@ in the plan. ``in-order`` does not return to earlier packs and takes ``NO_PACKS`
 
 NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 """Room and number of documents of no packs."""
-
-
-logger = logging.getLogger(__name__)
 
 
 class SequencePacker:

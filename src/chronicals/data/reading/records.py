@@ -77,6 +77,9 @@ READ_FIELDS = (
 )
 """Every field that is read."""
 
+CHUNK_ROWS = 512
+CHUNK_LETTERS = 1 << 22
+"""Limits of a chunk: rows, and letters (or given token ids)."""
 
 RowRecord = Mapping[str, Any]
 
@@ -128,11 +131,6 @@ def encodable(value: Any, text: str) -> Any:
         except UnicodeEncodeError as error:
             return BadRow(f"holds {error.object[error.start]!r}, half of a character beyond U+FFFF")
     return value
-
-
-CHUNK_ROWS = 512
-CHUNK_LETTERS = 1 << 22
-"""Limits of a chunk: rows, and letters (or given token ids)."""
 
 
 @dataclass(frozen=True)

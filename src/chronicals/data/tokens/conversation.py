@@ -32,6 +32,8 @@ from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
 
+_REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -130,9 +132,6 @@ def first_unsaid(texts: list[str], said: str, as_read: Callable[[str], str] = st
             return text
         said = said.replace(form, "\0", 1)
     return None
-
-
-_REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"
 
 
 def trained_span(

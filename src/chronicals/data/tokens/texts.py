@@ -19,6 +19,15 @@ from chronicals.data.reading.gate import DataError
 from chronicals.data.tokens.added_tokens import AddedTokens
 from chronicals.data.tokens.byte_pairs import Encode, HasIds
 
+CONTINUATION_MARKS = ("\n", "0", ".", ")", "é")
+"""Marks of several kinds, for a mark must not merge with the text behind it."""
+
+CONTINUED_TEXTS = ("a", "7", "the")
+"""Texts that show whether a tokenizer puts anything before a text."""
+
+TextPlace = tuple[bool, int]
+"""Place of a text: whether special tokens are put around it, and its number among such texts."""
+
 _Ids = TypeVar("_Ids", Sequence[int], list[int], np.ndarray)
 
 
@@ -67,10 +76,6 @@ def without_end(ids: _Ids, end: int | None) -> _Ids:
     while length and ids[length - 1] == end:
         length -= 1
     return ids[:length]
-
-
-TextPlace = tuple[bool, int]
-"""Place of a text: whether special tokens are put around it, and its number among such texts."""
 
 
 class TokenisedTexts:
@@ -157,13 +162,6 @@ class _JoinedIds:
     ones: np.ndarray
     added: np.ndarray
     first_added: list[int]
-
-
-CONTINUATION_MARKS = ("\n", "0", ".", ")", "é")
-"""Marks of several kinds, for a mark must not merge with the text behind it."""
-
-CONTINUED_TEXTS = ("a", "7", "the")
-"""Texts that show whether a tokenizer puts anything before a text."""
 
 
 class Continuation:
