@@ -86,10 +86,27 @@ def frame_of_chunk(chunk: Chunk) -> Frame | None:
     None if a row holds what JSON has no form for: this process then tokenises the chunk itself.
     """
     records = [*chunk.earlier, *chunk.records]
-    try:
-        lines = [_line(record) for record in records]
-    except (TypeError, ValueError, RecursionError):  # half of a surrogate pair is a ValueError, too
-        return None
+    lines = []
+    for record in records:
+        if isinstance(record, (Line, BadRow)):
+            lines.append(record if isinstance(record, Line) else b"")
+            continue
+        if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
+            return None
+        fields = {}
+        try:
+            for name, value in record.items():
+                if name in READ_FIELDS or value is None:
+                    fields[name] = value
+                else:
+                    # 1 for pictures and sound, which the other process refuses, 0 for what nobody
+                    # reads
+                    fields[name] = int(name in MEDIA_FIELDS and holds_media(value))
+            if any(isinstance(value, tuple) for value in fields.values()):
+                return None  # a tuple would come back as a list
+            lines.append(json.dumps(fields, ensure_ascii=False).encode())
+        except (TypeError, ValueError, RecursionError):
+            return None  # half of a surrogate pair is a ValueError, too
     bad = {n: [row.reason, row.rule] for n, row in enumerate(records) if isinstance(row, BadRow)}
     header = {
         "first": chunk.first,
@@ -99,30 +116,6 @@ def frame_of_chunk(chunk: Chunk) -> Frame | None:
         "earlier": len(chunk.earlier),
     }
     return header, b"".join(lines)
-
-
-def _line(record: Any) -> bytes:
-    """Return a record as JSON.
-
-    Raises:
-        TypeError: JSON would not give the same record back.
-    """
-    if isinstance(record, Line):
-        return record
-    if isinstance(record, BadRow):
-        return b""
-    if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
-        raise TypeError("no object")
-    fields = {}
-    for name, value in record.items():
-        if name in READ_FIELDS or value is None:
-            fields[name] = value
-        else:
-            # 1 for pictures and sound, which the other process refuses, 0 for what nobody reads
-            fields[name] = int(name in MEDIA_FIELDS and holds_media(value))
-    if any(isinstance(value, tuple) for value in fields.values()):
-        raise TypeError("a tuple would come back as a list")
-    return json.dumps(fields, ensure_ascii=False).encode()
 
 
 def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:

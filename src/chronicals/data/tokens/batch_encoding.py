@@ -321,7 +321,7 @@ class BatchEncoder:
     def _answer(
         self, chat: RenderedChat, number: int, row: CutText, where: str
     ) -> tuple[int, int] | None:
-        """Return the span as ``trained_span`` does, or None if the text does not decide it."""
+        """Return the span as ``answer_span`` does, or None if the text does not decide it."""
         before = chat.before.get(number)
         if before is None or not before.entire:
             return None

@@ -134,10 +134,10 @@ def first_unsaid(texts: list[str], said: str, as_read: Callable[[str], str] = st
     return None
 
 
-def trained_span(
+def answer_span(
     template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str
 ) -> tuple[int, int]:
-    """Return start and end of what is trained of a message.
+    """Return start and end of what is trained of an assistant's message.
 
     Args:
         template: renders the conversation.
@@ -149,15 +149,6 @@ def trained_span(
     Raises:
         TemplateError: the template does not delimit it.
     """
-    role = conversation.messages[number]["role"]
-    if role == "assistant":
-        return _answer(template, conversation, number, ids, where)
-    return _other(template, conversation, number, ids, f"{where}: message {number + 1} ({role})")
-
-
-def _answer(
-    template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str
-) -> tuple[int, int]:
     messages = conversation.messages
     tools = conversation.tools
     if number == 0:
@@ -237,13 +228,17 @@ def _as_read(template: ChatTemplate, text: str) -> str:
     return template.decode(template.tokenizer(text, add_special_tokens=False)["input_ids"]).strip()
 
 
-def _other(
-    template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], here: str
+def other_span(
+    template: ChatTemplate, conversation: Conversation, number: int, ids: list[int], where: str
 ) -> tuple[int, int]:
-    """Return start and end of a message of another role than the assistant."""
+    """Return start and end of what is trained of a message of another role than the assistant.
+
+    Arguments and errors are those of ``answer_span``.
+    """
     messages = conversation.messages
     tools = conversation.tools
     message = messages[number]
+    here = f"{where}: message {number + 1} ({message['role']})"
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)

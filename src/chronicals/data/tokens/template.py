@@ -23,9 +23,10 @@ from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
 from chronicals.data.tokens.conversation import (
     Conversation,
+    answer_span,
     messages_of,
+    other_span,
     trained_messages,
-    trained_span,
 )
 from chronicals.data.tokens.texts import (
     Continuation,
@@ -234,9 +235,11 @@ class Tokenizer:
             return ids, [True] * len(ids)
         trained = [False] * len(ids)
         for number in conversation.trained:
-            start, end = trained_span(self.template, conversation, number, ids, where)
             if conversation.messages[number]["role"] == "assistant":
+                start, end = answer_span(self.template, conversation, number, ids, where)
                 end = self.end_of_answer(conversation, number, ids, end)
+            else:
+                start, end = other_span(self.template, conversation, number, ids, where)
             trained[start:end] = [True] * (end - start)
         return ids, trained
 
