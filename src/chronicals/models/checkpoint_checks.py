@@ -21,7 +21,7 @@ from chronicals.model_shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+RECOMPUTED_BUFFERS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 """Names of buffers that some classes compute and some checkpoints store."""
 
 NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
@@ -31,7 +31,7 @@ _FEW = 4
 """Maximum number of names in an error."""
 
 
-def check_weights(model: Any, report: Mapping[str, Any]) -> None:
+def check_loaded_weights(model: Any, report: Mapping[str, Any]) -> None:
     """Check the loading report of ``from_pretrained``; log the weights that the class leaves out.
 
     Args:
@@ -42,8 +42,8 @@ def check_weights(model: Any, report: Mapping[str, Any]) -> None:
         ValueError: weights are missing, have another shape, or would be dropped; the message names
             them.
     """
-    missing = [name for name in report["missing_keys"] if not COMPUTED.search(name)]
-    unexpected = [name for name in report["unexpected_keys"] if not COMPUTED.search(name)]
+    missing = [name for name in report["missing_keys"] if not RECOMPUTED_BUFFERS.search(name)]
+    unexpected = [name for name in report["unexpected_keys"] if not RECOMPUTED_BUFFERS.search(name)]
     dropped = [name for name in unexpected if not _is_left_by_design(model, name)]
     reasons = []
     if missing:
