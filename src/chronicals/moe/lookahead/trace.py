@@ -6,7 +6,7 @@ Fields of ``trace.json``:
     model, model_type
     layers         indices of the decoder layers with routed experts
     num_experts, k, hidden_size
-    config_sha256, model_sha256      digests of the configuration and the weights (below)
+    config_sha256, model_sha256      digests by which the traced model is recognised
     choice         the rule that chooses experts from logits (``choosing.py``)
     features       true if the files hold features
     files          [{"name", "tokens", "documents"}]
