@@ -131,7 +131,9 @@ def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
 
     def orders(**settings):
         seen.clear()
-        found = train_from_trace(*given, HeadDistillation(rows=256, passes=3, **settings), 2000, 300)
+        found = train_from_trace(
+            *given, HeadDistillation(rows=256, passes=3, **settings), 2000, 300
+        )
         return found, list(seen)
 
     found, order = orders()
