@@ -724,9 +724,9 @@ def layers():
         calls = {}
         for name, model in models.items():
             asked = [x, *(p for p in model.layers.parameters() if p.requires_grad)]
-            before = decoder_layer.runs[decoder_layer.BY]
+            before = decoder_layer.runs[decoder_layer.FUSED_LAYER]
             calls[name] = Captured(partial(step, model, asked, given))
-            if decoder_layer.runs[decoder_layer.BY] != before + 2 * count:
+            if decoder_layer.runs[decoder_layer.FUSED_LAYER] != before + 2 * count:
                 raise RuntimeError("the layers did not run fused")
         frozen = calls.pop("frozen")
         for name, call in calls.items():

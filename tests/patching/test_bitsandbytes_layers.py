@@ -16,7 +16,7 @@ import tiny
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model
 from chronicals.patching import decoder_layer, patch_model, patch_parts, unpatch_model
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.patching.fused_weights import MERGED
 from chronicals.quantization import NF4, bitsandbytes_layer
 from mutants import mutant
@@ -76,10 +76,10 @@ def states_of(model):
 
 def fused_states_of(model):
     report = patch_parts(inner(model), whole_layers=True)
-    before = decoder_layer.runs[BY]
-    assert report.counts()[BY] == LAYERS
+    before = decoder_layer.runs[FUSED_LAYER]
+    assert report.counts()[FUSED_LAYER] == LAYERS
     found = states_of(model)
-    assert decoder_layer.runs[BY] == before + LAYERS
+    assert decoder_layer.runs[FUSED_LAYER] == before + LAYERS
     return found
 
 

@@ -11,8 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from chronicals.models.twin import randomise
 from chronicals.patching.gated_mlps import recognise_gated_mlp
-from chronicals.patching.gated_norms import recognise_gated_norm
-from chronicals.patching.norms import recognise_norm
+from chronicals.patching.norms import recognise_gated_norm, recognise_norm
 from chronicals.patching.rotary import recognise_rotary
 
 

@@ -21,8 +21,8 @@ from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
     forget_policies,
-    fp8_layers,
     fused_weights,
+    layer_policies,
     layers_in_fp8,
     offload_frozen_weights,
     patch_parts,
@@ -31,9 +31,9 @@ from chronicals.patching import (
     tile_mlps,
     unfuse_weights,
 )
-from chronicals.patching.decoder_layer import BY
-from chronicals.patching.fp8_layers import Products
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
+from chronicals.patching.layer_policies import FormattedProducts
 from chronicals.quantization import FP8
 
 FORMAT = sys.modules["chronicals.quantization.fp8"]
@@ -41,7 +41,7 @@ FORMAT = sys.modules["chronicals.quantization.fp8"]
 
 @pytest.fixture(autouse=True)
 def small_products_too(monkeypatch):
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
 
 
 def fused(family, adapted=False, device="cpu"):
@@ -51,7 +51,9 @@ def fused(family, adapted=False, device="cpu"):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.1)
-    assert patch_parts(model, whole_layers=True).counts()[BY] == len(model.get_decoder().layers)
+    assert patch_parts(model, whole_layers=True).counts()[FUSED_LAYER] == len(
+        model.get_decoder().layers
+    )
     return model
 
 
@@ -241,13 +243,13 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
     width = model.config.hidden_size
     layers = len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
-    assert run_in_fp8(model) == Products(0, 4 * layers, ())
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.floor(largest))
-    assert run_in_fp8(model) == Products(layers, 4 * layers, ())
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
+    assert run_in_fp8(model) == FormattedProducts(0, 4 * layers, ())
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", math.floor(largest))
+    assert run_in_fp8(model) == FormattedProducts(layers, 4 * layers, ())
     forget_policies(model)
-    monkeypatch.setattr(fp8_layers, "FP8_MULTIPLE", 7)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 1)
+    monkeypatch.setattr(layer_policies, "FP8_MULTIPLE", 7)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 1)
     assert run_in_fp8(model).chosen == 0
 
 
@@ -374,10 +376,10 @@ class TestWeightsThatWait:
         patch_parts(model, whole_layers=True)
         run_in_fp8(model)
         here = found_in(model, batch(device))
-        before = decoder_layer.runs[BY]
+        before = decoder_layer.runs[FUSED_LAYER]
         assert offload_frozen_weights(model) > 0
         away = found_in(model, batch(device))
-        assert decoder_layer.runs[BY] - before == len(model.get_decoder().layers)
+        assert decoder_layer.runs[FUSED_LAYER] - before == len(model.get_decoder().layers)
         assert all(torch.equal(here[name], away[name]) for name in here)
 
     def test_only_rows_in_fp8_are_kept(self, device):

@@ -23,7 +23,7 @@ from chronicals.patching import (
     tile_mlps,
     unfuse_weights,
 )
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.quantization import Linear4bit, nf4
 from chronicals.training import compilation
 
@@ -60,9 +60,9 @@ def fused(model):
 def both(model, batch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
     model = fused(model)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     ours = families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
+    assert decoder_layer.runs[FUSED_LAYER] == before + len(model.get_decoder().layers)
     assert any("lora_magnitude_vector" in name for name in plain)
     return plain, ours
 

@@ -9,9 +9,9 @@ from torch import nn
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.patching import attention, plan
+from chronicals.patching.forms import NoShell, shell_of
 from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.norms import recognise_norm
-from chronicals.patching.shells import NoShell, shell_of
 from patching.test_patch import assert_same, batch, loss_and_gradients
 
 
@@ -99,7 +99,7 @@ def test_with_an_image():
     before = attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert attention.runs[0] > before
-    assert not patched.config.vision_config._attn_implementation.startswith(attention.PREFIX)
+    assert not patched.config.vision_config._attn_implementation.startswith(attention.MASK_PREFIX)
     unpatch_model(patched)
     assert (
         patched.config.text_config._attn_implementation

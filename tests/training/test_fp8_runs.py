@@ -10,7 +10,7 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.memory import tiling
-from chronicals.patching import fp8_layers, patch_parts
+from chronicals.patching import layer_policies, patch_parts
 from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
 from chronicals.policies import facts, fp8
 from chronicals.training import Callback
@@ -21,7 +21,7 @@ from comparison import equal
 def fused_anywhere(monkeypatch):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
     return model

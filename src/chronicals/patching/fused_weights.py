@@ -38,8 +38,9 @@ FORMATS = "_chronicals_formats"
 """Attribute of a module: formats of the products of groups of its children, by their names."""
 
 DEVICES = "_chronicals_devices"
-"""Attribute of a module: devices of the products of groups of its children whose weights are in
-host memory, by their names.
+"""Attribute of a module: devices of the products of groups of its children, by their names.
+
+Those are in it whose weights are in host memory.
 """
 
 _said: set[str] = set()
@@ -109,11 +110,13 @@ class Group:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of x and of the outputs."""
         return self.merged.base.dtype
 
     def amaxes(self, rows: int) -> tuple[Amax | None, Amax | None]:
-        """Return the cells for x ``[rows, in]`` and for the gradient, for the kernels that make
-        these; None if the product does not ask for them.
+        """Return the cells for x ``[rows, in]`` and for the gradient, for kernels that make these.
+
+        They are None if the product does not ask for them.
         """
         return (None, None) if self.merged.base.why_not(rows) else (self.amax, self.gradient_amax)
 
@@ -166,8 +169,9 @@ def is_borrowed(linear: nn.Linear | PackedLinear) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    """Return whether a call of the module does more than its class's forward. Copying the weight
-    from host memory does not count.
+    """Return whether a call of the module does more than its class's forward.
+
+    Copying the weight from host memory does not count.
     """
     forward = vars(module).get("forward")
     return bool(
@@ -185,9 +189,7 @@ def _merged(
     linears: Sequence[nn.Linear | PackedLinear],
     ranks: tuple[int, ...],
 ) -> Merged:
-    """Return the cached ``Merged`` of these layers if their data have not moved; else fuse them
-    anew.
-    """
+    """Return the cached weights of these layers, fused anew if their data have moved."""
     product_format: Format | None = vars(owner).get(FORMATS, {}).get(names)
     weights = [x.weight for x in linears]
     biases = [x.bias for x in linears]
@@ -261,8 +263,9 @@ def _move_into(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tenso
 
 
 def use_format(owner: nn.Module, names: tuple[str, ...], product_format: Format) -> None:
-    """Let the product of some children run in another format, such as ``FP8``; ``use_16_bit``
-    undoes it.
+    """Let the product of some children run in another format, such as ``FP8``.
+
+    ``use_16_bit`` undoes it.
 
     Args:
         owner: the module.
@@ -276,8 +279,9 @@ def use_format(owner: nn.Module, names: tuple[str, ...], product_format: Format)
 
 
 def move_to_host(owner: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
-    """Move the weights of some children to host memory; ``bring_back`` undoes it. They must be
-    frozen, and their product run in FP8.
+    """Move the weights of some children to host memory; ``bring_back`` undoes it.
+
+    They must be frozen, and their product run in FP8.
 
     Args:
         owner: the module.
@@ -298,8 +302,9 @@ def _with_weight_on_device(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bring_back(model: nn.Module) -> None:
-    """Move weights from host memory back to their device. If memory runs out, a later call moves
-    the rest.
+    """Move weights from host memory back to their device.
+
+    If memory runs out, a later call moves the rest.
     """
     for owner in model.modules():
         devices: dict[tuple[str, ...], torch.device] = vars(owner).get(DEVICES, {})
@@ -314,9 +319,7 @@ def bring_back(model: nn.Module) -> None:
 
 
 def use_16_bit(model: nn.Module) -> None:
-    """Let every product run in the format of its weights again, and move weights from host memory
-    back to their device.
-    """
+    """Let every product run in the format of its weights again, on their device."""
     # first free the memory of the formats: the weights in host memory must fit on the device
     for owner in model.modules():
         cache = vars(owner).get(MERGED, {})
@@ -330,8 +333,9 @@ def use_16_bit(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unfuse_weights(model: nn.Module) -> None:
-    """Copy every weight that was fused into a storage with padding to memory of its own, and forget
-    storages and formats.
+    """Copy every weight that was fused into a storage with padding to memory of its own.
+
+    Storages and formats are forgotten.
     """
     use_16_bit(model)
     for owner in model.modules():

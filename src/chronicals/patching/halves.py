@@ -1,13 +1,12 @@
-"""The two halves of a decoder layer, each fused by itself: attention and MLP, from the norm before
-them to the residual.
+"""The two halves of a decoder layer, each fused by itself: from the norm before to the residual.
 
     attention:  x → norm → queries, keys, values → rotation → attention → output product → norm →
         branch
     MLP:        x + branch → norm → gate and up → unit → down → norm → branch
 
 A half returns the residual and a branch that is still to be added to it: the next norm adds it in
-its own pass. The attention half is given the function that attends. ``KeptHalf`` runs a half by the
-modules of its class, beside one that is fused.
+its own pass. The attention half is given the function that attends. ``run_kept_half`` runs a
+half by the modules of its class, beside one that is fused.
 
 Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width. Latent
 attention: R latent width, N and P widths of a head's plain and rotary part, V of its value.
@@ -44,15 +43,15 @@ TILES = "_chronicals_tiles"
 OUTPUT_PROJECTION = ("o_proj",)
 QUERY_UP_PROJECTION = ("q_b_proj",)
 KEY_VALUE_UP_PROJECTION = ("kv_b_proj",)
-"""Names of the children of latent attention that make queries, and keys and values, from latents.
-"""
+"""Names of the children of latent attention that make queries, keys and values from latents."""
 
 FusedProduct = tuple[nn.Module, tuple[str, ...], Group]
 """A product of several linear layers: the module, the names of its children, and their weights."""
 
 AttendFunction = Callable[..., Tensor]
-"""``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, sinks=, padding=)`` to
-``[T, H, W]``.
+"""A function of q ``[T, H, W]``, k and v ``[T, K, W]`` that returns ``[T, H, W]``.
+
+Its options are scale, window, softcap, sinks and padding.
 """
 
 
@@ -120,8 +119,7 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """The wishes of the product that made a branch, for the kernel that computes the branch's
-    gradient.
+    """The wishes of the product that made a branch, for the kernel that computes its gradient.
 
     Attributes:
         padding: columns to be left free behind each row.
@@ -190,8 +188,10 @@ class FusedHalf(ABC):
     def _norm_before(
         self, x: Tensor, branch: Tensor | None, gradient: GradientRequest, amax: Amax | None
     ) -> tuple[Tensor, Tensor, Remake | None]:
-        """Return the input of the first product, the residual with ``branch`` added, and how to
-        compute the input again from the residual (None if it is saved).
+        """Return the input of the first product, the residual, and how to make the input again.
+
+        The residual has ``branch`` added. The input is made again from it; the third is None if
+        the input is saved.
         """
         if self.norms.before is None:
             total = x if branch is None else x + branch
@@ -264,9 +264,11 @@ class AttentionHalf(FusedHalf):
         super().__init__(layer, norms, qkv, output, [attention, *self.inner_norms()], dtype)
 
     def inner_norms(self) -> list[nn.Module]:
+        """Return the norms of the heads' queries and keys."""
         return [self.attention.q_norm, self.attention.k_norm] if self.reads.head_norms else []
 
     def products(self) -> list[FusedProduct]:
+        """Return the products of queries, keys and values, and of the output."""
         return [
             (self.attention, self.reads.products, self.first),
             (self.attention, OUTPUT_PROJECTION, self.last),
@@ -291,8 +293,17 @@ class AttentionHalf(FusedHalf):
             sin = torch.cat((sin, sin), -1)
         q, k, v = self._rotated(self.first(normed, remake, padded), cos, sin)
         attention = self.attention
+        # a factor that grows with the position, in some configurations (Ministral 3, after Llama 4)
+        rope: dict[str, Any] = getattr(attention.config, "rope_parameters", None) or {}
+        beta = rope.get("llama_4_scaling_beta")
+        if beta and tokens.longest > rope["original_max_position_embeddings"]:
+            assert tokens.positions is not None  # the class computes the factor from them, too
+            trained_length = rope["original_max_position_embeddings"]
+            steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
+            factors = 1 + beta * torch.log1p(steps)
+            q = q * factors[:, None, None].to(q.dtype)
         attended = tokens.attend(
-            self._scaled_by_position(q, tokens),
+            q,
             k,
             v,
             scale=attention.scaling,
@@ -304,8 +315,9 @@ class AttentionHalf(FusedHalf):
         return x, self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
 
     def _window(self) -> int | None:
-        """Return how many tokens a query sees, itself included: by the module, or else by its
-        configuration, which may name a window for some layers only. None is all.
+        """Return how many tokens a query sees, itself included; None if it sees all.
+
+        The module says it, or else its configuration, which may name a window for some layers only.
         """
         attention = self.attention
         config = self.attention.config
@@ -317,26 +329,13 @@ class AttentionHalf(FusedHalf):
             return None
         return getattr(config, "sliding_window", None)
 
-    def _scaled_by_position(self, q: Tensor, tokens: PackedTokens) -> Tensor:
-        """Return queries ``[T, H, W]`` times a factor that grows with their position, where the
-        configuration has one (Ministral 3, after Llama 4).
-        """
-        rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
-        beta = rope.get("llama_4_scaling_beta")
-        if not beta or tokens.longest <= rope["original_max_position_embeddings"]:
-            return q
-        assert tokens.positions is not None  # the class computes the factor from them, too
-        trained_length = rope["original_max_position_embeddings"]
-        steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
-        factors = 1 + beta * torch.log1p(steps)
-        return q * factors[:, None, None].to(q.dtype)
-
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
 
         Args:
             qkv: ``[T, (H + 2 K) W]``.
-            cos, sin: rotary tables ``[T, W]``.
+            cos: rotary table of cosines, ``[T, W]``.
+            sin: rotary table of sines, ``[T, W]``.
         """
         width = self.attention.head_dim
         interleaved = self.reads.interleaved
@@ -382,11 +381,11 @@ class AttentionHalf(FusedHalf):
 
 
 class LatentHalf(AttentionHalf):
-    """Multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19), between the norms and
-    products of ``AttentionHalf``.
+    """Multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19).
 
-    One product makes both latents and the rotary key that all heads share. A second product makes
-    queries from their normed latent, and a third makes keys and values.
+    Its norms and products before and after are those of ``AttentionHalf``. One product makes both
+    latents and the rotary key that all heads share. A second product makes queries from their
+    normed latent, and a third makes keys and values.
     """
 
     reads: LatentReads
@@ -407,10 +406,12 @@ class LatentHalf(AttentionHalf):
                 raise Unmerged("the weights of its products differ in dtype")
 
     def inner_norms(self) -> list[nn.Module]:
+        """Return the norms of the latents."""
         query_norms = [] if self.query_up is None else [self.attention.q_a_layernorm]
         return [*query_norms, self.attention.kv_a_layernorm]
 
     def products(self) -> list[FusedProduct]:
+        """Return the products of both latents and of the output, then those from the latents."""
         products = super().products()
         if self.query_up is not None:
             products.append((self.attention, QUERY_UP_PROJECTION, self.query_up))
@@ -418,13 +419,15 @@ class LatentHalf(AttentionHalf):
         return products
 
     def _rotated(self, latents: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys ``[T, H, N + P]``, rotated in their last P channels, and values
-        ``[T, H, V]``.
+        """Return queries and keys ``[T, H, N + P]``, and values ``[T, H, V]``.
+
+        Queries and keys are rotated in their last P channels.
 
         Args:
             latents: queries or their latent, the latent of keys and values ``[T, R]`` and the
                 rotary key ``[T, P]``, side by side.
-            cos, sin: rotary tables ``[T, P]``.
+            cos: rotary table of cosines, ``[T, P]``.
+            sin: rotary table of sines, ``[T, P]``.
         """
         attention = self.attention
         config = attention.config
@@ -489,13 +492,13 @@ class MLPHalf(FusedHalf):
         self.tiles = getattr(layer, TILES, False)
 
     def products(self) -> list[FusedProduct]:
+        """Return the product of gate and up, and the down product."""
         return [(self.mlp, self.reads.first, self.first), (self.mlp, (self.reads.down,), self.last)]
 
     def __call__(
         self, x: Tensor, branch: Tensor, gradient: GradientRequest
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual with ``branch`` added, and the branch to be added to that; all ``[T,
-        D]``.
+        """Return the residual with ``branch`` added, and the next branch; all ``[T, D]``.
 
         Args:
             x: the residual.
@@ -506,18 +509,16 @@ class MLPHalf(FusedHalf):
         normed, x, remake = self._norm_before(x, branch, gradient, amax)
         # a recomputation for the backward pass does not read the last output, unless a norm does
         skip_output = runs_again() and self.norms.after is None
-        return x, self._norm_after(self._products(normed, remake, skip_output))
-
-    def _products(self, x: Tensor, remake: Remake | None, skip_output: bool) -> Tensor:
-        """Return the output of the MLP, ``[T, D]``; in tiles of rows if the layer asks for it."""
         if not self.tiles:
-            return self.last(*self._gated_unit(x, remake), skip_output=skip_output)
+            unit, remake = self._gated_unit(normed, remake)
+            return x, self._norm_after(self.last(unit, remake, skip_output=skip_output))
 
-        def tile_output(x: Tensor) -> Tensor:
-            return self.last(*self._gated_unit(x), skip_output=skip_output or runs_again())
+        def tile_output(rows: Tensor) -> Tensor:
+            unit, remake = self._gated_unit(rows)
+            return self.last(unit, remake, skip_output=skip_output or runs_again())
 
         draws = self.layer.training and draws_numbers(self.mlp)
-        return tiled(tile_output, x, draws, tells=True)
+        return x, self._norm_after(tiled(tile_output, normed, draws, tells=True))
 
     def _gated_unit(self, x: Tensor, remake: Remake | None = None) -> tuple[Tensor, Remake | None]:
         """Return the gated unit of x, and how to compute it again (None if it is saved)."""
@@ -535,31 +536,34 @@ class MLPHalf(FusedHalf):
         return unit, remake if self.recomputes else None
 
 
-class KeptHalf:
-    """A half that runs as its class does: its norms and the part between them are called as
-    modules.
+def run_kept_half(
+    layer: Any,
+    norms: HalfNorms,
+    part: Callable[[Tensor], Any],
+    x: Tensor,
+    branch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run a half as its class does: its norms and the part between them are called as modules.
 
     Args:
         layer: the decoder layer.
         norms: its norms around this half.
         part: takes ``[1, T, D]`` and returns a tensor of that shape, or a tuple that begins with
             one.
+        x: the residual.
+        branch: the branch of the half before, or None.
+
+    Returns:
+        The residual with ``branch`` added, and the next branch; both ``[T, D]``.
     """
-
-    def __init__(self, layer: Any, norms: HalfNorms, part: Callable[[Tensor], Any]):
-        self.layer = layer
-        self.norms = norms
-        self.part = part
-
-    def __call__(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual with ``branch`` added, and the branch to be added to that; all ``[T,
-        D]``.
-        """
-        x = x if branch is None else x + branch
-        out = self.part(self._normed(self.norms.before, x.unsqueeze(0)))
-        out = self._normed(self.norms.after, out if isinstance(out, Tensor) else out[0]).squeeze(0)
-        multiplier = getattr(self.layer, "residual_multiplier", 1.0)
-        return x, out if multiplier == 1.0 else out * multiplier
-
-    def _normed(self, norm: tuple[str, RMSNormReads] | None, x: Tensor) -> Tensor:
-        return x if norm is None else getattr(self.layer, norm[0])(x)
+    x = x if branch is None else x + branch
+    out = x.unsqueeze(0)
+    if norms.before is not None:
+        out = getattr(layer, norms.before[0])(out)
+    out = part(out)
+    out = out if isinstance(out, Tensor) else out[0]
+    if norms.after is not None:
+        out = getattr(layer, norms.after[0])(out)
+    out = out.squeeze(0)
+    multiplier = getattr(layer, "residual_multiplier", 1.0)
+    return x, out if multiplier == 1.0 else out * multiplier

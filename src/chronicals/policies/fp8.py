@@ -13,7 +13,7 @@ from chronicals.models import input_device
 from chronicals.moe.routers import experts_per_token
 from chronicals.patching import experts, run_experts_in_fp8, run_in_fp8
 from chronicals.patching.forms import signature
-from chronicals.patching.fp8_layers import MIN_FP8_WIDTH
+from chronicals.patching.layer_policies import MIN_FP8_WIDTH
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, Load, Policy, Stage, register
@@ -116,6 +116,6 @@ def has_fused_experts(facts: Facts) -> bool:
     forms = plan_for(facts.model).forms
     for module in facts.model.modules():
         key = signature(module)
-        if key in forms and forms[key][1].by == experts.BY:
+        if key in forms and forms[key][1].by == experts.FUSED_EXPERTS:
             return True
     return False
