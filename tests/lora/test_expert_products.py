@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
-from chronicals.lora import LoRAConfig, expert_products
-from chronicals.lora.expert_products import expert_inputs, grouped_product
+from chronicals.lora import LoRAConfig, stacked_experts
 from chronicals.lora.parameter_layer import LoRAParameter
+from chronicals.lora.stacked_experts import expert_inputs, grouped_product
 
 EXPERTS = 5
 WIDE = 12
@@ -130,7 +130,7 @@ def left_to_its_class(layer, change):
 
 
 def test_what_is_more_than_its_flags_is_left_to_its_class(monkeypatch):
-    monkeypatch.setattr(expert_products, "transformers_before", lambda version: False)
+    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: False)
 
     def several_ranks(layer):
         layer._is_expert_parallel = True

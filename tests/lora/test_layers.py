@@ -9,7 +9,7 @@ from torch import nn
 
 import chronicals.lora.layers as module
 from chronicals.lora import LoRAConfig, LoRALinear
-from chronicals.lora.embedding_layer import LoRAEmbedding
+from chronicals.lora.layers import LoRAEmbedding
 from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import families
 from chronicals import versions
 from chronicals.batch import IGNORED
-from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
+from chronicals.lora import LoRAConfig, apply_lora, parameter_layer, stacked_experts
 from chronicals.models import PresentedModel, quantise_layers, router_logits, times_trained
 from chronicals.models.routed_experts import called_for_experts
 from chronicals.moe.mixture_parts import mixture_layers
@@ -193,7 +193,7 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
 def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
     model = build("Qwen3Moe")
     calls = []
-    keep = expert_products.adapted_experts
+    keep = stacked_experts.adapted_experts
     apply_lora(
         model,
         LoRAConfig(

@@ -11,7 +11,7 @@ from torch import nn
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.lora import LoRAConfig, apply_lora, expert_products
+from chronicals.lora import LoRAConfig, apply_lora, stacked_experts
 from chronicals.models.twin import build_twin, plain_surroundings, twin_config
 from chronicals.patching import experts, fused_weights, patch_parts
 from chronicals.patching.experts import FUSED_EXPERTS, recognise_experts
@@ -248,7 +248,7 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
         setattr(layer, "_is_expert_parallel" if newer else "_is_hooked", True)
         return layer
 
-    monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
+    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: not newer)
     model = build("Qwen3Moe", num_experts=8)
     other = build("Qwen3Moe", num_experts=8)
     patch_model(model)
@@ -264,7 +264,7 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
 def test_a_pruned_layer_is_of_no_rank(newer, monkeypatch):
-    monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
+    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: not newer)
     model = build("Qwen3Moe", num_experts=8)
     first_four(model)
     assert patch_model(model).counts()[FUSED_EXPERTS] == len(layers_of(model))

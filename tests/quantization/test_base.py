@@ -8,7 +8,7 @@ import torch
 import families
 from chronicals.kernels.products import product
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.lora.merged_linear import Merged
+from chronicals.lora.merged_linear import MergedWeights
 from chronicals.patching import decoder_layer, patch_parts, run_in_format, unfuse_weights
 from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.quantization import FP8, Base, Dense, FP8InHost
@@ -103,7 +103,7 @@ def test_bytes_are_those_on_the_device_of_the_products():
     weights = [torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(16, 48, dtype=torch.bfloat16)]
     device = torch.device("cpu")
     held = [
-        Merged.fused(weights, [None, None], (4, 4), stands, at).base
+        MergedWeights.fused(weights, [None, None], (4, 4), stands, at).base
         for stands, at in ((None, None), (FP8, None), (FP8InHost, device), (Eighths, None))
     ]
     assert [base.bytes / (48 * 48) for base in held] == [2, 4, 1, 1]

@@ -12,7 +12,7 @@ from torch import nn
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.lora import LoRAConfig, adapters, apply_lora
-from chronicals.lora.merging import merge_adapters
+from chronicals.lora.model_methods import merge_adapters
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.models import count_values, quantise_experts
 from chronicals.patching.experts import BY

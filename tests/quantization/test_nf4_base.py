@@ -176,7 +176,9 @@ def functions(ranks, biased, dtype, device, of=module):
 
     def ours(x, given):
         weights, biases, adapters = given
-        return of.merged_linear(x * 1, of.Merged.packed(weights, biases, ranks), adapters) * 1
+        return (
+            of.merged_linear(x * 1, of.MergedWeights.packed(weights, biases, ranks), adapters) * 1
+        )
 
     def plain(x, given):
         weights, biases, adapters = given

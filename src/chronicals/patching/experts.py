@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors, is_parallel
+from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.fp8_experts import device_of_waiting, format_of
 from chronicals.patching.fused_weights import say_once

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.amax import Amax
 from chronicals.lora.magnitude import RowNorms
-from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
+from chronicals.lora.merged_linear import MergedWeights, ProductFormat, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.patching.fp8_experts import experts_in_16_bit
 from chronicals.quantization import FP8InHost, PackedLinear, packed_weight, product_dtype
@@ -32,7 +32,7 @@ from chronicals.quantization import FP8InHost, PackedLinear, packed_weight, prod
 logger = logging.getLogger(__name__)
 
 MERGED = "_chronicals_merged"
-"""Attribute of a module: ``Merged`` of groups of its children, by their names."""
+"""Attribute of a module: ``MergedWeights`` of groups of its children, by their names."""
 
 FORMATS = "_chronicals_formats"
 """Attribute of a module: formats of the products of groups of its children, by their names."""
@@ -54,7 +54,7 @@ class Group:
     """Linear layers of one input, read as they are now.
 
     Args:
-        owner: the module whose children they are; their ``Merged`` is cached on it.
+        owner: the module whose children they are; their ``MergedWeights`` is cached on it.
         names: names of the children.
 
     Attributes:
@@ -188,9 +188,9 @@ def _merged(
     names: tuple[str, ...],
     linears: Sequence[nn.Linear | PackedLinear],
     ranks: tuple[int, ...],
-) -> Merged:
+) -> MergedWeights:
     """Return the cached weights of these layers, fused anew if their data have moved."""
-    product_format: Format | None = vars(owner).get(FORMATS, {}).get(names)
+    product_format: ProductFormat | None = vars(owner).get(FORMATS, {}).get(names)
     weights = [x.weight for x in linears]
     biases = [x.bias for x in linears]
     packed = [weight for weight in map(packed_weight, linears) if weight is not None]
@@ -201,8 +201,8 @@ def _merged(
         and names not in vars(owner).get(DEVICES, {})
     )
     if stays_in_place and product_format is None:
-        return Merged.in_place(weights[0], biases[0])
-    cache: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
+        return MergedWeights.in_place(weights[0], biases[0])
+    cache: dict[tuple[str, ...], MergedWeights] = vars(owner).setdefault(MERGED, {})
     if any(is_borrowed(linear) for linear in linears):
         merged = cache.pop(names, None)
         are_adjacent = are_side_by_side(weights) and (biases[0] is None or are_side_by_side(biases))
@@ -211,7 +211,7 @@ def _merged(
                 f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved"
             )
         if merged is None or not merged.holds(weights, biases):
-            merged = Merged.side_by_side(weights, biases)
+            merged = MergedWeights.side_by_side(weights, biases)
         cache[names] = merged
         return merged
     merged = cache.get(names)
@@ -229,12 +229,12 @@ def _merged(
     device = vars(owner).get(DEVICES, {}).get(names)
     with torch.no_grad():
         if stays_in_place:
-            merged = Merged.in_place(weights[0], biases[0], product_format)
+            merged = MergedWeights.in_place(weights[0], biases[0], product_format)
         elif packed:
-            merged = Merged.packed(packed, biases, ranks)
+            merged = MergedWeights.packed(packed, biases, ranks)
             _move_into(merged, weights, biases)
         else:
-            merged = Merged.fused(weights, biases, ranks, product_format, device)
+            merged = MergedWeights.fused(weights, biases, ranks, product_format, device)
             _move_into(merged, weights, biases)
     cache[names] = merged
     return merged
@@ -252,7 +252,9 @@ def are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
-def _move_into(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+def _move_into(
+    merged: MergedWeights, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> None:
     """Let the parameters have their data in the storage of ``merged``."""
     for weight, place in zip(weights, merged.storage.places):
         weight.data = place
@@ -262,7 +264,7 @@ def _move_into(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tenso
             bias.data = place
 
 
-def use_format(owner: nn.Module, names: tuple[str, ...], product_format: Format) -> None:
+def use_format(owner: nn.Module, names: tuple[str, ...], product_format: ProductFormat) -> None:
     """Let the product of some children run in another format, such as ``FP8``.
 
     ``use_16_bit`` undoes it.
@@ -273,7 +275,7 @@ def use_format(owner: nn.Module, names: tuple[str, ...], product_format: Format)
         product_format: makes the base that multiplies in place of the dense weight.
     """
     vars(owner).setdefault(FORMATS, {})[names] = product_format
-    cache: dict[tuple[str, ...], Merged] = vars(owner).get(MERGED, {})
+    cache: dict[tuple[str, ...], MergedWeights] = vars(owner).get(MERGED, {})
     if names in cache:
         cache[names] = cache[names].in_format(product_format)
 
@@ -325,7 +327,10 @@ def use_16_bit(model: nn.Module) -> None:
         cache = vars(owner).get(MERGED, {})
         for names in vars(owner).pop(FORMATS, {}):
             merged = cache.pop(names, None)
-            if merged is not None and merged.is_fused and names not in vars(owner).get(DEVICES, {}):
+            if merged is None or names in vars(owner).get(DEVICES, {}):
+                continue
+            # a storage with the data of one parameter alone is made anew for nothing
+            if len(merged.sizes) > 1 or merged.storage.padded:
                 cache[names] = merged.in_16_bit()
     experts_in_16_bit(model)
     bring_back(model)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.kernels.fp8_linear import FP8_MULTIPLE
-from chronicals.lora.merged_linear import Format
+from chronicals.lora.merged_linear import ProductFormat
 from chronicals.memory import draws_numbers, tiled
 from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.forms import FORM, Forward, signature
@@ -63,7 +63,7 @@ class FormattedProducts:
 
 def run_in_format(
     model: Any,
-    product_format: Format,
+    product_format: ProductFormat,
     pays: Callable[[int, int], bool] = lambda inputs, outputs: True,
 ) -> FormattedProducts:
     """Let the products of fused layers run in a format of ``quantization/``, or of your own.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from chronicals.lora.expert_products import is_parallel
+from chronicals.lora.stacked_experts import is_parallel
 from chronicals.models import attention_seam, speaks_of_experts
 from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, decoder_layer, experts, loss

@@ -4,7 +4,7 @@ They are 16 bit, FP8, FP8 with its 16-bit values in host memory, 4 bits, MXFP4 a
 """
 
 from chronicals.quantization.base import Base, Operand, Storage
-from chronicals.quantization.dense import Dense
+from chronicals.quantization.dense import AdapterPadding, Dense, columns_for
 from chronicals.quantization.experts import (
     Experts4bit,
     PackedExperts,
@@ -42,6 +42,7 @@ __all__ = [
     "MXFP4",
     "NF4",
     "RECIPES",
+    "AdapterPadding",
     "Base",
     "Blocks",
     "Dense",
@@ -64,6 +65,7 @@ __all__ = [
     "Storage",
     "call_with",
     "class_module",
+    "columns_for",
     "dense_stack",
     "format_of_files",
     "frozen_weight",
