@@ -11,7 +11,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from chronicals.lora import LoRAConfig, stacked_experts
 from chronicals.lora.parameter_layer import LoRAParameter
-from chronicals.lora.stacked_experts import expert_inputs, grouped_product
+from chronicals.lora.stacked_experts import expert_inputs, product_by_groups
 
 EXPERTS = 5
 WIDE = 12
@@ -165,7 +165,7 @@ def test_grouped_products(counts):
     x = torch.randn(sum(counts), 6, dtype=torch.float64, requires_grad=True)
     w = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
     rows = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
-    got = grouped_product(x, w, ends)
+    got = product_by_groups(x, w, ends)
     expected = torch.einsum("sk,skn->sn", x, w[rows])
     assert torch.allclose(got, expected)
     upstream = torch.randn_like(expected)
@@ -189,7 +189,7 @@ def test_one_kernel_for_all_groups(rank, transposed):
     w = (w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w).requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = grouped_product(x, w, ends)
+        got = product_by_groups(x, w, ends)
         mine = torch.autograd.grad(got.float().square().sum(), [x, w])
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -19,7 +19,7 @@ from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, routing_of
 from chronicals.patching import patch_parts
-from chronicals.patching.experts import BY
+from chronicals.patching.experts import FUSED_EXPERTS
 from chronicals.versions import transformers_before
 from comparison import equal
 
@@ -148,7 +148,7 @@ def test_what_experts_got_is_what_their_router_chose(kind):
             parameters = ["experts.gate_up_proj", "experts.down_proj"]
             apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=parameters))
         if way != "plain":
-            assert patch_parts(model, whole_layers=True).counts()[BY] == len(
+            assert patch_parts(model, whole_layers=True).counts()[FUSED_EXPERTS] == len(
                 mixture_layers(model)
             ), way
         presented = PresentedModel(

@@ -605,14 +605,14 @@ def test_other_layers_keep_their_parts(family):
             "attention half",
         ),
         (
-            'not beta or tokens.longest <= rope["original_max_position_embeddings"]',
-            'True or tokens.longest <= rope["original_max_position_embeddings"]',
+            'beta and tokens.longest > rope["original_max_position_embeddings"]',
+            'False and tokens.longest > rope["original_max_position_embeddings"]',
             "attention half",
         ),
         ("attention.scaling", "1.01 * attention.scaling", "attention half"),
         (
-            "x, self._norm_after(self._products(normed, remake, skip_output))",
-            "2 * x, self._norm_after(self._products(normed, remake, skip_output))",
+            "x, self._norm_after(self.last(unit, remake, skip_output=skip_output))",
+            "2 * x, self._norm_after(self.last(unit, remake, skip_output=skip_output))",
             "MLP half",
         ),
         (

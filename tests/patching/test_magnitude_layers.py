@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import families
-from chronicals.lora import LoRAConfig, LoRALinear, apply_lora, padding, without_adapters
+from chronicals.lora import LoRAConfig, LoRALinear, apply_lora, without_adapters
 from chronicals.lora.magnitude import RowNorms
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel
@@ -24,7 +24,7 @@ from chronicals.patching import (
     unfuse_weights,
 )
 from chronicals.patching.decoder_layer import FUSED_LAYER
-from chronicals.quantization import Linear4bit, nf4
+from chronicals.quantization import Linear4bit, dense, nf4
 from chronicals.training import compilation
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
             patch.setattr(
                 nf4, "dequantize_4bit", lambda packed, scales, out, *_: out.fill_(float("nan"))
             )
-            patch.setattr(padding, "write_adapters", lambda *_: None)
+            patch.setattr(dense, "write_adapters", lambda *_: None)
             yield
 
     monkeypatch.setattr(compilation, "compiling_only", not_running)

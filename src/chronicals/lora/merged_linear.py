@@ -303,7 +303,7 @@ class LayerValues(NamedTuple, Generic[_Value]):
 
     @classmethod
     def split(cls, values: Sequence[_Value]) -> LayerValues[_Value]:
-        """Take the values from one list: those of all weights, of all biases, of all A, …"""
+        """Take the values from one list: those of all weights, of all biases, of all A and so on."""
         count = len(values) // len(cls._fields)
         return cls(*(values[start : start + count] for start in range(0, len(values), count)))
 

@@ -329,7 +329,7 @@ def use_16_bit(model: nn.Module) -> None:
             merged = cache.pop(names, None)
             if merged is None or names in vars(owner).get(DEVICES, {}):
                 continue
-            # a storage with the data of one parameter alone is made anew for nothing
+            # one parameter's own data need no record
             if len(merged.sizes) > 1 or merged.storage.padded:
                 cache[names] = merged.in_16_bit()
     experts_in_16_bit(model)
