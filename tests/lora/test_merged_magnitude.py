@@ -262,7 +262,7 @@ def test_frozen_magnitudes_get_no_gradient_and_rows_of_zeros_no_nan(stays, devic
 
 def test_fp8(device):
     """Rows of a frozen weight in FP8: as near to the layer in fp32 as without magnitudes."""
-    from chronicals.quantization import FP8
+    from chronicals.quantization import FP8Base
 
     rows = 64
     width = 96
@@ -280,7 +280,7 @@ def test_fp8(device):
             t.clone().requires_grad_() for t in (x, a, b, *(() if magnitude is None else (m,)))
         ]
         exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
-        merged = MergedWeights.fused([w], [None], (rank,), FP8)
+        merged = MergedWeights.fused([w], [None], (rank,), FP8Base)
         y = merged_linear(leaves[0], merged, [Adapter(leaves[1], leaves[2], 0.5, 0.0, *leaves[3:])])
         found = [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
         z = merged_linear_reference(

@@ -34,7 +34,7 @@ from chronicals.patching import (
 from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
 from chronicals.patching.layer_policies import FormattedProducts
-from chronicals.quantization import FP8
+from chronicals.quantization import FP8Base
 
 FORMAT = sys.modules["chronicals.quantization.fp8"]
 
@@ -176,7 +176,7 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
     kept = []
     weights = set()
     usual = FORMAT.fp8_quantize
-    usual_weight = FP8.dense
+    usual_weight = FP8Base.dense
 
     def quantize(x, layout="rows", **options):
         if x.data_ptr() not in weights:
@@ -184,7 +184,9 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
         return usual(x, layout=layout, **options)
 
     monkeypatch.setattr(
-        FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self)
+        FP8Base,
+        "dense",
+        lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self),
     )
 
     model = fused("llama", adapted, device)
@@ -391,7 +393,7 @@ class TestWeightsThatWait:
             for module in model.modules()
             for merged in vars(module).get(MERGED, {}).values()
         ]
-        assert held and all(isinstance(base, FP8) and len(base._known[1]) == 1 for base in held)
+        assert held and all(isinstance(base, FP8Base) and len(base._known[1]) == 1 for base in held)
         assert all(
             base._known[1][0].values.device == next(model.parameters()).device for base in held
         )

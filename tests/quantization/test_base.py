@@ -11,7 +11,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import MergedWeights
 from chronicals.patching import decoder_layer, patch_parts, run_in_format, unfuse_weights
 from chronicals.patching.decoder_layer import FUSED_LAYER
-from chronicals.quantization import FP8, Base, Dense, FP8InHost
+from chronicals.quantization import Base, Dense, FP8Base, FP8InHost
 
 
 class Eighths(Base):
@@ -104,7 +104,7 @@ def test_bytes_are_those_on_the_device_of_the_products():
     device = torch.device("cpu")
     held = [
         MergedWeights.fused(weights, [None, None], (4, 4), stands, at).base
-        for stands, at in ((None, None), (FP8, None), (FP8InHost, device), (Eighths, None))
+        for stands, at in ((None, None), (FP8Base, None), (FP8InHost, device), (Eighths, None))
     ]
     assert [base.bytes / (48 * 48) for base in held] == [2, 4, 1, 1]
     assert isinstance(held[0], Dense) and all(base.dense().shape == (48, 48) for base in held)

@@ -16,7 +16,7 @@ from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.patching import fp8_experts, layer_policies, patch_parts
 from chronicals.patching.experts import recognise_experts
 from chronicals.policies import facts
-from chronicals.quantization import FP8, FP8Experts
+from chronicals.quantization import FP8Base, FP8Experts
 from chronicals.verification import verify
 from chronicals.verification.eight_bits import round_experts, round_products, rounded
 from comparison import equal
@@ -131,7 +131,7 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
     """
     weights = set()
     usual = FORMAT.fp8_quantize
-    usual_weight = FP8.dense
+    usual_weight = FP8Base.dense
 
     def quantize(x, layout="rows", **options):
         made = usual(x, layout=layout, **options)
@@ -140,7 +140,9 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
         return tuple(part and part._replace(scale=part.scale * factor) for part in made)
 
     monkeypatch.setattr(
-        FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self)
+        FP8Base,
+        "dense",
+        lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self),
     )
     monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
 

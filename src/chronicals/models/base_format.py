@@ -17,7 +17,7 @@ from torch import nn
 
 from chronicals.models.peft_kinds import within_adapters
 from chronicals.quantization import FourBits, packed_experts, packed_modules
-from chronicals.quantization.bitsandbytes_layer import recipe_of
+from chronicals.quantization.bitsandbytes import recipe_of_layer
 
 BESIDE_ADAPTERS = "base_layer"
 """Attribute in which an adapter layer, ours or PEFT's, holds the layer that it wraps."""
@@ -193,7 +193,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
     The paths are those without adapters.
     """
     for path, module in model.named_modules():
-        recipe = recipe_of(module)
+        recipe = recipe_of_layer(module)
         if recipe is not None:
             yield without_adapters(path), recipe
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from chronicals.quantization import format_of_files, packed_layers, packed_modules
-from chronicals.quantization.bitsandbytes_format import packed_description
-from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
+from chronicals.quantization.bitsandbytes import has_foreign_layers, packed_description
 
 __all__ = ["describe_packed", "packed_description"]
 

@@ -29,7 +29,7 @@ from chronicals.patching.fused_weights import (
 )
 from chronicals.patching.halves import RECOMPUTES, TILES
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import FP8, FP8InHost
+from chronicals.quantization import FP8Base, FP8InHost
 
 MIN_FP8_WIDTH = 2304
 """Smallest harmonic mean of inputs and outputs of a product that runs in FP8.
@@ -97,7 +97,7 @@ def run_in_fp8(model: Any) -> FormattedProducts:
 
     A batch whose number of rows is no multiple of 16 runs in 16 bit.
     """
-    return run_in_format(model, FP8, is_large)
+    return run_in_format(model, FP8Base, is_large)
 
 
 def offload_frozen_weights(model: Any) -> int:
@@ -138,7 +138,7 @@ def layers_in_fp8(model: Any) -> list[str]:
         if isinstance(products, Unmerged):
             continue
         for owner, names, group in products:
-            if vars(owner).get(FORMATS, {}).get(names) in (FP8, FP8InHost):
+            if vars(owner).get(FORMATS, {}).get(names) in (FP8Base, FP8InHost):
                 chosen.update(group.linears)
     return [
         name.removesuffix(".base_layer")

@@ -17,7 +17,7 @@ from chronicals.patching.layer_policies import MIN_FP8_WIDTH
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, Load, Policy, Stage, register
-from chronicals.quantization import FP8
+from chronicals.quantization import FP8Base
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ProductsInFP8(Policy):
     def bytes(self, facts: Facts, load: Load) -> Load:
         """Frozen weights are there in FP8 too; trained products keep their inputs in 8 bits."""
         step = replace(load.step, in_fp8=facts.in_fp8)
-        return replace(load, step=step, frozen=FP8.bytes_a_value(load.step.element))
+        return replace(load, step=step, frozen=FP8Base.bytes_a_value(load.step.element))
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Choose the products that run in FP8, by their size.

@@ -17,13 +17,12 @@ from chronicals.quantization.experts import (
     packed_stacks,
     stacked_weight,
 )
-from chronicals.quantization.fp8 import FP8
+from chronicals.quantization.fp8 import FP8Base, FP8InHost
 from chronicals.quantization.fp8_experts import FP8Experts, FP8ExpertsInHost
 from chronicals.quantization.gguf import GGUF, Blocks, LinearGGUF
-from chronicals.quantization.host import FP8InHost
 from chronicals.quantization.mxfp4 import MXFP4
 from chronicals.quantization.nf4 import NF4, RECIPES, FourBits, Linear4bit, Packed
-from chronicals.quantization.packed import PackedBase, PackedWeight, format_of_files
+from chronicals.quantization.packed import PackedStorage, PackedWeight, format_of_files
 from chronicals.quantization.packed_linear import (
     PackedLinear,
     PackedModule,
@@ -37,7 +36,6 @@ from chronicals.quantization.packed_linear import (
 from chronicals.quantization.plain import PlainWeight, frozen_weight
 
 __all__ = [
-    "FP8",
     "GGUF",
     "MXFP4",
     "NF4",
@@ -47,6 +45,7 @@ __all__ = [
     "Blocks",
     "Dense",
     "Experts4bit",
+    "FP8Base",
     "FP8Experts",
     "FP8ExpertsInHost",
     "FP8InHost",
@@ -55,10 +54,10 @@ __all__ = [
     "LinearGGUF",
     "Operand",
     "Packed",
-    "PackedBase",
     "PackedExperts",
     "PackedLinear",
     "PackedModule",
+    "PackedStorage",
     "PackedWeight",
     "PlainWeight",
     "Stack",

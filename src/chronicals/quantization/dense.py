@@ -58,6 +58,8 @@ class Dense(Storage):
         """Copy the weights ``[n, K]`` into one new buffer, one below the other, with zero padding.
 
         Args:
+            weights: the weights.
+            columns: R, padding columns and rows.
             device: device of the buffer; by default that of the weights.
         """
         outputs = sum(map(len, weights))
@@ -74,7 +76,8 @@ class Dense(Storage):
         return self.matrix.split([len(part) for part in self.parts])
 
     @property
-    def plain_weight(self) -> Dense:
+    def plain_weight(self) -> Dense:  # type: ignore[override]
+        """This weight."""
         return self
 
     @property
@@ -98,6 +101,7 @@ class Dense(Storage):
         )
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return ``x Wᵀ + bias``; with padding columns behind x, the adapters' part, too."""
         rows = x.dense
         matrix = (self.matrix if rows.shape[1] == self.width else self._with_up()).t()
         return (
@@ -105,19 +109,23 @@ class Dense(Storage):
         )
 
     def input_gradient(self, dy: Operand) -> Tensor:
+        """Return ``dy W``; with padding columns behind dy, the adapters' part, too."""
         rows = dy.dense
         return product(
             rows, self.matrix if rows.shape[1] == self.outputs else self._with_down(), rows.dtype
         )
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        """Return ``dyᵀ x`` in the dtype of x; None if the weight is frozen."""
         return product(dy.dense.t(), x.dense, x.dense.dtype) if self.trained else None
 
     def dense(self) -> Tensor:
+        """Return W itself."""
         return self.matrix
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
+        """Return ``itemsize``."""
         return itemsize
 
 

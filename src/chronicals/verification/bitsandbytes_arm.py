@@ -24,7 +24,7 @@ from chronicals.models import (
     score_of,
 )
 from chronicals.quantization import packed_weight
-from chronicals.quantization.bitsandbytes_layer import has_foreign_layers, weight_of_layer
+from chronicals.quantization.bitsandbytes import has_foreign_layers, weight_of_layer
 from chronicals.quantization.nf4 import SCALES
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
