@@ -157,7 +157,14 @@ def add_weighted_adapter(
                 factors.append(weight * adapter.config.at(path).scale)
                 pairs.append(adapter.matrices[path])
         matrices[path] = COMBINATIONS[combination_type](path, factors, pairs)
-    _named(model)[new_name] = NamedAdapter(_config_of_scale_one(matrices), matrices)
+    ranks = {path: len(a) for path, (a, _) in matrices.items()}
+    largest = max(ranks.values())
+    others = {re.escape(path): rank for path, rank in ranks.items() if rank != largest}
+    # alphas are the ranks, so that the scale is 1
+    config = LoRAConfig(
+        largest, largest, 0.0, sorted(matrices), rank_pattern=others, alpha_pattern=others
+    )
+    _named(model)[new_name] = NamedAdapter(config, matrices)
 
 
 def _concatenated(
@@ -189,16 +196,6 @@ COMBINATIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "linear": _linear,
 }
 """Combinations by name: of a path, a factor for each adapter, and A and B of each."""
-
-
-def _config_of_scale_one(matrices: Matrices) -> LoRAConfig:
-    """Return the configuration of adapters with these matrices and scale 1."""
-    ranks = {path: len(a) for path, (a, _) in matrices.items()}
-    largest = max(ranks.values())
-    others = {re.escape(path): rank for path, rank in ranks.items() if rank != largest}
-    return LoRAConfig(
-        largest, largest, 0.0, sorted(matrices), rank_pattern=others, alpha_pattern=others
-    )
 
 
 def _named(model: Any) -> dict[str, NamedAdapter]:
@@ -282,7 +279,14 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
         b = tensors.get(f"{path}.lora_B.weight")
         if a is None and b is None:
             a, b = (tensors.get(f"{path}.{name}") for name in LoRAEmbedding.MATRICES)
-        shape = _shape_at(model, path)
+        try:
+            layer: Any = model.get_submodule(path)
+        except AttributeError:
+            layer = None
+        layer = getattr(layer, "base_layer", layer)
+        shape = linear_shape(layer)
+        if shape is None and is_embedding(layer):
+            shape = (layer.num_embeddings, layer.embedding_dim)
         rank = config.at(path).rank
         if (
             a is None
@@ -296,16 +300,3 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
         matrices[path] = a.float(), b.float()
     config = LoRAConfig(**{**vars(config), "target_modules": sorted(matrices)}).fitted(matrices)
     return NamedAdapter(config, matrices)
-
-
-def _shape_at(model: Any, path: str) -> tuple[int, int] | None:
-    """Return ``(in, out)`` of the linear layer or embedding at a path; None if there is none."""
-    try:
-        layer = model.get_submodule(path)
-    except AttributeError:
-        return None
-    layer = getattr(layer, "base_layer", layer)
-    shape = linear_shape(layer)
-    if shape is None and is_embedding(layer):
-        shape = (layer.num_embeddings, layer.embedding_dim)
-    return shape

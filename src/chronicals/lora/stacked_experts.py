@@ -227,8 +227,9 @@ def expert_inputs(
     """
     if not all(hasattr(layer, flag) for flag in FLAGS) or is_parallel(layer):
         return None
+    first_weight = "gate_up_proj" if layer.has_gate else "up_proj"
     does_more = has_hooks(layer) or ("forward" in vars(layer) and not takes_factors(layer))
-    if does_more or not names.keys() <= {_first_weight(layer), "down_proj"}:
+    if does_more or not names.keys() <= {first_weight, "down_proj"}:
         return None
     order = _argument_names(type(layer).forward)
     arguments = dict(zip(order, inputs)) | dict(named)
@@ -276,11 +277,6 @@ def _argument_names(forward: Callable) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _first_weight(layer: Any) -> str:
-    """Return the name of the weight of the first product."""
-    return "gate_up_proj" if layer.has_gate else "up_proj"
-
-
 def adapted_experts(
     layer: Any,
     factors: Mapping[str, Factors],
@@ -309,7 +305,8 @@ def adapted_experts(
     numbers_E = torch.arange(len(layer.down_proj), device=experts_S.device)
     groups = _Groups(experts_S, torch.searchsorted(experts_S, numbers_E, right=True))
     rows_SK = hidden_TK[order_S // each]
-    rows_SN = _adapted_product(layer, _first_weight(layer), weights, factors, rows_SK, groups)
+    first_weight = "gate_up_proj" if layer.has_gate else "up_proj"
+    rows_SN = _adapted_product(layer, first_weight, weights, factors, rows_SK, groups)
     rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)
     rows_SN = _adapted_product(layer, "down_proj", weights, factors, rows_SN, groups)
     if getattr(layer, "has_post_expert_norm", False):

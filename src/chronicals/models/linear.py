@@ -14,7 +14,7 @@ from torch import nn
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.quantization import PackedLinear, packed_weight
-from chronicals.quantization.bitsandbytes import as_our_layer
+from chronicals.quantization.bitsandbytes import is_of_bitsandbytes, shared
 
 
 class UnknownLinear(ValueError):
@@ -99,7 +99,7 @@ def read_linear(layer: Any) -> ReadLinear:
         adapter, on = reader(layer)
         layer = layer.base_layer
     try:
-        layer = as_our_layer(layer)
+        layer = shared(layer) if is_of_bitsandbytes(layer) else layer
     except ValueError as error:
         raise UnknownLinear(str(error)) from None
     if type(layer) is not nn.Linear and packed_weight(layer) is None:

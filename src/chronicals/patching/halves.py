@@ -215,9 +215,10 @@ class FusedHalf(ABC):
             return normed, total, None
 
         def norm_again(total: Tensor) -> Tensor:
-            return fused_add_rmsnorm(
-                total, None, weight, epsilon, offset, padding, amax=_unread_cell(amax)
-            )[0]
+            # A kernel that finds a maximum may differ in the last bit from one that does not, so a
+            # tensor is computed again by the same kernel, and its maximum ignored.
+            unread = None if amax is None else Amax()
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, padding, amax=unread)[0]
 
         return normed, total, Remake(norm_again, total.detach())
 
@@ -227,15 +228,6 @@ class FusedHalf(ABC):
             name, reads = self.norms.after
             branch = fused_rmsnorm(branch, *reads.arguments(getattr(self.layer, name), branch))
         return branch if self.multiplier == 1.0 else branch * self.multiplier
-
-
-def _unread_cell(amax: Amax | None) -> Amax | None:
-    """Return another cell for a recomputation.
-
-    A kernel that finds a maximum may differ in the last bit from one that does not, so a tensor is
-    computed again by the same kernel, and its maximum ignored.
-    """
-    return None if amax is None else Amax()
 
 
 class AttentionHalf(FusedHalf):
@@ -530,7 +522,8 @@ class MLPHalf(FusedHalf):
         unit = glu_of_both(both, activation, padding, self.first.padding, amax, gradient_amax)
 
         def unit_again(both: Tensor) -> Tensor:
-            return glu_of_both(both, activation, padding, amax=_unread_cell(amax))
+            unread = None if amax is None else Amax()  # by the same kernel: see ``norm_again``
+            return glu_of_both(both, activation, padding, amax=unread)
 
         remake = Remake(unit_again, both.detach())
         return unit, remake if self.recomputes else None

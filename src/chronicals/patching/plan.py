@@ -112,18 +112,16 @@ def plan_for(model: Any) -> PatchPlan:
     key = (type(model), config.to_json_string(use_diff=False))
     plan = _PLANS.get(key)
     # a forward, or a function that it calls, may have been replaced since the proof
-    if plan is None or any(_code_of(cls) != code for cls, code in plan.code.items()):
+    if plan is None or any(
+        (cls.forward, *functions_beside(cls.forward)) != code for cls, code in plan.code.items()
+    ):
         with plain_surroundings():
             plan = _PLANS[key] = _plan_from_twin(type(model), config)
         classes = (type(model), *(kind[0] for kind in plan.seen if kind))
-        plan.code = {cls: _code_of(cls) for cls in classes}
+        plan.code = {cls: (cls.forward, *functions_beside(cls.forward)) for cls in classes}
     if NO_TWIN in plan.seen.values():
         return _plan_from_shells(model, plan.reasons["model"])
     return plan
-
-
-def _code_of(cls: type[nn.Module]) -> tuple:
-    return cls.forward, *functions_beside(cls.forward)
 
 
 def _plan_from_shells(model: nn.Module, reason: str) -> PatchPlan:

@@ -290,15 +290,6 @@ def recipe_of_layer(layer: Any) -> FourBits | None:
     return None if packed is None else packed.recipe
 
 
-def as_our_layer(layer: Any) -> Any:
-    """Return ``shared(layer)`` for a bitsandbytes layer, and any other layer unchanged.
-
-    Raises:
-        ValueError: as for ``shared``.
-    """
-    return shared(layer) if is_of_bitsandbytes(layer) else layer
-
-
 class _Shared(NamedTuple):
     """Our layer, and the tensors it was made from."""
 

@@ -56,7 +56,7 @@ class FP8Experts:
             The object that then multiplies in place of this one; this one if the weight is trained
             or already in host memory.
         """
-        if self.weight.requires_grad:
+        if self.weight.requires_grad or self.waits_for is not None:
             return self
         waiting = FP8ExpertsInHost(self.weight, self.transposed, self.device)
         waiting.rows()  # while the 16 bits are on the device
@@ -121,10 +121,6 @@ class FP8ExpertsInHost(FP8Experts):
     def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
         super().__init__(weight, transposed, device)
         self.waits_for = device
-
-    def to_host(self) -> FP8Experts:
-        """Return this object, whose 16-bit values are in host memory."""
-        return self
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:

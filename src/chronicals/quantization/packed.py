@@ -96,7 +96,7 @@ class PackedWeight:
         dtype: torch.dtype,
     ) -> Self:
         """Return the weight with these ``options`` and the present ones of ``tensors``."""
-        return cls(*tensors, shape, dtype, *options)
+        return cls(*tensors, shape, dtype, *options)  # type: ignore[call-arg]
 
     @property
     def settings(self) -> str:
