@@ -285,15 +285,15 @@ class LoRALinear(AdapterLayer):
             return y
         a, b = matrices
         dropout = self.dropout if self.training and self.enabled else 0.0
-        if self.lora_magnitude_vector is not None:
+        magnitude = self.lora_magnitude_vector
+        if magnitude is not None:
             if _is_plain(self.base_layer, x):
                 base = F.linear(x, cast(Tensor, self.base_layer.weight))
             else:
                 base = unbiased(self.base_layer, x)
             added = self._added(x, a, b, dropout)
             # the factors of rows stay in fp32: in 16 bits they would change in steps of 0.8 %
-            factors = self.lora_magnitude_vector / self.norms()
-            y = (base + added.to(base.dtype) * self.scale) * factors
+            y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
             return (y if self.bias is None else y + self.bias).to(base.dtype)
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)

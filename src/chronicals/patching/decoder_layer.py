@@ -232,7 +232,7 @@ def products_of_halves(model: nn.Module) -> Iterator[list[FusedProduct] | Unmerg
     for layer, anatomy in _fused_layers(model):
         for half in _halves(anatomy, layer):
             if isinstance(half, FusedHalf):
-                yield Unmerged("it has dropout") if _has_dropout(layer) else half.products()
+                yield Unmerged("it has dropout") if _has_dropout(layer) else half.products
             elif half is not None:
                 yield half
 
@@ -319,7 +319,9 @@ def _run(
     if mlp is None:
         x, branch = run_kept_half(layer, anatomy.norms[1], getattr(layer, MLP), x, branch)
     else:
-        request = GradientRequest() if attention is None else attention.gradient(len(x))
+        request = GradientRequest()
+        if attention is not None:
+            request = GradientRequest(attention.last.padding, attention.last.amaxes(len(x))[1])
         x, branch = mlp(x, branch, request)
     return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
 

@@ -14,8 +14,7 @@ attention: R latent width, N and P widths of a head's plain and rotary part, V o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,14 +129,15 @@ class GradientRequest:
     amax: Amax | None = None
 
 
-class FusedHalf(ABC):
+class FusedHalf:
     """A half of a decoder layer, read from the layer as it is now.
 
     Args:
         layer: the decoder layer.
         norms: its norms around this half.
-        first, last: its first and its last product.
-        parts: modules of the half other than its norms and the linear layers of its products.
+        products: its products; the first takes the normed input, the second makes the branch.
+        inner_norms: norms within the half: of heads or of latents.
+        parts: modules of the half other than these norms and the linear layers of its products.
         dtype: dtype of its input; by default that of its weights.
 
     Raises:
@@ -148,42 +148,31 @@ class FusedHalf(ABC):
         self,
         layer: nn.Module,
         norms: HalfNorms,
-        first: Group,
-        last: Group,
+        products: list[FusedProduct],
+        inner_norms: list[nn.Module],
         parts: Iterable[nn.Module],
         dtype: torch.dtype | None,
     ):
         self.layer = layer
         self.norms = norms
-        self.first = first
-        self.last = last
-        dtype = dtype or first.dtype
-        for group in (first, last):
+        self.products = products
+        self.inner_norms = inner_norms
+        self.first, self.last = (group for _, _, group in products)
+        dtype = dtype or self.first.dtype
+        for group in (self.first, self.last):
             if group.dtype != dtype:
                 raise Unmerged(f"its input is {dtype}, its weights {group.dtype}")
         outer_norms = [
             getattr(layer, norm[0]) for norm in (norms.before, norms.after) if norm is not None
         ]
-        for module in (*parts, *outer_norms):
+        for module in (*parts, *inner_norms, *outer_norms):
             if does_more(module):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
-        for norm in (*outer_norms, *self.inner_norms()):
+        for norm in (*outer_norms, *inner_norms):
             if any(p.dtype != dtype for p in norm.parameters(recurse=False)):
                 raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
         self.recomputes = getattr(layer, RECOMPUTES, False)
-
-    def inner_norms(self) -> list[nn.Module]:
-        """Return the norms within the half: of heads or of latents."""
-        return []
-
-    @abstractmethod
-    def products(self) -> list[FusedProduct]:
-        """Return the products of the half."""
-
-    def gradient(self, rows: int) -> GradientRequest:
-        """Return the wishes of the last product for the gradient of the branch, ``[rows, D]``."""
-        return GradientRequest(self.last.padding, self.last.amaxes(rows)[1])
 
     def _norm_before(
         self, x: Tensor, branch: Tensor | None, gradient: GradientRequest, amax: Amax | None
@@ -239,32 +228,28 @@ class AttentionHalf(FusedHalf):
         norms: its norms around attention.
         reads: how the attention module is read.
         dtype: dtype of its input; by default that of its weights.
+        latent_norms: norms of latents, in place of those of heads.
     """
 
     def __init__(
         self,
         layer: Any,
-        attention: nn.Module,
+        attention: Any,
         norms: HalfNorms,
         reads: AttentionReads,
         dtype: torch.dtype | None = None,
+        latent_norms: Sequence[nn.Module] = (),
     ):
-        self.attention: Any = attention
+        self.attention = attention
         self.reads = reads
-        qkv = Group(attention, reads.products)
-        output = Group(attention, OUTPUT_PROJECTION)
-        super().__init__(layer, norms, qkv, output, [attention, *self.inner_norms()], dtype)
-
-    def inner_norms(self) -> list[nn.Module]:
-        """Return the norms of the heads' queries and keys."""
-        return [self.attention.q_norm, self.attention.k_norm] if self.reads.head_norms else []
-
-    def products(self) -> list[FusedProduct]:
-        """Return the products of queries, keys and values, and of the output."""
-        return [
-            (self.attention, self.reads.products, self.first),
-            (self.attention, OUTPUT_PROJECTION, self.last),
+        products: list[FusedProduct] = [
+            (attention, names, Group(attention, names))
+            for names in (reads.products, OUTPUT_PROJECTION)
         ]
+        inner_norms = list(latent_norms)
+        if reads.head_norms is not None:
+            inner_norms = [attention.q_norm, attention.k_norm]
+        super().__init__(layer, norms, products, inner_norms, [attention], dtype)
 
     def __call__(
         self, x: Tensor, tokens: PackedTokens, gradient: GradientRequest
@@ -342,7 +327,7 @@ class AttentionHalf(FusedHalf):
         if head_norms is None:
             return heads_of(qkv, *heads)
         q_norm, k_norm = (
-            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms())
+            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms)
         )
         q_weight, epsilon, offset = q_norm
         k_weight = k_norm[0]
@@ -385,30 +370,25 @@ class LatentHalf(AttentionHalf):
     def __init__(
         self,
         layer: Any,
-        attention: nn.Module,
+        attention: Any,
         norms: HalfNorms,
         reads: LatentReads,
         dtype: torch.dtype | None = None,
     ):
-        self.query_up = None if reads.query_norm is None else Group(attention, QUERY_UP_PROJECTION)
+        self.query_up: Group | None = None
+        latent_norms = [attention.kv_a_layernorm]
+        up_products: list[FusedProduct] = []
+        if reads.query_norm is not None:
+            self.query_up = Group(attention, QUERY_UP_PROJECTION)
+            latent_norms.insert(0, attention.q_a_layernorm)
+            up_products.append((attention, QUERY_UP_PROJECTION, self.query_up))
         self.key_value_up = Group(attention, KEY_VALUE_UP_PROJECTION)
-        super().__init__(layer, attention, norms, reads, dtype)
-        for group in (self.query_up, self.key_value_up):
-            if group is not None and group.dtype != self.first.dtype:
+        up_products.append((attention, KEY_VALUE_UP_PROJECTION, self.key_value_up))
+        super().__init__(layer, attention, norms, reads, dtype, latent_norms)
+        for _, _, group in up_products:
+            if group.dtype != self.first.dtype:
                 raise Unmerged("the weights of its products differ in dtype")
-
-    def inner_norms(self) -> list[nn.Module]:
-        """Return the norms of the latents."""
-        query_norms = [] if self.query_up is None else [self.attention.q_a_layernorm]
-        return [*query_norms, self.attention.kv_a_layernorm]
-
-    def products(self) -> list[FusedProduct]:
-        """Return the products of both latents and of the output, then those from the latents."""
-        products = super().products()
-        if self.query_up is not None:
-            products.append((self.attention, QUERY_UP_PROJECTION, self.query_up))
-        products.append((self.attention, KEY_VALUE_UP_PROJECTION, self.key_value_up))
-        return products
+        self.products += up_products
 
     def _rotated(self, latents: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``[T, H, N + P]``, and values ``[T, H, V]``.
@@ -478,14 +458,11 @@ class MLPHalf(FusedHalf):
         # the groups have checked the linear layers, and know which weights wait in host memory
         linears = [*gate_and_up.linears, *down.linears]
         parts = [mlp, *(module for module in mlp.children() if module not in linears)]
-        super().__init__(layer, norms, gate_and_up, down, parts, dtype)
+        products = [(mlp, reads.first, gate_and_up), (mlp, (reads.down,), down)]
+        super().__init__(layer, norms, products, [], parts, dtype)
         if reads.uncalled.changed(mlp):
             raise Unmerged(f"{type(mlp).__name__} has another activation")
         self.tiles = getattr(layer, TILES, False)
-
-    def products(self) -> list[FusedProduct]:
-        """Return the product of gate and up, and the down product."""
-        return [(self.mlp, self.reads.first, self.first), (self.mlp, (self.reads.down,), self.last)]
 
     def __call__(
         self, x: Tensor, branch: Tensor, gradient: GradientRequest

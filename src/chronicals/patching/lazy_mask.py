@@ -127,12 +127,6 @@ class LazyMask(Tensor):
         mask.documents = documents
         return mask
 
-    def cast(self, dtype: torch.dtype) -> LazyMask:
-        """Return the same mask in another dtype, also without values."""
-        if self.dtype == dtype:
-            return self
-        return LazyMask(self.documents.cast(dtype), self.shape[0], self.shape[-1], dtype)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WITHOUT_VALUES:
@@ -141,7 +135,10 @@ class LazyMask(Tensor):
         if func is Tensor.detach:  # a re-entrant checkpoint detaches its inputs
             return args[0]
         if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
-            return args[0].cast(args[1])
+            mask, dtype = args
+            if mask.dtype == dtype:
+                return mask
+            return LazyMask(mask.documents.cast(dtype), mask.shape[0], mask.shape[-1], dtype)
         return func(*_made(args), **_made(kwargs or {}))
 
     @classmethod

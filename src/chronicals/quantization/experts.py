@@ -99,6 +99,9 @@ class PackedExperts(PackedModule):
     """
 
     inner: Any
+    why_not_saved = (
+        "its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files"
+    )
 
     def __init__(
         self,
@@ -189,11 +192,6 @@ class PackedExperts(PackedModule):
             experts, rows, columns = self.stacked[name]
             return matrix.view(experts, columns, rows).transpose(1, 2)
         return matrix.view(self.stacked[name])
-
-    @property
-    def why_not_saved(self) -> str | None:
-        """Reason why files cannot hold the experts."""
-        return "its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files"
 
     def named_in(self, path: str, model: str) -> str:
         """Return the path of the experts, for a sentence with ``why_not_saved``."""

@@ -34,6 +34,8 @@ class Blocks(PackedWeight):
     dtype: torch.dtype
     kind: str
 
+    why_not_saved = "in blocks of GGUF, which no file but that it was loaded from holds"
+
     @classmethod
     def of(cls, codes: Tensor, kind: str, dtype: torch.dtype) -> Blocks:
         """Return a weight from its rows of blocks, uint8 ``[n, bytes of a row]``.
@@ -98,11 +100,6 @@ class Blocks(PackedWeight):
     def label(self) -> str:
         """Name of the format for logs."""
         return f"{self.kind} of GGUF"
-
-    @property
-    def why_not_saved(self) -> str | None:
-        """Reason why transformers' files cannot hold the weight."""
-        return "in blocks of GGUF, which no file but that it was loaded from holds"
 
 
 class GGUF(PackedStorage):

@@ -44,6 +44,9 @@ class MXFP4(PackedWeight):
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "scales")
     STACK_PARTS: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
+    label = f"MXFP4 in blocks of {MXFP4_BLOCK}"
+    short_label = "MXFP4"
+
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
         return dequantize_mxfp4(self.codes, self.scales, out)
@@ -51,16 +54,6 @@ class MXFP4(PackedWeight):
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch."""
         return dequantize_mxfp4_reference(self.codes, self.scales, self.shape, self.dtype)
-
-    @property
-    def label(self) -> str:
-        """Name of the format for logs."""
-        return f"MXFP4 in blocks of {MXFP4_BLOCK}"
-
-    @property
-    def short_label(self) -> str:
-        """Name of the format in one word."""
-        return "MXFP4"
 
     @classmethod
     def reads(cls, described: Mapping[str, Any]) -> bool:

@@ -56,6 +56,8 @@ class Packed(PackedWeight):
     PARTS: ClassVar[tuple[str, ...]] = SCALES
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "absmax", "absmax2")
 
+    why_not_saved = None
+
     @classmethod
     def of(
         cls, weight: Tensor, block: int = BLOCK, nested: bool = True, code: str = "nf4"
@@ -150,11 +152,6 @@ class Packed(PackedWeight):
     def recipe(self) -> FourBits:  # type: ignore[override]
         """Recipe by which the weight was quantised, as far as known."""
         return FourBits.of(self, self.dtype)
-
-    @property
-    def why_not_saved(self) -> str | None:
-        """None: files hold such weights."""
-        return None
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """Return the tensors by bitsandbytes' names, which bitsandbytes and transformers read."""

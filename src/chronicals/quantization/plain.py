@@ -26,6 +26,9 @@ class PlainWeight(PackedWeight):
 
     codes: Tensor
 
+    label = "16 or 32 bit"
+    why_not_saved = None
+
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]
         """``(n, K)``."""
@@ -64,16 +67,6 @@ class PlainWeight(PackedWeight):
     def trained(self) -> bool:  # type: ignore[override]
         """True if the weight requires a gradient."""
         return self.codes.requires_grad
-
-    @property
-    def label(self) -> str:
-        """Name of the format for logs."""
-        return "16 or 32 bit"
-
-    @property
-    def why_not_saved(self) -> str | None:
-        """None: every file holds such weights."""
-        return None
 
 
 def frozen_weight(layer: nn.Module, dtype: torch.dtype | None = None) -> PackedWeight | None:
