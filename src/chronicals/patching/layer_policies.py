@@ -28,7 +28,7 @@ from chronicals.patching.fused_weights import (
     use_format,
 )
 from chronicals.patching.halves import RECOMPUTES, TILES
-from chronicals.patching.plan import plan_for
+from chronicals.patching.plan import GATED_MLP, plan_for
 from chronicals.quantization import FP8Base, FP8InHost
 
 MIN_FP8_WIDTH = 2304
@@ -41,9 +41,6 @@ to their sum: a trained product of 2048 by 2048 saves 7 % of its time.
 
 TILED_MLP = "tiled_mlp"
 """Name of the form of gated MLPs in tiles."""
-
-GATED_MLP = "gated MLP"
-"""Role of the modules in a plan."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,13 @@ from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.norms import recognise_gated_norm, recognise_norm
 from chronicals.patching.rotary import recognise_rotary
 
+GATED_MLP = "gated MLP"
+"""Role of gated MLPs."""
+
 RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "norm": recognise_norm,
     "gated norm": recognise_gated_norm,
-    "gated MLP": recognise_gated_mlp,
+    GATED_MLP: recognise_gated_mlp,
     "rotary": recognise_rotary,
     "experts": recognise_experts,
 }
