@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,12 @@ def _peft_config(
 ) -> dict[str, Any]:
     """Return PEFT's configuration.
 
+    Adapters that started with a part of the weights have twice the rank over the original weights,
+    at the same scale.
+
     Args:
         model: the model.
-        config: shape of the adapters, over the original weights.
+        config: shape of the adapters.
         layers: the adapters by path.
         base: folder or hub name of the base model.
         trained: whether rows of the embedding are trained, too.
@@ -52,19 +54,24 @@ def _peft_config(
     parameters = sorted(
         layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter)
     )
+    rank_factor = 1
+    alpha_factor: float = 1
+    if config.takes_from_weights:
+        rank_factor = 2
+        alpha_factor = 2**0.5 if config.use_rslora else 2
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if score_of(model) is None else SEQUENCE_CLASSIFICATION,
         "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "r": rank_factor * config.rank,
+        "lora_alpha": alpha_factor * config.alpha,
         "init_lora_weights": True,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
         "trainable_token_indices": tokens_for_file(model) if trained else None,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
+        "rank_pattern": {key: rank_factor * rank for key, rank in config.rank_pattern.items()},
+        "alpha_pattern": {key: alpha_factor * a for key, a in config.alpha_pattern.items()},
         "use_dora": config.use_dora,
         "target_modules": whole_layers,
         "target_parameters": parameters or None,
@@ -112,7 +119,7 @@ def save_adapter(
             "no base",
             folder,
         )
-    config: LoRAConfig = over_original_weights(model.chronicals_lora)
+    config: LoRAConfig = model.chronicals_lora
     trained = dict(trained_tokens(model))
     if bool(trained) != (config.trainable_token_indices is not None):
         raise ValueError(
@@ -153,26 +160,6 @@ def _name_in_file(name: str, model: Any) -> str:
     if base_layer and isinstance(model.get_submodule(path), TrainedTokens):
         return f"{PEFT_PREFIX}{path}.token_adapter{base_layer}{last}"
     return PEFT_PREFIX + name
-
-
-def over_original_weights(config: LoRAConfig) -> LoRAConfig:
-    """Return the configuration of adapters over the original weights.
-
-    Those that started with a part of the weights have twice the rank there, at the same scale.
-    """
-    if not config.takes_from_weights:
-        return config
-    factor = 2**0.5 if config.use_rslora else 2
-    ranks = {key: 2 * rank for key, rank in config.rank_pattern.items()}
-    alphas = {key: factor * alpha for key, alpha in config.alpha_pattern.items()}
-    return replace(
-        config,
-        rank=2 * config.rank,
-        alpha=factor * config.alpha,
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
-        init="default",
-    )
 
 
 def _adapter_tensors(

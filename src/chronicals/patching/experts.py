@@ -142,23 +142,24 @@ def _compute(
         stacks: weights by name, in place of the module's own.
     """
     adapters = factors or {}
-    first, second = (_weights(module, name, adapters.get(name), stacks) for name in _PRODUCTS)
+    products = []
+    for name in _PRODUCTS:
+        names = (name, f"{name}_bias") if module.has_bias else (name,)
+        weight, *biases = (getattr(module, n) if stacks is None else stacks[n] for n in names)
+        bias = biases[0] if biases else None
+        in_fp8 = format_of(module, name) if stacks is None else None
+        adapter = adapters.get(name)
+        if adapter is None:
+            products.append(ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8))
+            continue
+        down = adapter.down_ERK
+        up = adapter.up_ENR.contiguous()
+        products.append(
+            ExpertWeights(weight, module.is_transposed, bias, down, up, adapter.scale, in_fp8)
+        )
+    first, second = products
     rows = x.to(first.weight.dtype)
     return fused_experts(rows, experts, shares, first, second, gate_of(module)).to(x.dtype)
-
-
-def _weights(
-    module: Any, name: str, factors: Factors | None, stacks: Mapping[str, Any] | None
-) -> ExpertWeights:
-    names = (name, f"{name}_bias") if module.has_bias else (name,)
-    weight, *biases = (getattr(module, name) if stacks is None else stacks[name] for name in names)
-    bias = biases[0] if biases else None
-    in_fp8 = format_of(module, name) if stacks is None else None
-    if factors is None:
-        return ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8)
-    down = factors.down_ERK
-    up = factors.up_ENR.contiguous()
-    return ExpertWeights(weight, module.is_transposed, bias, down, up, factors.scale, in_fp8)
 
 
 def _forward(
