@@ -35,7 +35,7 @@ from chronicals.patching import (
     untile_mlps,
 )
 from chronicals.patching.decoder_layer import FUSED_LAYER
-from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
+from chronicals.patching.fused_weights import DEVICES, MERGED, PRODUCT_FORMATS
 from chronicals.patching.layer_policies import FormattedProducts
 from chronicals.quantization import FP8Base
 
@@ -129,7 +129,7 @@ def test_forgotten_it_is_as_before(forget, device):
     forget(model)
     after = found_in(model, batch(device))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(FORMATS in vars(module) for module in model.modules())
+    assert not any(PRODUCT_FORMATS in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
@@ -453,7 +453,7 @@ class TestWeightsThatWait:
         usual = fused_weights.bring_back
 
         def full(model):
-            assert not any(FORMATS in vars(module) for module in model.modules())
+            assert not any(PRODUCT_FORMATS in vars(module) for module in model.modules())
             down = model.get_decoder().layers[1].mlp.down_proj
             base = down.base_layer
             down.base_layer = None

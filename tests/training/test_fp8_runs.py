@@ -11,7 +11,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.memory import tiling
 from chronicals.patching import layer_policies, patch_parts
-from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
+from chronicals.patching.fused_weights import DEVICES, MERGED, PRODUCT_FORMATS
 from chronicals.policies import facts, fp8
 from chronicals.training import Callback
 from comparison import equal
@@ -55,7 +55,7 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
         )
     assert [row[1] for row in ours] != [row[1] for row in without]
     assert not any(
-        FORMATS in vars(module) for module in fused_anywhere.modules()
+        PRODUCT_FORMATS in vars(module) for module in fused_anywhere.modules()
     )  # the run is over
 
 

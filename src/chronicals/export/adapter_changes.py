@@ -23,7 +23,7 @@ from chronicals.formats.part_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.lora.loading import describe_adapter, described_config
 from chronicals.lora.magnitude import SHORTEST
-from chronicals.lora.peft_format import PEFT_PREFIX, WEIGHTS_FILE
+from chronicals.lora.peft_format import ADAPTER_PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
@@ -143,7 +143,7 @@ class AdapterChanges:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             stored = list(file.keys())
             for name in stored:
-                path = name.removeprefix(PEFT_PREFIX)
+                path = name.removeprefix(ADAPTER_PREFIX)
                 plain = path.replace(".token_adapter.base_layer.", ".")
                 self._names[path] = name
                 self._names[plain] = name
@@ -368,7 +368,7 @@ class AdapterChanges:
 
     def _with_magnitudes(self, path: str, weight: Tensor, along: int) -> Tensor:
         """Scale the rows of a weight to DoRA's magnitudes; a row lies along a dimension."""
-        magnitude = self._read(f"{PEFT_PREFIX}{path}.lora_magnitude_vector").float()
+        magnitude = self._read(f"{ADAPTER_PREFIX}{path}.lora_magnitude_vector").float()
         norms = torch.linalg.vector_norm(weight, dim=along).clamp_(min=SHORTEST)
         return weight * (magnitude / norms).unsqueeze(along)
 

@@ -26,8 +26,8 @@ from chronicals.lora.embeddings import (
 )
 from chronicals.lora.layers import AdapterLayer, LoRALinear, adapters, in_file
 from chronicals.lora.peft_format import (
+    ADAPTER_PREFIX,
     CONFIG_FILE,
-    PEFT_PREFIX,
     SEQUENCE_CLASSIFICATION,
     WEIGHTS_FILE,
 )
@@ -305,7 +305,7 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """
     with _readable(folder):
         tensors = load_file(folder / WEIGHTS_FILE)
-    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 @contextmanager
@@ -322,7 +322,7 @@ def _readable(folder: Path) -> Iterator[None]:
 def stored_rows(folder: Path) -> int | None:
     """Return the number of rows of the embedding that is stored with an adapter, or None."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        others = (".lora_", FILE_NAME, f"{PEFT_PREFIX}{SCORE}.")
+        others = (".lora_", FILE_NAME, f"{ADAPTER_PREFIX}{SCORE}.")
         rows = []
         for name in list(file.keys()):
             if not is_of_head(name) and not any(other in name for other in others):
@@ -340,7 +340,7 @@ def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: boo
         fixed: whether the model's embedding must have the stored number of rows.
     """
     try:
-        weights = stored_embeddings(model, tensors, PEFT_PREFIX)
+        weights = stored_embeddings(model, tensors, ADAPTER_PREFIX)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     stored_count = embedding_rows(model, weights)
@@ -370,7 +370,7 @@ def _pop_tensors(
     popped: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
     for path, expected in shapes.items():
         for name, shape in expected.items():
-            stored = tensors.pop(f"{PEFT_PREFIX}{path}.{name}", None)
+            stored = tensors.pop(f"{ADAPTER_PREFIX}{path}.{name}", None)
             if stored is None or stored.shape != shape:
                 parameter = name.removesuffix(".weight")
                 raise ValueError(

@@ -23,7 +23,7 @@ from chronicals.models.lookahead_heads import is_of_head
 
 logger = logging.getLogger(__name__)
 
-PEFT_PREFIX = "base_model.model."
+ADAPTER_PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
@@ -131,10 +131,10 @@ def save_adapter(
     tensors: dict[str, Tensor] = {}
     for path, layer in layers.items():
         for name, tensor in _adapter_tensors(path, layer, values).items():
-            tensors[f"{PEFT_PREFIX}{path}.{name}"] = tensor
+            tensors[f"{ADAPTER_PREFIX}{path}.{name}"] = tensor
     for path in trained:
         rows = values[f"{path}.lora_tokens"]
-        tensors[f"{PEFT_PREFIX}{path}.{FILE_NAME}"] = rows.detach().contiguous()
+        tensors[f"{ADAPTER_PREFIX}{path}.{FILE_NAME}"] = rows.detach().contiguous()
     whole_names = {*embeddings_to_store(model, base)}
     for path, module in modules_to_save(model, config.modules_to_save).items():
         whole_names.update(f"{path}.{name}" for name, _ in module.named_parameters())
@@ -158,8 +158,8 @@ def _name_in_file(name: str, model: Any) -> str:
     """
     path, base_layer, last = name.partition(".base_layer.")
     if base_layer and isinstance(model.get_submodule(path), TrainedTokens):
-        return f"{PEFT_PREFIX}{path}.token_adapter{base_layer}{last}"
-    return PEFT_PREFIX + name
+        return f"{ADAPTER_PREFIX}{path}.token_adapter{base_layer}{last}"
+    return ADAPTER_PREFIX + name
 
 
 def _adapter_tensors(

@@ -100,7 +100,7 @@ def install_document_attention(model: Any, outputs_at_padding: bool = True) -> N
         outputs_at_padding: if False, outputs at padding are zero and labels there are refused.
     """
     if outputs_at_padding:
-        attention_seam.install(model, SEAM)
+        attention_seam.install(model, DOCUMENT_SEAM)
     else:
         attention_seam.install(model, WITHOUT_PADDING)
         model.register_forward_pre_hook(_refuse_labels_at_padding, with_kwargs=True)
@@ -108,7 +108,7 @@ def install_document_attention(model: Any, outputs_at_padding: bool = True) -> N
 
 def remove_document_attention(model: Any) -> None:
     """Undo ``install_document_attention``."""
-    for seam in (SEAM, WITHOUT_PADDING):
+    for seam in (DOCUMENT_SEAM, WITHOUT_PADDING):
         attention_seam.remove(model, seam)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse_labels_at_padding:
@@ -385,7 +385,7 @@ class DocumentSeam(Seam):
         return MASK_PREFIX + name if name in IMPLEMENTATIONS else name
 
 
-SEAM = DocumentSeam("documents", True)
+DOCUMENT_SEAM = DocumentSeam("documents", True)
 WITHOUT_PADDING = DocumentSeam("documents_without_padding", False)
 
 for _name in IMPLEMENTATIONS:

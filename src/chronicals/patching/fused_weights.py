@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MERGED = "_chronicals_merged"
 """Attribute of a module: ``MergedWeights`` of groups of its children, by their names."""
 
-FORMATS = "_chronicals_formats"
+PRODUCT_FORMATS = "_chronicals_formats"
 """Attribute of a module: formats of the products of groups of its children, by their names."""
 
 DEVICES = "_chronicals_devices"
@@ -190,7 +190,7 @@ def _merged(
     ranks: tuple[int, ...],
 ) -> MergedWeights:
     """Return the cached weights of these layers, fused anew if their data have moved."""
-    product_format: ProductFormat | None = vars(owner).get(FORMATS, {}).get(names)
+    product_format: ProductFormat | None = vars(owner).get(PRODUCT_FORMATS, {}).get(names)
     weights = [x.weight for x in linears]
     biases = [x.bias for x in linears]
     packed = [weight for weight in map(packed_weight, linears) if weight is not None]
@@ -274,7 +274,7 @@ def use_format(owner: nn.Module, names: tuple[str, ...], product_format: Product
         names: names of the children.
         product_format: makes the base that multiplies in place of the dense weight.
     """
-    vars(owner).setdefault(FORMATS, {})[names] = product_format
+    vars(owner).setdefault(PRODUCT_FORMATS, {})[names] = product_format
     cache: dict[tuple[str, ...], MergedWeights] = vars(owner).get(MERGED, {})
     if names in cache:
         cache[names] = cache[names].in_format(product_format)
@@ -325,7 +325,7 @@ def use_16_bit(model: nn.Module) -> None:
     # first free the memory of the formats: the weights in host memory must fit on the device
     for owner in model.modules():
         cache = vars(owner).get(MERGED, {})
-        for names in vars(owner).pop(FORMATS, {}):
+        for names in vars(owner).pop(PRODUCT_FORMATS, {}):
             merged = cache.pop(names, None)
             if merged is None or names in vars(owner).get(DEVICES, {}):
                 continue

@@ -100,10 +100,10 @@ class GatedMLPReads:
     uncalled: Uncalled
 
 
-Unit = Callable[[Tensor, Tensor], Tensor]
+GatedUnit = Callable[[Tensor, Tensor], Tensor]
 """A gated unit, of gate and up."""
 
-GATES: dict[str, Unit] = {
+GATES: dict[str, GatedUnit] = {
     "fused_swiglu": fused_swiglu,
     "fused_geglu (tanh)": partial(fused_geglu, approximate="tanh"),
     "fused_geglu": fused_geglu,
@@ -178,14 +178,14 @@ def _if_unchanged(forward: Forward, uncalled: Uncalled, module: nn.Module, x: Te
 
 
 def _by_three(
-    gate: str, up: str, down: str, activate: Unit, module: nn.Module, x: Tensor
+    gate: str, up: str, down: str, activate: GatedUnit, module: nn.Module, x: Tensor
 ) -> Tensor:
     """Run a gated MLP with the children ``gate``, ``up`` and ``down``."""
     return getattr(module, down)(activate(getattr(module, gate)(x), getattr(module, up)(x)))
 
 
 def _by_two(
-    both: str, down: str, activate: Unit, gate_first: bool, module: nn.Module, x: Tensor
+    both: str, down: str, activate: GatedUnit, gate_first: bool, module: nn.Module, x: Tensor
 ) -> Tensor:
     """Run a gated MLP with the children ``both``, of which gate is the first half or not."""
     halves = getattr(module, both)(x).chunk(2, -1)

@@ -21,7 +21,7 @@ from chronicals.memory import draws_numbers, tiled
 from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.fused_weights import (
-    FORMATS,
+    PRODUCT_FORMATS,
     Unmerged,
     move_to_host,
     use_16_bit,
@@ -135,7 +135,7 @@ def layers_in_fp8(model: Any) -> list[str]:
         if isinstance(products, Unmerged):
             continue
         for owner, names, group in products:
-            if vars(owner).get(FORMATS, {}).get(names) in (FP8Base, FP8InHost):
+            if vars(owner).get(PRODUCT_FORMATS, {}).get(names) in (FP8Base, FP8InHost):
                 chosen.update(group.linears)
     return [
         name.removesuffix(".base_layer")

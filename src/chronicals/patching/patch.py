@@ -183,7 +183,7 @@ def _patch(
     if seams and not report.mentions(loss.LOSS_PART):
         _replace_loss_and_attention(target, plan, report, outputs_at_padding)
     elif seams and attention_seam.is_in(
-        target, attention.WITHOUT_PADDING if outputs_at_padding else attention.SEAM
+        target, attention.WITHOUT_PADDING if outputs_at_padding else attention.DOCUMENT_SEAM
     ):
         raise ValueError(
             f"outputs_at_padding={outputs_at_padding}: the model was patched with "

@@ -27,7 +27,7 @@ from chronicals.quantization.packed_linear import PackedLinear
 BLOCK = 64
 """Number of values that share a scale, as in QLoRA."""
 
-SCALES = ("absmax", "absmax2", "code2", "offset")
+SCALE_TENSORS = ("absmax", "absmax2", "code2", "offset")
 """Names of the tensors next to the codes, as in ``Scales``."""
 
 
@@ -53,7 +53,7 @@ class Packed(PackedWeight):
     code: str = "nf4"
     quantized_from: torch.dtype | None = None
 
-    PARTS: ClassVar[tuple[str, ...]] = SCALES
+    PARTS: ClassVar[tuple[str, ...]] = SCALE_TENSORS
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "absmax", "absmax2")
 
     why_not_saved = None
