@@ -100,16 +100,16 @@ def install_document_attention(model: Any, outputs_at_padding: bool = True) -> N
         outputs_at_padding: if False, outputs at padding are zero and labels there are refused.
     """
     if outputs_at_padding:
-        attention_seam.install(model, DOCUMENT_SEAM)
+        attention_seam.install_seam(model, DOCUMENT_SEAM)
     else:
-        attention_seam.install(model, WITHOUT_PADDING)
+        attention_seam.install_seam(model, WITHOUT_PADDING)
         model.register_forward_pre_hook(_refuse_labels_at_padding, with_kwargs=True)
 
 
 def remove_document_attention(model: Any) -> None:
     """Undo ``install_document_attention``."""
     for seam in (DOCUMENT_SEAM, WITHOUT_PADDING):
-        attention_seam.remove(model, seam)
+        attention_seam.remove_seam(model, seam)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse_labels_at_padding:
             del model._forward_pre_hooks[key]
