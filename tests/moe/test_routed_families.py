@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import families
 from chronicals import versions
 from chronicals.batch import IGNORED
-from chronicals.lora import LoRAConfig, apply_lora, stacked_experts, parameter_layer
+from chronicals.lora import LoRAConfig, apply_lora, parameter_layer, stacked_experts
 from chronicals.models import PresentedModel, quantise_layers, routed_experts, times_trained
 from chronicals.models.routed_experts import called_for_experts
 from chronicals.moe.router_settings import RouterSettings
