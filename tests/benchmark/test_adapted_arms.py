@@ -16,13 +16,15 @@ from chronicals.benchmark.arms import ours
 from chronicals.benchmark.arms.weights import (
     load_dequantised,
     load_in_4_bits,
+    prepare_work,
+    start_of,
+    starting_values,
     with_peft,
 )
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.plan import plan_work
-from chronicals.benchmark.preparation import prepare, start_of, starting_values
 from chronicals.benchmark.shapes import byte_tokenizer
-from chronicals.benchmark.work import STEP_FIELDS
+from chronicals.benchmark.work import STEP_CONTENT_FIELDS
 from chronicals.cli import benchmark as command
 from chronicals.config import ConfigurationError
 from chronicals.lora import adapters
@@ -43,7 +45,7 @@ def planned(folder, mode="lora", model=None, **changes):
     work = made.work(folder, mode=mode, **{"lora_rank": 4, "lora_alpha": 6, **changes})
     byte_tokenizer().save_pretrained(work.model)
     (model or tiny.llama(intermediate_size=128)).save_pretrained(work.model)
-    prepare(work)
+    prepare_work(work)
     return work
 
 
@@ -202,7 +204,7 @@ def test_4_bits_are_a_mode_of_the_row():
         == command._recipe(None, {"quantization": "nf4"})[3]
         == "qlora"
     )
-    assert {"quantization", "load_in_4bit"} <= STEP_FIELDS
+    assert {"quantization", "load_in_4bit"} <= STEP_CONTENT_FIELDS
     with pytest.raises(
         ConfigurationError,
         match="variant='quantization=nf4': quantization decides what a step holds",

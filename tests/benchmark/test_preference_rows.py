@@ -8,6 +8,7 @@ import pytest
 from peers.names import chosen_peers
 from peers.preference import equal_steps
 
+from chronicals.benchmark.arms.weights import prepare_work
 from chronicals.benchmark.pairs import (
     PROMPT_SHARES,
     TOKENS_BESIDE_ROWS,
@@ -16,7 +17,6 @@ from chronicals.benchmark.pairs import (
     random_pairs,
 )
 from chronicals.benchmark.plan import plan_work, read_work
-from chronicals.benchmark.preparation import prepare
 from chronicals.benchmark.shapes import BYTES, SPECIAL_TOKENS, word_tokenizer
 from chronicals.config import ConfigurationError
 
@@ -25,7 +25,7 @@ WIDE = {"objective": "dpo", "max_seq_length": 256, "batch_size": 2}
 
 def planned(folder, mode="full", data="pairs-50", **fields):
     work = made.work(folder, mode, data, **{**WIDE, **fields})
-    prepare(work)
+    prepare_work(work)
     return work
 
 
@@ -98,7 +98,7 @@ def test_the_steps_are_those_that_our_run_takes(work):
     assert (
         work.job().tokens > 0
         and not work.job().counted
-        and work.described()["prompt_share"] == pytest.approx(0.5, abs=0.05)
+        and work.described["prompt_share"] == pytest.approx(0.5, abs=0.05)
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from chronicals.config.foreign import suggests_fields
-from chronicals.config.lora_init import INITS, is_init
+from chronicals.config.values import INITS, is_init
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
