@@ -16,7 +16,7 @@ from typing import Any
 
 from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep
 from chronicals.benchmark.measurement import category_of
-from chronicals.benchmark.record import current_commit
+from chronicals.benchmark.record import current_commit, write_row
 
 RESULTS = Path(__file__).parent / "results"
 CUT = 160

@@ -97,7 +97,7 @@ def test_the_steps_are_those_that_our_run_takes(work):
     assert [sum(map(len, step)) for step in work.documents_by_step(4)] == real
     assert (
         work.job().tokens > 0
-        and not work.job().counted
+        and work.job().why_uncounted
         and work.described["prompt_share"] == pytest.approx(0.5, abs=0.05)
     )
 

@@ -78,11 +78,6 @@ class DecoderShape(ModelShape):
         return self.experts > 0
 
     @property
-    def countable(self) -> bool:
-        """True if its FLOPs are counted; otherwise there is no MFU and no reference step."""
-        return not self.routed or (self.chosen > 0 and not self.unlike)
-
-    @property
     def q(self) -> int:
         """Width of all query heads."""
         return self.heads * self.head_dim
@@ -112,7 +107,9 @@ class DecoderShape(ModelShape):
             )
         tables = 1 if text.tie_word_embeddings else 2
         body = shape.layers * (
-            shape.attention_weights + shape.router + max(1, shape.experts) * shape.mlp
+            shape.attention_weights
+            + shape.width * shape.experts  # the router
+            + max(1, shape.experts) * shape.mlp
         )
         return replace(shape, parameters=body + tables * shape.head)
 
@@ -127,11 +124,6 @@ class DecoderShape(ModelShape):
         return 3 * self.width * self.inner
 
     @property
-    def router(self) -> int:
-        """Weights of a layer's router."""
-        return self.width * self.experts
-
-    @property
     def each(self) -> int:
         """MLPs of a layer that a token passes through."""
         return self.chosen if self.routed else 1
@@ -139,12 +131,8 @@ class DecoderShape(ModelShape):
     @property
     def body(self) -> int:
         """Nb, the weights of the layers that a token is multiplied with."""
-        return self.layers * (self.attention_weights + self.router + self.each * self.mlp)
-
-    @property
-    def packed_body(self) -> int:
-        """N4, the layers' weights in 4 bits: those of all experts, without routers."""
-        return self.layers * (self.attention_weights + max(1, self.experts) * self.mlp)
+        router = self.width * self.experts
+        return self.layers * (self.attention_weights + router + self.each * self.mlp)
 
     @property
     def head(self) -> int:
@@ -184,14 +172,9 @@ class Job:
     has_teacher: bool = False
 
     @property
-    def counted(self) -> bool:
-        """True if all of its FLOPs are counted."""
-        return not self.why_uncounted
-
-    @property
     def why_uncounted(self) -> str:
         """Reason why not all of its FLOPs are counted; empty if they are."""
-        if not self.shape.countable:
+        if self.shape.routed and (not self.shape.chosen or self.shape.unlike):
             return (
                 "beside its experts this model has parts (latent attention, shared experts, dense "
                 "layers) that are not counted here"
@@ -291,7 +274,7 @@ def needed_flops(job: Job) -> float:
 def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
     """Return the needed FLOPs over the card's specified FLOPs; None if either is unknown."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in card), None)
-    if peak is None or not job.counted:
+    if peak is None or job.why_uncounted:
         return None
     return needed_flops(job) * tokens_per_second / peak
 
@@ -312,8 +295,11 @@ def dequantised_bytes(job: Job) -> float:
 
     All are dequantised forward, and all but the first layer's queries, keys and values backward.
     """
-    first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
-    return job.dequantised_bytes * (2 * job.shape.packed_body - first)
+    shape = job.shape
+    # N4 has the weights of all experts, whichever a token meets, and no routers.
+    packed = shape.layers * (shape.attention_weights + max(1, shape.experts) * shape.mlp)
+    first = shape.width * (shape.q + 2 * shape.kv)
+    return job.dequantised_bytes * (2 * packed - first)
 
 
 def loss_bytes(job: Job) -> float:

@@ -144,10 +144,6 @@ class PairWork(Work):
             )
         return float(beta)
 
-    def check_settings(self) -> None:
-        """Raise ConfigurationError for settings that not every arm has."""
-        _ = self.beta
-
     @property
     def reference_policy(self) -> str:
         """Source of every arm's reference policy, in words; empty without one."""

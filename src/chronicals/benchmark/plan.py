@@ -79,7 +79,8 @@ def plan_work(
         steps=steps or (shape.steps if shape else 20),
         warm_up=warm_up,
     )
-    work.check_settings()
+    if isinstance(work, PairWork):
+        _ = work.beta  # raises if the objective has settings that not every arm has
     if built_in:
         work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
     work.write()

@@ -174,8 +174,9 @@ def run_process(work: Work, arm: Arm, options: list[str], timeout: float) -> Non
     """
     process = start_process(work, arm, options, arm.kind)
     process.wait_for(lambda: not process.running, timeout)
-    if not process.running and process.process.returncode:
-        raise ArmFailed(process.last_words())
+    code = process.process.returncode
+    if code:
+        raise ArmFailed(last_words(process.log.read_text(errors="replace"), code))
 
 
 def start_process(work: Work, arm: Arm, options: list[str], stem: str) -> ArmProcess:
@@ -247,17 +248,14 @@ class ArmProcess:
                 if done():
                     return
                 if not running:
-                    raise ArmFailed(self.last_words())
+                    log = self.log.read_text(errors="replace")
+                    raise ArmFailed(last_words(log, self.process.returncode))
                 if time.monotonic() > end:
                     raise ArmTimedOut(f"took longer than {timeout:.0f} s")
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             self.kill()
             raise
-
-    def last_words(self) -> str:
-        """Return the last error in the log of the process, which has ended."""
-        return last_words(self.log.read_text(errors="replace"), self.process.returncode)
 
     def end(self) -> None:
         """Close the process's input, upon which it ends; kill it if it does not."""

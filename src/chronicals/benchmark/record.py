@@ -72,7 +72,7 @@ def to_dict(row: MeasuredRow, commit: str | None = None) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit or current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "needed_flops_a_token": needed_flops(job) if job.counted else None,
+        "needed_flops_a_token": None if job.why_uncounted else needed_flops(job),
         "floor": floor,
         "rates": {
             name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")
@@ -126,7 +126,7 @@ def _reference_step(row: MeasuredRow) -> ReferenceStep | None:
 
     It is that by itself, or in our own step if its products are in 16 bit.
     """
-    if not row.job.counted or "floor" not in row.rates:
+    if row.job.why_uncounted or "floor" not in row.rates:
         return None
     floor = ReferenceStep.from_dict(row.rates["floor"])
     ours = row.runs.get("ours")

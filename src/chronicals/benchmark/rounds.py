@@ -341,7 +341,14 @@ class BenchmarkSession:
             len(arms) > 1 and arms[-1].name in self.waiting and arms[0].name not in self.waiting
         )
         for number in range(count):
-            if self.is_late(sum(self._expected(arm) for arm in arms if self._can_run(arm))):
+            expected = 0.0  # seconds of this round
+            for arm in arms:
+                if self._can_run(arm) and arm.name in self.waiting:
+                    steps = self.row.runs[arm.name][-1].seconds[-self.row.work.steps :]
+                    expected += 2.0 * sum(steps)
+                elif self._can_run(arm):
+                    expected += self.durations.get(arm.name, 0.0)
+            if self.is_late(expected):
                 self.row.notes.append(
                     f"stopped by the time limit after {number} of {count} decisive rounds"
                 )
@@ -365,12 +372,6 @@ class BenchmarkSession:
 
     def _can_run(self, arm: Arm) -> bool:
         return arm.name not in self.row.refused and arm.name not in self.row.failed
-
-    def _expected(self, arm: Arm) -> float:
-        """Return the expected seconds of the arm's next round."""
-        if arm.name in self.waiting:
-            return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
-        return self.durations.get(arm.name, 0.0)
 
     def run(self, arm: Arm, stage: str, label: str) -> None:
         """Run a round of the arm, compare it with its reference, and keep the row.

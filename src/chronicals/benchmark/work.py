@@ -324,9 +324,6 @@ class Work:
         path = Path(os.path.expanduser(model))
         return str(path.absolute()) if path.exists() else model
 
-    def check_settings(self) -> None:
-        """Raise ConfigurationError if the objective has settings that not every arm has."""
-
     def write_documents(self, vocabulary: int) -> None:
         """Write the built-in documents."""
         width = self.config().max_seq_length
@@ -423,16 +420,6 @@ class DistillationWork(Work):
 
             load_tokenizer(self.model).save_pretrained(self.teacher)
 
-    def check_settings(self) -> None:
-        """Raise ConfigurationError for settings that not every arm has."""
-        for name, value in self.fields["sections"][DISTILLATION].items():
-            if name not in FREE_SETTINGS and FIXED_SETTINGS.get(name) != value:
-                raise ConfigurationError(
-                    f"{DISTILLATION}.{name}={value!r}: not every arm has it; a benchmark takes "
-                    f"{DISTILLATION}.teacher, and measures the "
-                    "divergence of Jensen and Shannon"
-                )
-
     @property
     def described(self) -> dict[str, Any]:
         """The objective, and the name of the teacher."""
@@ -443,7 +430,7 @@ class DistillationWork(Work):
         """Return the fields with the folder of the teacher.
 
         Raises:
-            ConfigurationError: there is no teacher.
+            ConfigurationError: there is no teacher, or there are settings that not every arm has.
         """
         settings = fields.get("sections", {}).get(DISTILLATION, {})
         if "teacher" not in settings:
@@ -451,6 +438,13 @@ class DistillationWork(Work):
                 f"{DISTILLATION}.teacher is missing: give a built-in shape ({', '.join(SHAPES)}) or a "
                 "model"
             )
+        for name, value in settings.items():
+            if name not in FREE_SETTINGS and FIXED_SETTINGS.get(name) != value:
+                raise ConfigurationError(
+                    f"{DISTILLATION}.{name}={value!r}: not every arm has it; a benchmark takes "
+                    f"{DISTILLATION}.teacher, and measures the "
+                    "divergence of Jensen and Shannon"
+                )
         teacher = cls.place_of(folder, settings["teacher"])
         section = {**FIXED_SETTINGS, **settings, "teacher": teacher}
         return {**fields, "sections": {DISTILLATION: section}}
