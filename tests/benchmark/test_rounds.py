@@ -16,7 +16,7 @@ from peers.rounds import PeerSession
 from chronicals.benchmark import processes, rounds
 from chronicals.benchmark.floor import DecoderShape, Job
 from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess, ArmTimedOut
-from chronicals.benchmark.record import draw, to_dict
+from chronicals.benchmark.record import draw_row, to_dict
 from chronicals.benchmark.rounds import Options, measure_row, order_of
 from chronicals.config import ConfigurationError
 from process_groups import members, wait_until
@@ -527,7 +527,7 @@ def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
     assert arm["padding_share"] == pytest.approx(0.2) and arm["trained_share"] == 1.0
     assert arm["first_step_seconds"] > 0 and arm["profile"] == {"share": {"gaps": 0.1}}
     assert result["ratios"]["liger"]["median"] == pytest.approx(2000 / 1500, rel=0.02)
-    draw(result, tmp_path / "bars.png")
+    draw_row(result, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
