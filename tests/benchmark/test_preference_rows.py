@@ -17,7 +17,7 @@ from chronicals.benchmark.pairs import (
     random_pairs,
 )
 from chronicals.benchmark.plan import plan_work, read_work
-from chronicals.benchmark.shapes import BYTES, SPECIAL_TOKENS, word_tokenizer
+from chronicals.benchmark.shapes import BYTE_TOKENS, SPECIAL_TOKENS, word_tokenizer
 from chronicals.config import ConfigurationError
 
 WIDE = {"objective": "dpo", "max_seq_length": 256, "batch_size": 2}
@@ -64,7 +64,7 @@ def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
         side: [number for row in rows for number in tokenizer(row[side])["input_ids"]]
         for side in rows[0]
     }
-    special = range(BYTES, BYTES + len(SPECIAL_TOKENS))
+    special = range(BYTE_TOKENS, BYTE_TOKENS + len(SPECIAL_TOKENS))
     assert all(
         0 <= number < 1000 and number not in special for side in ids.values() for number in side
     )
@@ -74,7 +74,7 @@ def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
 
 def test_a_step_holds_whole_pairs_with_one_end_each(work):
     known = {tuple(row.items()) for row in map(json.loads, work.documents.read_text().splitlines())}
-    end = BYTES
+    end = BYTE_TOKENS
 
     def words(ids):
         return " ".join(f"t{number}" for number in ids)

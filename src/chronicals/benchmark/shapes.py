@@ -155,7 +155,7 @@ MEDIAN_LENGTH = 400
 LENGTH_SPREAD = 0.8
 SHORTEST_LENGTH = 32
 
-BYTES = 256
+BYTE_TOKENS = 256
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 """Special tokens of the tokenizers; their ids follow those of the bytes."""
 
@@ -207,7 +207,7 @@ def word_tokenizer(vocabulary: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {f"t{number}": number for number in range(vocabulary)}
-    for number, special in enumerate(SPECIAL_TOKENS, BYTES):
+    for number, special in enumerate(SPECIAL_TOKENS, BYTE_TOKENS):
         del words[f"t{number}"]
         words[special] = number
     tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token=SPECIAL_TOKENS[0]))
@@ -220,7 +220,7 @@ def word_tokenizer(vocabulary: int) -> Any:
 def zipf_ids(draws: np.ndarray, vocabulary: int) -> list[int]:
     """Return token ids exp(u · ln V) for each u of ``draws``, from 0 to 1; none is special."""
     ids = np.exp(draws * math.log(vocabulary - 1)).astype(np.int64)
-    ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL_TOKENS))] -= len(SPECIAL_TOKENS)
+    ids[(ids >= BYTE_TOKENS) & (ids < BYTE_TOKENS + len(SPECIAL_TOKENS))] -= len(SPECIAL_TOKENS)
     return np.minimum(ids, vocabulary - 1).tolist()
 
 

@@ -90,7 +90,7 @@ RENAMED: dict[str, str] = {
 }
 """Our names, and other trainers' names of fields with the same values."""
 
-BESIDE: dict[str, str] = {
+FURTHER_ADVICE: dict[str, str] = {
     "lora_plus_ratio": "LoRA+ is on by default: A learns at learning_rate, B at lora_plus_ratio "
     "times that (A 2.0e-4, B 3.2e-3 "
     "by default); use_lora_plus=False for one rate",
@@ -331,7 +331,7 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
         ours = ours.removeprefix("lora_")
     if ours is None or ours not in fields:
         return None
-    remark = f"; {BESIDE[ours]}" if ours in BESIDE else ""
+    remark = f"; {FURTHER_ADVICE[ours]}" if ours in FURTHER_ADVICE else ""
     if value is NOT_SHOWN:
         return f"use {ours}{remark}"
     beside: dict[str, Any] = {}

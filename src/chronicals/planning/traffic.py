@@ -354,11 +354,11 @@ class _Counted(TorchDispatchMode):
                 if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
             ]
             ranks = len(dist.get_process_group_ranks(groups[0]))
-            self.sent[name] += BYTES[name](sizes) * (ranks - 1) / ranks
+            self.sent[name] += SENT_BYTES[name](sizes) * (ranks - 1) / ranks
         return function(*args, **(kwargs or {}))
 
 
-BYTES: dict[str, Callable[[list[int]], int]] = {
+SENT_BYTES: dict[str, Callable[[list[int]], int]] = {
     "reduce_scatter": max,
     "all_gather": max,
     "all_to_all": max,
