@@ -48,9 +48,9 @@ YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 SHORT_FLAGS = {"--teacher": "--distill.teacher"}
 """Settings that have a flag without their section."""
 
-
 REGISTER_CALL = re.compile(r"^@register\((.*)\)$", re.MULTILINE)
 QUOTED_NAME = re.compile(r'"(\w+)"')
+"""How the files of ``objectives`` name what they register."""
 
 
 def objective_names() -> list[str]:
