@@ -11,7 +11,7 @@ from chronicals.cli.options import Command, values_of
 
 if TYPE_CHECKING:
     from chronicals.config import Recipe
-    from chronicals.moe.lookahead.recall import Recalls
+    from chronicals.moe.lookahead.predictor import Recalls
 
 moe_commands = typer.Typer(name="moe", no_args_is_help=True)
 
@@ -45,11 +45,11 @@ def new(
 
     from chronicals.config import ConfigurationError
     from chronicals.models import load_tokenizer
-    from chronicals.models.loading import DTYPES
+    from chronicals.models.loading import WEIGHT_DTYPES
     from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r}: choose {', '.join(DTYPES)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r}: choose {', '.join(WEIGHT_DTYPES)}")
     if output.exists() and any(output.iterdir()):
         raise ConfigurationError(
             f"output={str(output)!r}: holds something already; name another folder"
@@ -66,7 +66,7 @@ def new(
     except StrictDataclassError as error:  # a field's type, or sizes that do not fit each other
         raise ConfigurationError(f"set: {error.__cause__ or error}") from None
     torch.manual_seed(seed)
-    model = ChronicalsMoeForCausalLM(config).to(DTYPES[dtype])
+    model = ChronicalsMoeForCausalLM(config).to(WEIGHT_DTYPES[dtype])
     model.save_pretrained(output)
     words.save_pretrained(output)
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -186,7 +186,7 @@ def loaded_mixture(
     import torch
 
     from chronicals.generation import load_trained
-    from chronicals.moe.mixture_parts import mixture_layers
+    from chronicals.moe.routers import mixture_layers
     from chronicals.saving import SavedModel
 
     def load(saved: SavedModel, dtype: torch.dtype, trusted: bool) -> Any:

@@ -95,7 +95,7 @@ def train_command(
     config = plan.config()
     # Other processes compile while this one imports libraries and loads the model.
     if machine_code.source_hash():
-        precompilation.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
+        precompilation.start_precompilation(machine_code.COMPILING_MODULE, [], machine_code.facts())
     if verbose:
         logging.getLogger("chronicals").setLevel(logging.DEBUG)
     if not check:
@@ -219,7 +219,7 @@ def _compile_attention(model: str, config: ChronicalsConfig) -> None:
     heads = [str(number) for number in (shape.heads, shape.kv_heads, shape.head_dim, softcap)]
     if config.use_flash_attention and config.mixed_precision in ("bf16", "fp16"):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision]
-        precompilation.start(
+        precompilation.start_precompilation(
             "chronicals.attention.compilation",
             [dtype, str(config.max_seq_length), *heads],
             versions,
