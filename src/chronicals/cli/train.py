@@ -152,7 +152,7 @@ def _check_data(
     from rich.markup import escape
     from rich.table import Table
 
-    from chronicals.data.packs.loader import plan_of
+    from chronicals.data.packs.loader import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
     from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores
@@ -176,7 +176,7 @@ def _check_data(
             table.add_row(*row)
         beside_the_log.print(table)
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
-    fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
+    fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
     where = (
         f"the report is in {config.output_dir}"
         if reports
