@@ -379,8 +379,7 @@ def experts_in_eight_bits(rank: int) -> None:
 
 
 def units_in_eight_bits(inner: int, dense: bool) -> None:
-    from chronicals.kernels.expert_glu import Gate
-    from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+    from chronicals.kernels.expert_glu import Gate, expert_glu_fp8, expert_glu_fp8_gradient
 
     h = torch.randn(256, 2 * inner).to(HALF)
     g = torch.randn(256, inner).to(HALF)

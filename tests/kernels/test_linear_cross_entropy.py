@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, two_streams
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.launch import interpreting
+from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, products
+from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from chronicals.kernels.linear_head import true_places_first
-from chronicals.kernels.operators import OPERATOR_FUNCTIONS
+from chronicals.kernels.linear_head import Adapter, true_places_first
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -717,7 +715,7 @@ def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
     )
     targets = torch.randint(0, len(weight), (len(hidden),), device=device)
     targets[2000:] = IGNORED
-    stream = torch.cuda.Stream(priority=two_streams.HIGH_PRIORITY)
+    stream = torch.cuda.Stream(priority=products.HIGH_PRIORITY)
     found = []
     replayed = None
 

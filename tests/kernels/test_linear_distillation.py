@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.kernels import linear_cross_entropy
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.launch import interpreting
+from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
 from chronicals.kernels.linear_distillation import (
     Distillation,
     Divergence,
@@ -28,8 +27,8 @@ from chronicals.kernels.linear_distillation import (
     linear_distillation,
     linear_distillation_reference,
 )
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.logit_rows import IGNORE_INDEX
-from chronicals.kernels.operators import OPERATOR_FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 

@@ -7,7 +7,7 @@ import torch
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, token_log_probability
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.logit_rows import IGNORE_INDEX
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from comparison import assert_as_exact_as_plain

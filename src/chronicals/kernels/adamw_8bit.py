@@ -37,11 +37,11 @@ from chronicals.kernels.adamw import (
     _table,
     check_apply,
     count_step_,
+    join_master,
     runs_here,
+    split_master,
 )
-from chronicals.kernels.launch import INTERPRETED, tl, triton
-from chronicals.kernels.lowbias32 import lowbias32
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.launch import INTERPRETED, lowbias32, tl, triton
 from chronicals.kernels.tensor_lists import Table, of_triton, table_of
 
 MOMENT_BLOCK = 256

@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import next_power_of_2, operator, runs_triton, tl, triton
 
 
 @triton.jit

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, operator, runs_triton, tl, triton
 
 BLOCK_PAIRS = 128
 """Pairs that a program counts."""

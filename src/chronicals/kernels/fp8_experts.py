@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import absent, magnitude, raise_amax
 from chronicals.kernels.fp8 import (
     FP8_BLOCK,
     FP8_MAX,
@@ -29,9 +28,10 @@ from chronicals.kernels.fp8 import (
     _scale_of,
     _values,
     lacks_fp8,
+    magnitude,
+    raise_amax,
 )
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import absent, operator, runs_triton, tl, triton
 
 EXPERT_DTYPE = torch.float8_e4m3fn
 """The FP8 dtype of experts' weights."""

@@ -34,8 +34,7 @@ from chronicals.kernels.grouped_product import (
     launch_product,
     product_launch,
 )
-from chronicals.kernels.launch import runs_triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton
 
 FP8_STEP_DEPTH = 128
 """Depth of a step of the sum over K: 128 elements are rows of 128 bytes, as in 16 bit."""

@@ -30,10 +30,11 @@ from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
+    expert_glu_fp8,
+    expert_glu_fp8_gradient,
     expert_glu_gradient,
     expert_glu_reference,
 )
-from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.grouped_product import (

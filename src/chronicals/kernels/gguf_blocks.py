@@ -25,8 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton, tl, triton
 
 GGUF_KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Elements and bytes of a block, by ggml's name of the format."""

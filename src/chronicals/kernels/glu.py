@@ -19,20 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     INTERPRETED,
     Tile,
     differentiable_once,
     in_rows,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
     with_padding,
 )
-from chronicals.kernels.operators import operator
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation for each ``approximate`` of ``torch.nn.functional.gelu``."""

@@ -30,12 +30,12 @@ from chronicals.kernels.launch import (
     multiplied_in,
     multiprocessors,
     next_power_of_2,
+    operator,
     runs_in_16_bit,
     shared_memory,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 
 CLEAR_BLOCK = 4096
 """Elements that a program of ``_clear_kernel`` writes at once."""

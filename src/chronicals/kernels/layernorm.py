@@ -24,12 +24,12 @@ from chronicals.kernels.launch import (
     in_rows,
     multiprocessors,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 
 LAYERNORM_BACKWARD_WARPS = 16
 """Warps on a multiprocessor in the backward pass; they set the number of programs.

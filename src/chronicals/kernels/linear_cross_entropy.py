@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter, Rows
-from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
+from chronicals.kernels.launch import differentiable_once, operator, runs_triton, tl, triton
 from chronicals.kernels.linear_head import (
+    Adapter,
+    Rows,
     check_head,
     chunk_logits,
     chunks,
@@ -36,10 +37,8 @@ from chronicals.kernels.logit_rows import (
     loss_and_gradient_,
     shaped_reference,
 )
-from chronicals.kernels.operators import operator
-from chronicals.kernels.products import product
+from chronicals.kernels.products import at_once, product
 from chronicals.kernels.token_log_probability import token_log_probability
-from chronicals.kernels.two_streams import at_once
 
 # Measured on an H200 with 16384 rows, 896 wide, and a vocabulary of 151936: 23.7 ms in chunks of
 # 4352, as in one chunk, and 24.4 ms in chunks of 4096. The logits of a chunk take 1.25 GiB.

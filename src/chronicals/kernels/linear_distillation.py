@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.divergence_rows import (
     ROW_RESULTS,
     DistillationOptions,
@@ -38,7 +37,7 @@ from chronicals.kernels.divergence_rows import (
     divergence_and_gradient_reference_,
     divergence_reference,
 )
-from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_cross_entropy import (
     DEFAULT_CHUNK_ROWS,
     add_head_gradients,
@@ -47,6 +46,7 @@ from chronicals.kernels.linear_cross_entropy import (
     write_states_gradient,
 )
 from chronicals.kernels.linear_head import (
+    Adapter,
     check_head,
     chunk_logits,
     chunks,
@@ -56,8 +56,7 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )
 from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, shaped_reference
-from chronicals.kernels.operators import operator
-from chronicals.kernels.two_streams import at_once
+from chronicals.kernels.products import at_once
 
 
 class LinearHead(NamedTuple):

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton, tl, triton
 
 MXFP4_BLOCK = 32
 """Elements that share a scale."""

@@ -25,8 +25,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton, tl, triton
 
 CODE_VALUES = {
     "nf4": (

@@ -22,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     multiprocessors,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 from chronicals.kernels.qk_rope import (
     check_rope,
     copy_heads,

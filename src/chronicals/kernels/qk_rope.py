@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     Tile,
     differentiable_once,
     next_power_of_2,
+    operator,
     runs_triton,
     tl,
     triton,
     with_padding,
 )
-from chronicals.kernels.operators import operator
 
 
 def _tile(half: int, rest: int) -> Tile:

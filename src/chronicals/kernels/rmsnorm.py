@@ -18,21 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, absent, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     MAX_ROW_WIDTH,
     Tile,
+    absent,
     differentiable_once,
     in_rows,
     multiprocessors,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
     with_padding,
 )
-from chronicals.kernels.operators import operator
 
 RMSNORM_BACKWARD_WARPS = 16
 """Warps on a multiprocessor in the backward pass; they set the number of programs."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
-from chronicals.kernels.two_streams import HIGH_PRIORITY
+from chronicals.kernels.products import HIGH_PRIORITY
 
 LIST_BLOCK = 1024
 """Elements that a program's four warps hold at a time."""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_head import (
+    Adapter,
     check_head,
     chunk_logits,
     chunks,
@@ -34,7 +34,6 @@ from chronicals.kernels.logit_rows import (
     log_probabilities,
     log_probability_gradient_,
 )
-from chronicals.kernels.operators import operator
 
 
 @operator("chronicals::token_log_probability")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.adapter import Rows
+from chronicals.kernels.linear_head import Rows
 from chronicals.models.head import register_layer_with_rows
 
 TokenIds = Sequence[int] | Mapping[str, Sequence[int]]

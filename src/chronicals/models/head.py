@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter, Rows
+from chronicals.kernels.linear_head import Adapter, Rows
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.quantization import packed_weight
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.linear_head import Adapter
 from chronicals.quantization import PackedLinear, packed_weight
 from chronicals.quantization.bitsandbytes_layer import as_ours
 

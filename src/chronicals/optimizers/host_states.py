@@ -35,8 +35,8 @@ from chronicals.kernels.adamw import Part, Tensors, count_step_, fused_adamw_par
 from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_part_
 from chronicals.kernels.host_memory import PinnedTensors
+from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.tensor_lists import LIST_CHUNK
-from chronicals.kernels.two_streams import HIGH_PRIORITY
 
 BUFFER_COUNT = 3
 """Buffers on a device: one for a part that arrives, one that is updated, and one that leaves."""

@@ -27,8 +27,7 @@ from chronicals.kernels import (
     linear_distillation,
     token_log_probability,
 )
-from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.adamw import Tensors, fused_adamw_reference_, join_master, split_master
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
     draw_seed,
@@ -48,7 +47,7 @@ from chronicals.kernels.linear_distillation import (
     LinearHead,
     linear_distillation_reference,
 )
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference

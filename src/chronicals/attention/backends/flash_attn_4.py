@@ -22,8 +22,7 @@ from torch import Tensor
 
 from chronicals import precompilation
 from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
-from chronicals.kernels.amax import absent
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import absent, operator
 
 
 @cache
