@@ -634,16 +634,16 @@ def test_replaced_rows(dtype, device):
 
 
 ROW_FAULTS = {
-    "the frozen row has a part": ("x.index_fill_(1, index, 0)", "pass"),
+    "the frozen row has a part": ("x.index_fill_(1, replaced.ids, 0)", "pass"),
     "logits of the frozen rows": (
-        "x.index_copy_(1, replaced.ids, _replaced_logits(replaced, picked[part], bias))",
+        "x.index_copy_(1, replaced.ids, logits)",
         "pass",
     ),
     "states without the rows": (
         "product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)",
         "product(x, weight, factors.dtype)",
     ),
-    "a bias of the first rows": ("bias[rows.ids]", "bias[: len(rows.ids)]"),
+    "a bias of the first rows": ("bias[replaced.ids]", "bias[: len(replaced.ids)]"),
     "no bias of the rows": ("theirs is not None and index is not None", "False"),
     "rows of the last chunk": (
         "_add_product(d_rows, theirs.t(), scaled, first)",

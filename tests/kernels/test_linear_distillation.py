@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
 from chronicals.kernels.linear_distillation import (
-    Distillation,
+    DistillationSums,
     Divergence,
     LinearHead,
     StoredTokens,
@@ -312,7 +312,7 @@ def test_sums_beside_the_loss(device):
     z = hidden @ weight.t()
     teacher = teacher_hidden @ teacher_weight.t()
     of_row = kept * weights
-    expected = Distillation(
+    expected = DistillationSums(
         torch.zeros(()),
         (of_row * kl((teacher / 2).log_softmax(-1), (z / 2).log_softmax(-1))).sum(),
         *((of_row * F.cross_entropy(x, targets, reduction="none")).sum() for x in (z, teacher)),

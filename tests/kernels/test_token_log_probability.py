@@ -192,7 +192,7 @@ PROBABILITY_MUTATIONS = {
 def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatch):
     broken = mutant(module, *PROBABILITY_MUTATIONS[fault])
     user = sys.modules["chronicals.kernels.token_log_probability"]
-    for name in ("log_probabilities", "log_probability_gradient_"):
+    for name in ("target_log_probabilities", "log_probability_gradient_"):
         monkeypatch.setattr(user, name, getattr(broken, name))
     monkeypatch.setattr(broken, "tile_of", lambda vocabulary: module.Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):

@@ -27,7 +27,6 @@ from chronicals.kernels.launch import lowbias32, runs_triton, tl, triton
 from chronicals.kernels.tensor_lists import (
     LIST_BLOCK,
     LIST_CHUNK,
-    Table,
     of_triton,
     pointers,
     table_of,
@@ -242,13 +241,13 @@ def fused_adamw_(
     if tensors.weights:
         check_apply(apply, len(tensors.weights))
         fused_adamw_part_(
-            tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
+            tensors, LaunchPart.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
         )
         count_step_(tensors, apply)
 
 
 @dataclass(frozen=True)
-class Part:
+class LaunchPart:
     """The position of a part within a whole launch, whose results it reproduces bit by bit.
 
     Stochastic rounding depends on an element's chunk in the whole launch, so a part must know its
@@ -270,7 +269,7 @@ class Part:
     chunk: int = 0
 
     @classmethod
-    def whole(cls, tensors: Tensors, betas: tuple[float, float]) -> Part:
+    def whole(cls, tensors: Tensors, betas: tuple[float, float]) -> LaunchPart:
         """Return the part that is the whole launch."""
         steps = torch.stack(tensors.steps)
         # In fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit.
@@ -296,7 +295,7 @@ class Part:
 
 def fused_adamw_part_(
     tensors: Tensors,
-    part: Part,
+    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -334,7 +333,7 @@ def fused_adamw_part_(
         _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
         return
     kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
-    table = _table(tensors)
+    table = table_of(_rows(tensors))
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
@@ -413,13 +412,9 @@ def _rows(tensors: Tensors) -> list[list[Tensor]]:
     ]
 
 
-def _table(tensors: Tensors, chunk: int = LIST_CHUNK) -> Table:
-    return table_of(_rows(tensors), chunk)
-
-
 def looked_up(tensors: Tensors) -> list[Tensor]:
     """Build and return the device tensors that a launch for ``tensors`` reads as its table."""
-    return _table(tensors).on_device
+    return table_of(_rows(tensors)).on_device
 
 
 def fused_adamw_reference_(
@@ -432,14 +427,14 @@ def fused_adamw_reference_(
     apply: Tensor | None = None,
 ) -> None:
     """Compute ``fused_adamw_`` in plain torch; stochastic rounding draws other random bits."""
-    part = Part.whole(tensors, betas)
+    part = LaunchPart.whole(tensors, betas)
     _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
 
 
 def _reference_part_(
     tensors: Tensors,
-    part: Part,
+    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,

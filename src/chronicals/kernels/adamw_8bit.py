@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.adamw import (
-    Part,
+    LaunchPart,
     Tensors,
     _joined,
     _rounded,
+    _rows,
     _split,
-    _table,
     check_apply,
     count_step_,
     join_master,
@@ -42,7 +42,7 @@ from chronicals.kernels.adamw import (
     split_master,
 )
 from chronicals.kernels.launch import INTERPRETED, lowbias32, tl, triton
-from chronicals.kernels.tensor_lists import Table, of_triton, table_of
+from chronicals.kernels.tensor_lists import of_triton, table_of
 
 MOMENT_BLOCK = 256
 """Elements that share a scale."""
@@ -328,14 +328,14 @@ def adamw_8bit_(
     if tensors.weights:
         check_apply(apply, len(tensors.weights))
         adamw_8bit_part_(
-            tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
+            tensors, LaunchPart.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
         )
         count_step_(tensors, apply)
 
 
 def adamw_8bit_part_(
     tensors: QuantizedTensors,
-    part: Part,
+    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -366,8 +366,8 @@ def adamw_8bit_part_(
     if not runs_here(tensors):
         _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    table = _table(tensors, CHUNK_8BIT)
-    scales = _scales(tensors)
+    table = table_of(_rows(tensors), CHUNK_8BIT)
+    scales = table_of([tensors.mean_scales, tensors.square_scales])
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     over = (1 - betas[1]) / (1 - betas[0]) ** 2
@@ -417,13 +417,10 @@ def adamw_8bit_part_(
     torch.autograd.graph.increment_version([x for row in changed for x in row])
 
 
-def _scales(tensors: QuantizedTensors) -> Table:
-    return table_of([tensors.mean_scales, tensors.square_scales])
-
-
 def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
     """Build and return the device tensors that a launch for ``tensors`` reads as its tables."""
-    return [*_table(tensors, CHUNK_8BIT).on_device, *_scales(tensors).on_device]
+    scales = table_of([tensors.mean_scales, tensors.square_scales])
+    return [*table_of(_rows(tensors), CHUNK_8BIT).on_device, *scales.on_device]
 
 
 def adamw_8bit_reference_(
@@ -436,7 +433,7 @@ def adamw_8bit_reference_(
     apply: Tensor | None = None,
 ) -> None:
     """Compute ``adamw_8bit_`` in plain torch; weights without a master are rounded to nearest."""
-    corrections = Part.whole(tensors, betas).corrections
+    corrections = LaunchPart.whole(tensors, betas).corrections
     _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
 

@@ -225,11 +225,16 @@ def _summing_kernel(
 
 def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the compile-time arguments of the first kernel and its launch options."""
-    # Columns of a strip are halved until shared memory holds two tiles, so that one is loaded while
-    # another is multiplied.
+    size = dy.element_size()
     padded_rank = max(16, next_power_of_2(rank))
     columns = 512 if padded_rank == 16 else 256
-    while dy.is_cuda and _tiles(dy, columns, padded_rank) < 2:
+    # Columns of a strip are halved until shared memory holds two tiles of dy and u besides the
+    # strip's s·B, so that one is loaded while another is multiplied.
+    while True:
+        room = shared_memory(dy.device) - columns * padded_rank * size
+        tiles = room // (GRADIENT_TILE_ROWS * (columns + padded_rank) * size)
+        if tiles >= 2 or not dy.is_cuda:
+            break
         columns //= 2
     constants = {
         "COLUMNS": columns,
@@ -237,18 +242,7 @@ def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
         "ROWS": GRADIENT_TILE_ROWS,
         "KIND": multiplied_in(dy.dtype),
     }
-    return constants, {
-        "num_warps": 8,
-        "num_stages": max(1, min(4, _tiles(dy, columns, padded_rank))),
-    }
-
-
-def _tiles(dy: Tensor, columns: int, rank: int) -> int:
-    """Return how many tiles of dy and u shared memory holds besides the strip's s·B."""
-    size = dy.element_size()
-    return (shared_memory(dy.device) - columns * rank * size) // (
-        GRADIENT_TILE_ROWS * (columns + rank) * size
-    )
+    return constants, {"num_warps": 8, "num_stages": max(1, min(4, tiles))}
 
 
 def adapter_gradients(

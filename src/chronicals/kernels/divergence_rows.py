@@ -401,11 +401,6 @@ def divergence_and_gradient_(
     return results
 
 
-def _zero_where(chances: Tensor, values: Tensor) -> Tensor:
-    """Return ``chances · values``, and 0 for a chance of 0, whose value may be infinite."""
-    return torch.where(chances == 0, 0.0, chances * values)
-
-
 def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
     """Return log m of ``m = share · p + (1 − share) · q``."""
     if share in (0.0, 1.0):
@@ -438,7 +433,7 @@ def divergence_and_gradient_reference_(
     options: DistillationOptions,
     wants_gradient: bool,
 ) -> Tensor:
-    """Compute ``divergence_and_gradient_`` in plain torch."""
+    """Compute ``divergence_and_gradient_`` in plain torch, by the formulas at the top of this file."""
     of = options.divergence
     at_target = places_of(targets, x.shape[1])
     z = shaped_reference(x, options.student)
@@ -457,11 +452,21 @@ def divergence_and_gradient_reference_(
     same = [(best == other).to(wide) for other in (teachers_best, targets)]
     results = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORE_INDEX, 0.0)
     if wants_gradient:
-        gradient = (
-            options.of_divergence
-            / options.temperature
-            * _of_divergence(z, teacher_z, of, options.temperature)
-        )
+        log_q = torch.log_softmax(z / options.temperature, 1)
+        log_p = torch.log_softmax(teacher_z / options.temperature, 1)
+        log_m = _log_mixture(log_p, log_q, of.share)
+        q = log_q.exp()
+        h = torch.zeros_like(q)
+        if of.of_student:
+            # A chance of 0 counts nothing, though the logarithm beside it may be infinite.
+            h += of.of_student * torch.where(q == 0, 0.0, q * (log_q - log_m))
+        if of.share == 0:
+            h -= of.of_teacher * log_p.exp()
+        elif of.share != 1:
+            of_m = (log_p - log_m).masked_fill(log_p == -math.inf, -math.inf).exp()
+            h -= (of.of_teacher * (1 - of.share) - of.of_student * of.share) * q * of_m
+        of_divergence = h - q * h.sum(1, keepdim=True)
+        gradient = options.of_divergence / options.temperature * of_divergence
         if options.of_cross_entropy:
             chances = log_chances.exp_().scatter_add_(
                 1, at_target, torch.full_like(at_target, -1, dtype=wide)
@@ -471,21 +476,3 @@ def divergence_and_gradient_reference_(
         gradient *= (counted if weights is None else counted * weights)[:, None]
         chain_(gradient, z, x, options.student)
     return results
-
-
-def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
-    """Return ``dD/d(z / τ)`` by the formula at the top of this file."""
-    log_q = torch.log_softmax(z / temperature, 1)
-    log_p = torch.log_softmax(teacher_z / temperature, 1)
-    log_m = _log_mixture(log_p, log_q, of.share)
-    q = log_q.exp()
-    p = log_p.exp()
-    h = torch.zeros_like(q)
-    if of.of_student:
-        h += of.of_student * _zero_where(q, log_q - log_m)
-    if of.share == 0:
-        h -= of.of_teacher * p
-    elif of.share != 1:
-        of_m = (log_p - log_m).masked_fill(log_p == -math.inf, -math.inf).exp()
-        h -= (of.of_teacher * (1 - of.share) - of.of_student * of.share) * q * of_m
-    return h - q * h.sum(1, keepdim=True)

@@ -63,6 +63,7 @@ class Dispatch(NamedTuple):
 
     @property
     def experts(self) -> int:
+        """The number E of experts."""
         return len(self.bounds) - 1
 
     def received(self) -> Tensor:
@@ -191,11 +192,8 @@ def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tenso
 
 
 @torch.library.register_fake(_dispatch)
-def _(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty(experts_S, experts, rows)
-
-
 def _empty(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate order, places, bounds and tiles of a ``Dispatch``."""
     pairs = len(experts_S)
     shapes: list[tuple[int, ...]] = [
         (pairs,),

@@ -41,6 +41,9 @@ GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 GLU_PROGRAM_ELEMENTS = 1024
 """Elements that a program holds at once: a block of a wide row, or several narrow rows."""
 
+UNIT_DTYPE = torch.float8_e4m3fn
+"""The FP8 dtype of the unit and of its gradient."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -423,7 +426,9 @@ def _backward(
     has_unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = g.shape
-    d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
+    d_h, unit, d_shares = _empty_gradients(
+        g, h, shares, order, activation, alpha, limit, offset, interleaved, has_unit
+    )
     block = _block(width)
     program_rows = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
@@ -460,7 +465,7 @@ def _backward(
 
 
 @torch.library.register_fake(_backward)
-def _(
+def _empty_gradients(
     g: Tensor,
     h: Tensor,
     shares: Tensor,
@@ -472,10 +477,7 @@ def _(
     interleaved: bool,
     has_unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(h, shares, has_unit)
-
-
-def _empty_gradients(h: Tensor, shares: Tensor, has_unit: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what ``_backward`` returns."""
     unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
     return h.new_empty(h.shape), unit, shares.new_empty(shares.shape, dtype=torch.float32)
 
@@ -545,10 +547,6 @@ def expert_glu_gradient_reference(
     d_shares = torch.empty_like(shares, dtype=wide)
     d_shares[pairs] = (g * unit.detach()).sum(1)
     return d_h.to(h.dtype), (share * unit.detach()).to(h.dtype), d_shares
-
-
-UNIT_DTYPE = torch.float8_e4m3fn
-"""The FP8 dtype of the unit and of its gradient."""
 
 
 def _empty_fp8(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -629,7 +627,9 @@ def _backward_fp8(
     has_unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, width = g.shape
-    d_h, values, scale, unit, d_shares = _empty_gradients_fp8(h, shares, dense, has_unit)
+    d_h, values, scale, unit, d_shares = _empty_gradients_fp8(
+        g, h, shares, order, activation, alpha, limit, offset, interleaved, dense, has_unit
+    )
     block = _block(width)
     program_rows = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
@@ -666,7 +666,7 @@ def _backward_fp8(
 
 
 @torch.library.register_fake(_backward_fp8)
-def _(
+def _empty_gradients_fp8(
     g: Tensor,
     h: Tensor,
     shares: Tensor,
@@ -679,12 +679,7 @@ def _(
     dense: bool,
     has_unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients_fp8(h, shares, dense, has_unit)
-
-
-def _empty_gradients_fp8(
-    h: Tensor, shares: Tensor, dense: bool, has_unit: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what ``_backward_fp8`` returns."""
     unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
     return (
         *_empty_fp8(h, h.shape[1], dense),

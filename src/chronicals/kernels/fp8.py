@@ -447,22 +447,6 @@ def _rows_kernel(
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Values and scale of the rows, then of the columns; ``absent`` for a layout not asked for."""
-
-
-def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Outputs:
-    def empty(shape: Sequence[int], wanted: bool) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return absent(x), absent(x)
-        return x.new_empty(shape, dtype=dtype), x.new_empty(
-            scale_shape(shape, scaling), dtype=torch.float32
-        )
-
-    rows, width = x.shape
-    return *empty((rows, width), layout != "columns"), *empty((width, rows), layout != "rows")
-
-
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
     """Return the shape of the scales in memory; those of ``block`` are stored transposed."""
     outer, inner = shape
@@ -484,7 +468,7 @@ def _quantize(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _outputs(x, scaling, dtype, layout)
+    results = _outputs(x, scaling, dtype, layout, scale, amax)
     if not x.numel():
         for tensor in results:
             tensor.fill_(1.0)
@@ -506,7 +490,8 @@ def _quantize(
     if layout == "columns":  # the kernel writes no rows, but takes its dtype from this pointer
         by_rows = by_columns
     values, of_columns = by_rows if layout == "rows" else by_columns
-    _tiles_kernel[(_tiles(x),)](
+    tiles = triton.cdiv(rows, FP8_BLOCK) * triton.cdiv(width, FP8_BLOCK)
+    _tiles_kernel[(tiles,)](
         x,
         *extremes,
         *by_rows,
@@ -530,10 +515,6 @@ def _quantize(
 def _in_fours(columns: Tensor) -> Tensor:
     """View columns as uint32, or as bytes if their length is no multiple of 4."""
     return columns.view(torch.uint8 if columns.shape[-1] % 4 else torch.uint32)
-
-
-def _tiles(x: Tensor) -> int:
-    return triton.cdiv(x.shape[0], FP8_BLOCK) * triton.cdiv(x.shape[1], FP8_BLOCK)
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
@@ -568,12 +549,13 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
-def _scale(most: Tensor, limit: float) -> Tensor:
+def scale_of_amax(most: Tensor, limit: float) -> Tensor:
+    """Return the scale of each maximum in ``most`` for values of at most ``limit``; 1 for 0."""
     return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
 
 
 @torch.library.register_fake(_quantize)
-def _(
+def _outputs(
     x: Tensor,
     scaling: str,
     dtype: torch.dtype,
@@ -581,7 +563,17 @@ def _(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(x, scaling, dtype, layout)
+    """Allocate values and scale of the rows, then of the columns; ``absent`` for what is not wanted."""
+    shape = x.shape
+    results: list[Tensor] = []
+    for of_layout, wanted in ((shape, layout != "columns"), (shape[::-1], layout != "rows")):
+        if wanted:
+            results.append(x.new_empty(of_layout, dtype=dtype))
+            results.append(x.new_empty(scale_shape(of_layout, scaling), dtype=torch.float32))
+        else:
+            results += [absent(x), absent(x)]
+    values, scales, transposed, transposed_scales = results
+    return values, scales, transposed, transposed_scales
 
 
 def fp8_quantize(
@@ -623,9 +615,8 @@ def fp8_quantize(
             f"scaling={scaling!r}: only the scale or the maximum of a whole tensor can be given"
         )
     if not runs_triton(x) or lacks_fp8(x.device):
-        scale = (
-            _scale(amax.view(()), FP8_MAX[dtype]) if scale is None and amax is not None else scale
-        )
+        if scale is None and amax is not None:
+            scale = scale_of_amax(amax.view(()), FP8_MAX[dtype])
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
     rows, of_rows, columns, of_columns = _quantize(
         in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, amax
@@ -633,9 +624,8 @@ def fp8_quantize(
     if scaling == "block":
         of_rows = of_rows.t()
         of_columns = of_columns.t()
-    return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(
-        columns, of_columns
-    ) if layout != "rows" else None
+    by_rows = Scaled(rows, of_rows) if layout != "columns" else None
+    return by_rows, Scaled(columns, of_columns) if layout != "rows" else None
 
 
 @triton.jit
@@ -669,7 +659,8 @@ def fp8_transposed(scaled: Scaled) -> Scaled:
     (rows, width) = values.shape
     out = values.new_empty(values.shape[::-1])
     whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
-    _transpose_kernel[(_tiles(values),)](
+    tiles = triton.cdiv(rows, FP8_BLOCK) * triton.cdiv(width, FP8_BLOCK)
+    _transpose_kernel[(tiles,)](
         values.view(torch.uint8), _in_fours(out), rows, width, whole, FP8_BLOCK, num_warps=4
     )
     return Scaled(out, scale)
@@ -706,7 +697,7 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
         return Scaled(x.to(dtype), x.new_ones(shape[::-1] if scaling == "block" else shape))
     most = x.abs().nan_to_num(0.0, posinf=float("inf"))
     padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))
-    scale = _scale(
+    scale = scale_of_amax(
         padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), FP8_MAX[dtype]
     )
     each = _spread(scale, high, wide, rows, width)

@@ -41,7 +41,7 @@ from chronicals.kernels.grouped_product import (
     GATHER_FIRST,
     GATHER_NONE,
     GATHER_SECOND,
-    Adapted,
+    LowRankTerm,
     grouped_product,
     grouped_weight_gradient,
 )
@@ -114,11 +114,6 @@ class ProductInput(NamedTuple):
     in_fp8: Scaled | None = None
 
 
-def _rows(x: Tensor, of: ExpertWeights) -> ProductInput:
-    """Return ``x`` as input of a product, quantised if that runs in FP8."""
-    return ProductInput(x) if of.in_fp8 is None else ProductInput(x, fp8_quantize(x, "row")[0])
-
-
 def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
     """Return an adapter's thin product ``s · x Aᵀ``, ``[S, R]``; None without an adapter."""
     return (
@@ -137,7 +132,7 @@ def _through(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``y = x Wᵀ`` with adapter and bias, and the weight's scales if it ran in FP8."""
-    adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
+    adapted = None if thin is None or of.up is None else LowRankTerm(thin, of.up)
     if of.in_fp8 is None:
         assert x.dense is not None
         return grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted), None
@@ -165,7 +160,7 @@ def _back(
     if of.down is not None and of.up is not None:
         assert dy.dense is not None
         thin = grouped_product(dy.dense, of.up.mT, to, of_tokens, factor=of.scale)
-        adapted = Adapted(thin, of.down.mT)
+        adapted = LowRankTerm(thin, of.down.mT)
     if of.in_fp8 is None:
         assert dy.dense is not None
         return grouped_product(dy.dense, of.weight_ENK.mT, to, of_tokens, adapted=adapted), thin
@@ -244,7 +239,8 @@ class _FusedExperts(torch.autograd.Function):
         first = settings.product(0, w1, b1, a1, u1)
         second = settings.product(1, w2, b2, a2, u2)
         thin = _thin(x, first, to, True)
-        h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
+        of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
+        h, of_first = _through(of_x, first, to, True, thin, x.dtype)
         if second.in_fp8 is None:
             unit = ProductInput(expert_glu(h, settings.gate))
         else:
@@ -307,7 +303,8 @@ class _FusedExperts(torch.autograd.Function):
             )
         )
         dy = dy.contiguous()
-        g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, dy.dtype)
+        of_dy = ProductInput(dy, None if second.in_fp8 is None else fp8_quantize(dy, "row")[0])
+        g, thin_dy = _back(of_dy, second, to, True, of_second, dy.dtype)
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
         gradient: Tensor | None
@@ -337,9 +334,10 @@ class _FusedExperts(torch.autograd.Function):
                 1, experts
             )
             if wanted["b2"]:
-                gradients["b2"] = product(
-                    _weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype
-                )
+                # The shares as [T, E], zero for experts that a token did not choose.
+                of_tokens = shares.new_zeros(len(shares), len(b2), dtype=dy.dtype)
+                of_tokens.scatter_add_(1, experts, shares.to(dy.dtype))
+                gradients["b2"] = product(of_tokens.t(), dy, b2.dtype)
         gradients["shares"] = d_shares.view_as(shares).to(shares.dtype)
         d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
@@ -357,13 +355,6 @@ class _FusedExperts(torch.autograd.Function):
         if wanted["x"]:
             gradients["x"] = expert_combine(d_x, to.places_S, to.each)
         return tuple(gradients.get(name) if needed else None for name, needed in wanted.items())
-
-
-def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the shares as ``[T, E]``, zero for experts that a token did not choose."""
-    return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(
-        1, experts, shares.to(dtype)
-    )
 
 
 def fused_experts(

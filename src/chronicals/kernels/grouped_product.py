@@ -76,7 +76,7 @@ class ProductLaunch:
     rows: int = 128
 
 
-class Adapted(NamedTuple):
+class LowRankTerm(NamedTuple):
     """The adapter's part of a product: ``u_SR B[e]ᵀ``, with B ``[E, N, R]``."""
 
     u_SR: Tensor
@@ -704,7 +704,7 @@ def grouped_product(
     to: Dispatch,
     of_tokens: bool = False,
     bias: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LowRankTerm | None = None,
     factor: float = 1.0,
 ) -> Tensor:
     """Multiply each row with the weight of its expert.
@@ -724,7 +724,7 @@ def grouped_product(
     Raises:
         ValueError: shapes do not fit.
     """
-    _check(x, weight, to, of_tokens)
+    check_product(x, weight, to, of_tokens)
     u, up = (None, None) if adapted is None else adapted
     others = [tensor for tensor in (bias, u) if tensor is not None]
     dense = (
@@ -771,7 +771,8 @@ def grouped_weight_gradient(
     return grouped_weight_gradient_reference(a, b, to, of_tokens, factor, dtype)
 
 
-def _check(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
+def check_product(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
+    """Raise ValueError unless the shapes of a grouped product's operands fit each other."""
     rows = len(to.order_S) // to.each if of_tokens else len(to.order_S)
     if (
         x.ndim != 2
@@ -795,7 +796,7 @@ def grouped_product_reference(
     to: Dispatch,
     of_tokens: bool = False,
     bias: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LowRankTerm | None = None,
     factor: float = 1.0,
 ) -> Tensor:
     """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""

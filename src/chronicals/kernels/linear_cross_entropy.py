@@ -123,13 +123,20 @@ def _forward(
     for part in chunks(len(states), chunk_size):
         x = chunk_logits(states[part], head, bias, buffer)
         if replaced is not None:
-            x.index_copy_(1, replaced.ids, _replaced_logits(replaced, states[part], bias))
+            logits = states[part] @ replaced.values.t()
+            if bias is not None:
+                logits = logits + bias[replaced.ids].to(x.dtype)
+            x.index_copy_(1, replaced.ids, logits)
         row_weights = None if weights is None else weights[part]
         losses, factors = loss_and_gradient_(
             x, state_targets[part], row_weights, options, any(wanted)
         )
         total += losses.sum()
-        d_replaced = None if replaced is None else _take_columns(x, replaced.ids)
+        d_replaced = None
+        if replaced is not None:
+            d_replaced = x.index_select(1, replaced.ids)
+            # The frozen rows of the head that were replaced get no part of the gradient.
+            x.index_fill_(1, replaced.ids, 0)
         at_once(
             partial(write_states_gradient, d_states[part], x, head, factors, d_replaced, replaced),
             partial(
@@ -199,22 +206,6 @@ def empty_results(
         torch.zeros_like(hidden) if wanted[0] else nothing,
         *of_head,
     ]
-
-
-def _replaced_logits(rows: Rows, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the raw logits ``[T, n]`` of the replaced rows of the head."""
-    x = hidden @ rows.values.t()
-    return x if bias is None else x + bias[rows.ids].to(x.dtype)
-
-
-def _take_columns(x: Tensor, index: Tensor) -> Tensor:
-    """Return a copy of the columns ``index`` of x, and set them to zero in x.
-
-    The frozen rows of the head that were replaced then get no part of the gradient.
-    """
-    columns = x.index_select(1, index)
-    x.index_fill_(1, index, 0)
-    return columns
 
 
 def write_states_gradient(

@@ -95,12 +95,7 @@ class LinearHead(NamedTuple):
                 torch.nn.functional.dropout(self.hidden, self.adapter.dropout) @ self.adapter.a.t()
             )
             x = x + self.adapter.scale * down @ self.adapter.b.t()
-        return shaped_reference(x, self.shape)
-
-    @property
-    def shape(self) -> LossOptions:
-        """Scale and softcap of the logits."""
-        return LossOptions(self.scale, self.softcap)
+        return shaped_reference(x, LossOptions(self.scale, self.softcap))
 
 
 class StoredTokens(NamedTuple):
@@ -132,7 +127,7 @@ def _spread(ids: Tensor, log_p: Tensor, buffer: Tensor) -> Tensor:
     return out.scatter_reduce_(1, ids, log_p.to(out.dtype), "amax")
 
 
-class Distillation(NamedTuple):
+class DistillationSums(NamedTuple):
     """Weighted sums over the targets that are not −100; fp32 scalars.
 
     Attributes:
@@ -180,7 +175,8 @@ def _forward(
         weight, more: ``[V, D]`` and ``[V, r]``, the columns of the student's head.
         teacher_hidden, teacher_weight, teacher_more, teacher_bias: the same of the teacher. Without
             a weight ``teacher_hidden`` are log-probabilities ``[T, k]`` of ``teacher_ids``.
-        numbers: from ``_numbers``.
+        numbers: a, b and λ of the divergence, τ, u, v, and the scales of the student's and the
+            teacher's logits; a list, since operators take no objects.
         count: upper bound on the number of targets that are not ignored, or None.
         gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
         wanted: for hidden, weight, more and bias, whether its gradient is wanted.
@@ -188,7 +184,15 @@ def _forward(
     Returns:
         The sums ``[5]``, the gradients of the four and an empty one; those not wanted are empty.
     """
-    options = _options(numbers, softcap, teacher_softcap)
+    *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
+    options = DistillationOptions(
+        Divergence(*of),
+        LossOptions(scale, softcap),
+        LossOptions(teacher_scale, teacher_softcap),
+        temperature,
+        of_divergence,
+        of_cross_entropy,
+    )
     sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
     head = side_by_side(weight, more, hidden.dtype)
     teacher_head = (
@@ -279,33 +283,6 @@ def _outputs(
     return [total.new_zeros(len(ROW_RESULTS)), *gradients]
 
 
-def _numbers(of: DistillationOptions) -> list[float]:
-    """Return the numbers of ``of`` except the softcaps as a list, since operators take no objects."""
-    divergence = of.divergence
-    return [
-        divergence.of_teacher,
-        divergence.of_student,
-        divergence.share,
-        of.temperature,
-        of.of_divergence,
-        of.of_cross_entropy,
-        of.student.scale,
-        of.teacher.scale,
-    ]
-
-
-def _options(
-    numbers: list[float], softcap: float | None, teacher_softcap: float | None
-) -> DistillationOptions:
-    """Invert ``_numbers``."""
-    *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
-    student = LossOptions(scale, softcap)
-    teacher = LossOptions(teacher_scale, teacher_softcap)
-    return DistillationOptions(
-        Divergence(*of), student, teacher, temperature, of_divergence, of_cross_entropy
-    )
-
-
 class _LinearDistillation(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -338,8 +315,10 @@ class _LinearDistillation(torch.autograd.Function):
         ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
         ctx.wanted = wanted
         ctx.mark_non_differentiable(sums)
-        numbers = options[6]
-        return _loss(sums, *numbers[4:6]), sums
+        factors = options[6][4:6]
+        # A part with factor 0 is left out, since it may be infinite and 0 · ∞ is NaN.
+        parts = [factor * part for factor, part in zip(factors, sums) if factor]
+        return torch.stack(parts).sum() if parts else sums.new_zeros(()), sums
 
     @staticmethod
     @differentiable_once
@@ -350,15 +329,6 @@ class _LinearDistillation(torch.autograd.Function):
             else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
-
-
-def _loss(sums: Tensor, of_divergence: float, of_cross_entropy: float) -> Tensor:
-    """Return ``u · D + v · cross-entropy``."""
-    # A part with factor 0 is left out, since it may be infinite and 0 · ∞ is NaN.
-    parts = [
-        factor * part for factor, part in zip((of_divergence, of_cross_entropy), sums) if factor
-    ]
-    return torch.stack(parts).sum() if parts else sums.new_zeros(())
 
 
 def linear_distillation(
@@ -374,7 +344,7 @@ def linear_distillation(
     chunk_size: int = DEFAULT_CHUNK_ROWS,
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
-) -> Distillation:
+) -> DistillationSums:
     """Return sums of the divergence, of both cross-entropies, and of the loss made of them.
 
     Args:
@@ -405,7 +375,8 @@ def linear_distillation(
     teacher_tensors: tuple[Tensor | None, ...]
     if isinstance(teacher, StoredTokens):
         teacher_tensors = (teacher.log_p, None, None, None, teacher.ids)
-        shape = LossOptions()
+        teacher_scale = 1.0
+        teacher_softcap = None
     else:
         vocabulary = min(len(student.weight), len(teacher.weight))
         student = student.of_rows(vocabulary)
@@ -415,11 +386,19 @@ def linear_distillation(
                 teacher.hidden, teacher.weight, teacher.adapter
             )
         teacher_tensors = (teacher_hidden, teacher.weight, teacher_more, teacher.bias, None)
-        shape = teacher.shape
+        teacher_scale = teacher.scale
+        teacher_softcap = teacher.softcap
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
-    options = DistillationOptions(
-        divergence, student.shape, shape, temperature, divergence_weight, cross_entropy_weight
-    )
+    numbers = [
+        divergence.of_teacher,
+        divergence.of_student,
+        divergence.share,
+        temperature,
+        divergence_weight,
+        cross_entropy_weight,
+        student.scale,
+        teacher_scale,
+    ]
     loss, sums = _LinearDistillation.apply(
         hidden,
         student.weight,
@@ -428,14 +407,14 @@ def linear_distillation(
         *(None if x is None else x.detach() for x in teacher_tensors),
         targets.contiguous(),
         None if weights is None else weights.contiguous(),
-        _numbers(options),
+        numbers,
         student.softcap,
-        shape.softcap,
+        teacher_softcap,
         chunk_size,
         count,
         gradient_type,
     )
-    return Distillation(loss, *sums.unbind())
+    return DistillationSums(loss, *sums.unbind())
 
 
 def _check(
@@ -450,7 +429,24 @@ def _check(
     """Raise ValueError unless shapes, dtypes and numbers fit."""
     for side, head in (("student", student), ("teacher", teacher)):
         if isinstance(head, StoredTokens):
-            _check_stored(head, targets, divergence)
+            ids, log_p = head
+            if (
+                ids.ndim != 2
+                or ids.shape != log_p.shape
+                or len(ids) != len(targets)
+                or not ids.shape[1]
+                or ids.dtype != torch.int64
+            ):
+                raise ValueError(
+                    f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p "
+                    f"{tuple(log_p.shape)}: expected [{len(targets)}, k] both, ids of torch.int64"
+                )
+            if divergence.share == 1.0:
+                raise ValueError(
+                    "divergence: the reverse KL from a teacher with k stored tokens is infinite, "
+                    "since all others have probability 0; take the forward KL, the JSD or a skewed "
+                    "one"
+                )
             continue
         try:
             check_head(head.hidden, head.weight, targets, head.bias, chunk_size, head.softcap)
@@ -460,27 +456,6 @@ def _check(
         raise ValueError(f"temperature={temperature}: must be a positive number")
     if weights is not None and weights.shape != targets.shape:
         raise ValueError(f"weights has shape {tuple(weights.shape)}: expected [{len(targets)}]")
-
-
-def _check_stored(teacher: StoredTokens, targets: Tensor, divergence: Divergence) -> None:
-    ids, log_p = teacher
-    if (
-        ids.ndim != 2
-        or ids.shape != log_p.shape
-        or len(ids) != len(targets)
-        or not ids.shape[1]
-        or ids.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p {tuple(log_p.shape)}: "
-            f"expected [{len(targets)}, k] "
-            "both, ids of torch.int64"
-        )
-    if divergence.share == 1.0:
-        raise ValueError(
-            "divergence: the reverse KL from a teacher with k stored tokens is infinite, since all "
-            "others have probability 0; take the forward KL, the JSD or a skewed one"
-        )
 
 
 def linear_distillation_reference(
@@ -493,7 +468,7 @@ def linear_distillation_reference(
     divergence_weight: float = 1.0,
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
-) -> Distillation:
+) -> DistillationSums:
     """Compute ``linear_distillation`` in plain torch with all logits; differentiable by autograd."""
     z = student.logits()
     teachers_z = (
@@ -521,7 +496,7 @@ def distillation_of_logits(
     divergence_weight: float = 1.0,
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
-) -> Distillation:
+) -> DistillationSums:
     """Compute ``linear_distillation`` from logits in plain torch; differentiable by autograd.
 
     Args:
@@ -548,4 +523,4 @@ def distillation_of_logits(
         losses = losses + cross_entropy_weight * torch.nn.functional.cross_entropy(
             z, targets, reduction="none", ignore_index=IGNORE_INDEX
         )
-    return Distillation((losses if weights is None else losses * weights).sum(), *sums.unbind())
+    return DistillationSums((losses if weights is None else losses * weights).sum(), *sums.unbind())

@@ -463,14 +463,14 @@ def loss_and_gradient_(
     return losses, factors
 
 
-def log_probabilities(
+def target_log_probabilities(
     x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the target's log-probability (0 for −100), lse and entropy (0 if not wanted) of each
     row of raw logits ``x`` ``[rows, V]``, all fp32 ``[rows]``.
     """
     if not runs_triton(x):
-        return log_probabilities_reference(x, targets, options, wants_entropy)
+        return target_log_probabilities_reference(x, targets, options, wants_entropy)
     rows, vocabulary = x.shape
     log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
@@ -506,7 +506,7 @@ def log_probability_gradient_(
     Args:
         d_log_p, d_entropy: upstream gradients of log-probability and entropy, ``[rows]``; the
             latter may be None.
-        lse, entropy: from ``log_probabilities``.
+        lse, entropy: from ``target_log_probabilities``.
     """
     if not runs_triton(x):
         log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, options)
@@ -601,10 +601,10 @@ def loss_and_gradient_reference_(
     return losses * row_weights
 
 
-def log_probabilities_reference(
+def target_log_probabilities_reference(
     x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``log_probabilities`` in plain torch."""
+    """Compute ``target_log_probabilities`` in plain torch."""
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     at_target = (

@@ -600,7 +600,9 @@ def _forward(
     Returns:
         Both outputs, and rstd ``[B, S, H]`` and ``[B, S, K]``.
     """
-    q_out, k_out, q_rstd, k_rstd = _outputs(q, k)
+    q_out, k_out, q_rstd, k_rstd = _outputs(
+        q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved
+    )
     positions = q.shape[0] * q.shape[2]
     length = q.shape[2]
     if positions:
@@ -630,15 +632,8 @@ def _forward(
     return q_out, k_out, q_rstd, k_rstd
 
 
-def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q_rstd, k_rstd = (
-        x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32) for x in (q, k)
-    )
-    return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
-
-
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -649,7 +644,11 @@ def _(
     offset: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(q, k)
+    """Allocate both outputs and both rstd."""
+    q_rstd, k_rstd = (
+        x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32) for x in (q, k)
+    )
+    return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
 
 
 @operator("chronicals::qk_norm_rope_backward")

@@ -699,22 +699,17 @@ def qk_rope_reference(
     return of_q, of_k
 
 
-def _rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
-) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate ``x`` ``[..., H, S, D]`` by tables ``[..., S, R]``."""
     width = cos.shape[-1]
     first = x[..., :width]
     rest = x[..., width:]
     wide = first.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = (table.to(wide.dtype).unsqueeze(-3) for table in (cos, sin))
-    swapped = _swap(wide * sin, interleaved, sign=-1) if inverse else _swap(wide, interleaved) * sin
-    return torch.cat(((wide * cos + swapped).to(x.dtype), rest), -1)
-
-
-def _swap(x: Tensor, interleaved: bool, sign: int = 1) -> Tensor:
-    """Turn each pair (a, b) into ``sign`` · (−b, a)."""
+    # Each pair (a, b) becomes (−b, a).
     if interleaved:
-        return torch.stack((-sign * x[..., 1::2], sign * x[..., ::2]), -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat((-sign * second, sign * first), -1)
+        swapped = torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, -1)
+        swapped = torch.cat((-b, a), -1)
+    return torch.cat(((wide * cos + swapped * sin).to(x.dtype), rest), -1)

@@ -198,7 +198,7 @@ def _forward(
         y with ``padding`` free columns behind each row, rstd ``[rows]``, the sum (``absent``
         without a residual), and the amax cell of y (``absent`` if not wanted).
     """
-    y, rstd, total, amax = _outputs(x, residual, weight, padding, finds_amax)
+    y, rstd, total, amax = _outputs(x, residual, weight, eps, offset, padding, finds_amax)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
@@ -231,7 +231,7 @@ def _forward(
 
 
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -240,12 +240,7 @@ def _(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(x, residual, weight, padding, finds_amax)
-
-
-def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what ``_forward`` returns."""
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (

@@ -65,6 +65,8 @@ class Table:
 
 _tables: dict[tuple, Table] = {}
 _divisions: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}
+"""``sizes``, ``tensors`` and ``firsts`` of a ``Table``."""
+
 _looked_up: list[list[Tensor]] = []
 
 
@@ -107,31 +109,23 @@ def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = LIST_CHUNK) -> Table
                 )
         if len(_tables) >= MAX_CACHED_TABLES:
             _tables.pop(next(iter(_tables)))
+        # Cached apart from the addresses, which change from step to step if gradients move.
+        if (sizes, device, chunk) not in _divisions:
+            if len(_divisions) >= MAX_CACHED_TABLES:
+                _divisions.pop(next(iter(_divisions)))
+            chunks = torch.tensor([-(-size // chunk) for size in sizes])
+            tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
+            columns = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
+            _divisions[sizes, device, chunk] = tuple(_to_device(x, device) for x in columns)  # type: ignore[assignment]
+        division = _divisions[sizes, device, chunk]
         aligned = all(address % 16 == 0 for address in addresses) and all(
             size % 8 == 0 for size in sizes
         )
         table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1)
-        _tables[key] = Table(_to_device(table, device), *_division(sizes, device, chunk), aligned)
+        _tables[key] = Table(_to_device(table, device), *division, aligned)
     for tables in _looked_up:
         tables += _tables[key].on_device
     return _tables[key]
-
-
-def _division(
-    sizes: tuple[int, ...], device: torch.device, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``sizes``, ``tensors`` and ``firsts`` of a ``Table``.
-
-    Cached apart from the addresses, which change from step to step if gradients move.
-    """
-    if (sizes, device, chunk) not in _divisions:
-        if len(_divisions) >= MAX_CACHED_TABLES:
-            _divisions.pop(next(iter(_divisions)))
-        chunks = torch.tensor([-(-size // chunk) for size in sizes])
-        tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
-        columns = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
-        _divisions[sizes, device, chunk] = tuple(_to_device(x, device) for x in columns)  # type: ignore[assignment]
-    return _divisions[sizes, device, chunk]
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -31,8 +31,8 @@ from chronicals.kernels.linear_head import (
 from chronicals.kernels.logit_rows import (
     IGNORE_INDEX,
     LossOptions,
-    log_probabilities,
     log_probability_gradient_,
+    target_log_probabilities,
 )
 
 
@@ -51,20 +51,21 @@ def _forward(
     """Return log p, lse and entropy, each ``[T]``; ``more`` ``[V, r]`` are further columns of the
     head.
     """
-    out = _outputs(hidden)
+    out = _outputs(hidden, weight, more, bias, targets, scale, softcap, chunk_size, wants_entropy)
     narrow = side_by_side(weight, more, hidden.dtype)
     buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
         for whole, some in zip(
-            out, log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy)
+            out,
+            target_log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy),
         ):
             whole[part] = some
     return out
 
 
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     hidden: Tensor,
     weight: Tensor,
     more: Tensor | None,
@@ -75,10 +76,7 @@ def _(
     chunk_size: int,
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(hidden)
-
-
-def _outputs(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate log p, lse and entropy."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return tuple(hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))  # type: ignore[return-value]
 
@@ -100,7 +98,21 @@ def _backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """Return the gradients of hidden, weight, more and bias; empty tensors for those not ``wanted``."""
-    d_hidden, d_weight, d_more, d_bias = _gradients(hidden, weight, more, bias, wanted)
+    d_hidden, d_weight, d_more, d_bias = _gradients(
+        hidden,
+        weight,
+        more,
+        bias,
+        targets,
+        d_log_p,
+        d_entropy,
+        lse,
+        entropy,
+        scale,
+        softcap,
+        chunk_size,
+        wanted,
+    )
     narrow = side_by_side(weight, more, hidden.dtype)
     buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     width = weight.shape[1]
@@ -126,7 +138,7 @@ def _backward(
 
 
 @torch.library.register_fake(_backward)
-def _(
+def _gradients(
     hidden: Tensor,
     weight: Tensor,
     more: Tensor | None,
@@ -141,12 +153,7 @@ def _(
     chunk_size: int,
     wanted: list[bool],
 ) -> list[Tensor]:
-    return _gradients(hidden, weight, more, bias, wanted)
-
-
-def _gradients(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, wanted: list[bool]
-) -> list[Tensor]:
+    """Allocate the gradients that ``_backward`` returns, as zeros."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return [
         hidden.new_empty(0) if not wants or x is None else x.new_zeros(x.shape, dtype=kind)
