@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from chronicals.attention import attention_reference, document_attention, gather_keys
-from chronicals.attention import shared_keys as module
+from chronicals.attention import documents as module
 from chronicals.data.packs.prompt_keys import shared_keys
 from mutants import mutant
 

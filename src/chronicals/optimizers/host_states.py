@@ -168,9 +168,13 @@ class HostStates:
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )
-        return [slices for _, slices, _ in self._parts(dense, LaunchPart.whole(tensors, (0.0, 0.0)))]
+        return [
+            slices for _, slices, _ in self._parts(dense, LaunchPart.whole(tensors, (0.0, 0.0)))
+        ]
 
-    def _parts(self, tensors: Tensors, whole: LaunchPart) -> Iterator[tuple[LaunchPart, Tensors, list[Move]]]:
+    def _parts(
+        self, tensors: Tensors, whole: LaunchPart
+    ) -> Iterator[tuple[LaunchPart, Tensors, list[Move]]]:
         """Yield the parts of a launch: position, tensors, and the copies to make."""
         lane = self._lane(tensors.weights[0].device)
         size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else LIST_CHUNK

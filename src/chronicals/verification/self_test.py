@@ -111,7 +111,12 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
         inputs = gate, drawn.random(width, width) * 0.1
         compared.append(
             _compare(
-                "fp8_linear", kernels, fp8_linear, rounded_linear, inputs, torch.nn.functional.linear
+                "fp8_linear",
+                kernels,
+                fp8_linear,
+                rounded_linear,
+                inputs,
+                torch.nn.functional.linear,
             )
         )
     dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))

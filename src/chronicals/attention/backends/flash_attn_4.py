@@ -27,6 +27,7 @@ from chronicals.kernels.launch import absent, operator
 
 @cache
 def available() -> bool:
+    """Return whether all packages that the kernels need are installed."""
     return all(find_spec(name) is not None for name in ("flash_attn", "cutlass", "quack")) and (
         find_spec("flash_attn.cute") is not None
     )
@@ -114,7 +115,7 @@ def _forward(
     padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
     forward, _ = _kernels(q.device)
-    out, lse = _outputs(q, padding)
+    out, lse = _outputs(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, softcap, sinks, padding)
     common = _common(cu_q, cu_k, max_q, max_k, scale, window, sinks)
     with torch.cuda.device_of(q):
         forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **common)
@@ -122,7 +123,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
+def _outputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -136,10 +137,7 @@ def _(
     sinks: Tensor | None,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    return _outputs(q, padding)
-
-
-def _outputs(q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Allocate the output, with ``padding`` free values behind each token, and the log-sum-exp."""
     tokens, heads, width = q.shape
     out = q.new_empty((tokens, heads * width + padding))[:, : heads * width].unflatten(
         1, (heads, width)
@@ -232,7 +230,7 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Ten
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def attend(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -249,8 +247,8 @@ def attend(
 
 # Width 256 on Blackwell (10, 11) is left out: its backward supports neither softcap nor sinks.
 # Heads are padded to multiples of 32, since gradients are wrong at width 80.
-BACKEND = Backend(
-    attend,
+FLASH_ATTENTION_4 = Backend(
+    _attend,
     {"cuda": Support(HALF_DTYPES, {9: 256, 10: 128, 11: 128}, multiple=32)},
     available,
     "pip install 'chronicals[flash]'",
