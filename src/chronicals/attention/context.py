@@ -61,9 +61,11 @@ def attend_split(
 
     Args:
         attend: attention on one rank.
-        q_THD, k_TKD, v_TKD: this rank's tokens, those of split documents first.
+        q_THD: queries of this rank's tokens, those of split documents first.
+        k_TKD: keys of the same tokens.
+        v_TKD: values of the same tokens.
         split: how documents are split.
-        of_heads: tensors with a value for each head, ``[H]``, such as sinks.
+        *of_heads: tensors with a value for each head, ``[H]``, such as sinks.
 
     Returns:
         ``[T, H, D]``, as wide as the values.
@@ -119,8 +121,9 @@ def _to_gathered(
     keys: SharedKeys,
     *of_heads: Tensor,
 ) -> Tensor:
-    """Compute the attention of this rank's queries to the keys and values of all ranks, gathered
-    some heads at a time.
+    """Compute the attention of this rank's queries to the keys and values of all ranks.
+
+    These are gathered some heads at a time.
     """
     heads = q.shape[1]
     groups = k.shape[1]
@@ -162,6 +165,7 @@ def _saving_shards(
     Args:
         shards: this rank's keys and values.
         gathered: those of all ranks, in the same order.
+        split: how documents are split.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         yield
@@ -199,7 +203,9 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
     """Return why attention cannot be divided among ``count`` ranks by heads, or None if it can.
 
     Args:
-        heads, groups: numbers of query heads and of key heads.
+        heads: number of query heads.
+        groups: number of key heads.
+        count: number of ranks.
     """
     if heads % count == 0 and (groups % count == 0 or count % groups == 0):
         return None
@@ -207,8 +213,10 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all from ``[n, H, D]``, all heads of this rank's tokens, to ``[c n, H/c, D]``, some
-    heads of all ranks' tokens in the order of the documents; or back.
+    """All-to-all from ``[n, H, D]`` to ``[c n, H/c, D]``, or back.
+
+    The first are all heads of this rank's tokens, the second some heads of all ranks' tokens, in
+    the order of the documents.
     """
 
     @staticmethod
@@ -247,8 +255,9 @@ def _all_to_all(parts: Tensor, context: Context) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather keys or values ``[n, K, D]`` of this rank to those that its queries attend to, ``[keys,
-    K, D]``.
+    """Gather keys or values of all ranks, ``[n, K, D]`` of this one.
+
+    The result ``[keys, K, D]`` has those that the rank's queries attend to.
 
     The backward pass adds the gradients of each gathered token in fp32, first in the order of the
     rank's chunks and then over the ranks.

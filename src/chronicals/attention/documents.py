@@ -40,7 +40,8 @@ def document_attention(
     """Compute causal attention within each document.
 
     Args:
-        q_QHD, k_TKD: queries and keys.
+        q_QHD: queries.
+        k_TKD: keys.
         v_TKD: values; may be narrower than the keys, as in latent attention (they are padded with
             zeros).
         cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.

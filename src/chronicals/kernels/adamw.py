@@ -1,5 +1,6 @@
-"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over many tensors in one launch, with an exact
-master for bf16 weights.
+"""AdamW over many tensors in one launch, with an exact master for bf16 weights.
+
+Loshchilov and Hutter, 2019, algorithm 2:
 
     g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
@@ -230,7 +231,11 @@ def fused_adamw_(
     """Update weights, states and steps in place; gradients are only read.
 
     Args:
+        tensors: weights, gradients and states.
         lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
         factor: scalar tensor that gradients are multiplied by.
         apply: bool tensor, a scalar or one value for each weight; a weight with False and its
             states do not change by a bit.
@@ -308,6 +313,13 @@ def fused_adamw_part_(
     Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
 
     Args:
+        tensors: weights, gradients and states.
+        part: the position of these tensors in the launch.
+        lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
+        factor: scalar tensor that gradients are multiplied by.
         apply: a scalar, or one value for each weight of the whole launch.
 
     Raises:
@@ -480,7 +492,11 @@ def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place:
 
     Args:
         value: elements of a tensor from number ``begin`` on.
-        step, place: with the number of an element they determine its random bits.
+        kind: dtype of the result.
+        begin: number of the first element.
+        step: earlier updates of the tensor; with ``place`` and the number of an element it
+            determines its random bits.
+        *place: number of the tensor, and which of its values this is.
     """
     if kind != torch.bfloat16:
         return value.to(kind)

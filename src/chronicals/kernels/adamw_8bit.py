@@ -1,5 +1,6 @@
-"""AdamW over many tensors in one launch, with both moments in 8 bits (Dettmers et al., 2022,
-sections 2 and 3).
+"""AdamW over many tensors in one launch, with both moments in 8 bits.
+
+Dettmers et al., 2022, sections 2 and 3:
 
     m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   g times ``factor`` before
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
@@ -317,7 +318,11 @@ def adamw_8bit_(
     """Update weights, moments and steps in place; gradients are only read.
 
     Args:
+        tensors: weights, gradients and states.
         lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
         factor: scalar tensor that gradients are multiplied by.
         apply: bool tensor, a scalar or one value for each weight; a weight with False and its
             states do not change by a bit.
@@ -348,6 +353,13 @@ def adamw_8bit_part_(
     Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
 
     Args:
+        tensors: weights, gradients and states.
+        part: the position of these tensors in the launch.
+        lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
+        factor: scalar tensor that gradients are multiplied by.
         apply: a scalar, or one value for each weight of the whole launch.
 
     Raises:

@@ -260,9 +260,12 @@ def adapter_gradients(
     Args:
         dy: ``[T, N]``.
         up: s·B of all layers as a block diagonal, zeros elsewhere, ``[N, R]``.
-        u, g: ``[T, R]``; their rows may be strided.
-        sizes, ranks: outputs and rank of each layer; rank 0 means no adapter.
+        u: x Aᵀ of all layers' adapters, ``[T, R]``; rows may be strided.
+        g: written, ``[T, R]``; rows may be strided.
+        sizes: outputs of each layer.
+        ranks: rank of each layer's adapter; 0 means no adapter.
         factors: f of each layer's dB.
+        kind: dtype of the results.
     """
     if (
         len(sizes) > MAX_FUSED_LAYERS

@@ -1,5 +1,6 @@
-"""Scaling of columns by factors, as the magnitudes of DoRA scale a product's outputs (Liu et al.,
-2024, equation 5).
+"""Scaling of columns by factors, as the magnitudes of DoRA scale the outputs of a product.
+
+Liu et al., 2024, equation 5:
 
     z = f ⊙ y + b            dy = f ⊙ dz,   df = Σₜ dz ⊙ y            y, z, dy, dz [T, N],  f, b [N]
 
@@ -102,7 +103,8 @@ def scale_columns(
 
     Args:
         y: ``[T, N]``.
-        factor, bias: fp32 ``[N]``.
+        factor: f, fp32 ``[N]``.
+        bias: b, fp32 ``[N]``, or None.
         out: ``[T, N]``; may be ``y``.
     """
     out = torch.empty_like(y) if out is None else out
@@ -133,6 +135,9 @@ def scaled_columns_gradient(
     """Write dy = ``factor ⊙ dz`` into ``out``.
 
     Args:
+        dz: gradient of the scaled tensor, ``[T, N]``.
+        factor: f, fp32 ``[N]``.
+        out: ``[T, N]``; may be ``dz``.
         y: the scaled tensor, if the gradient of ``factor`` is wanted.
 
     Returns:

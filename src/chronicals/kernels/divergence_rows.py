@@ -1,5 +1,6 @@
-"""Divergence of each row of a student's logits from a teacher's, and its gradient. The chunked head
-of ``linear_distillation.py`` builds on it.
+"""Divergence of each row of a student's logits from a teacher's, and its gradient.
+
+The chunked head of ``linear_distillation.py`` builds on it.
 
     z = softcap(scale · x)                    of a row of raw logits x; z' likewise of the teacher's
     q = softmax(z / τ),   p = softmax(z' / τ)     the student's and the teacher's distribution
@@ -161,8 +162,9 @@ def _row(
     TEMPERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest logit m of a row, its first column, log Σ e^{z − m}, and
-    log Σ e^{(z − m) / τ}, in one pass.
+    """Compute the statistics of a row in one pass.
+
+    Returns the largest logit m, its first column, log Σ e^{z − m}, and log Σ e^{(z − m) / τ}.
     """
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
     place = tl.zeros((BLOCK // 8,), tl.int32)
@@ -351,9 +353,11 @@ def divergence_and_gradient_(
     """Compute ``ROW_RESULTS`` of each row, and overwrite ``x`` with the gradient of the loss.
 
     Args:
-        x, y: raw logits of student and teacher, ``[rows, V]``, of any floating-point dtypes.
+        x: raw logits of the student, ``[rows, V]``, of any floating-point dtype.
+        y: those of the teacher.
         targets: int64 ``[rows]``; results and gradient of −100 are zero.
         weights: w, ``[rows]`` or None.
+        options: numbers of the formula.
         wants_gradient: if False, ``x`` is left as it is.
 
     Returns:

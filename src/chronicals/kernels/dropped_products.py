@@ -1,5 +1,6 @@
-"""Products of a tensor under dropout (Srivastava et al., 2014) with the thin matrices of an
-adapter, without the mask in memory.
+"""Products of a tensor under dropout with the thin matrices of an adapter.
+
+The mask of the dropout (Srivastava et al., 2014) is never in memory:
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 

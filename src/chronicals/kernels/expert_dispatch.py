@@ -1,5 +1,6 @@
-"""Sort token-expert pairs by expert on the device, by a counting sort that keeps the order of pairs
-within an expert.
+"""Sorting of token-expert pairs by expert on the device.
+
+A counting sort keeps the order of pairs within an expert:
 
     bounds[e] = pairs of experts before e      places[s] = bounds[e_s] + pairs of e_s before s      order[places[s]] = s
 

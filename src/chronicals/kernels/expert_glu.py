@@ -1,5 +1,6 @@
-"""The gated unit between the two products of an expert, and its backward pass including the
-gradient of the router's shares.
+"""The gated unit between an expert's two products, and its gradient.
+
+The backward pass includes the gradient of the router's shares:
 
     u = a(γ) · (υ + o),   γ = min(gate, l),   υ = min(max(up, −l), l),   a(γ) = γ · σ(α γ), or GELU (``glu.py``)
     du = p · g,           dgate = du · (υ + o) · a′(γ) where gate ≤ l,   dup = du · a(γ) where |up| ≤ l,   dp = Σ_f g · u
@@ -499,6 +500,7 @@ def expert_glu_gradient(
         h: ``[S, 2F]``.
         shares: p, ``[S]`` in the order of pairs.
         order: the pair of each row, int32.
+        gate: options of the unit.
         has_unit: whether ``p · u`` is wanted.
 
     Returns:
@@ -689,8 +691,9 @@ def _empty_gradients_fp8(
 
 
 def expert_glu_fp8(h: Tensor, gate: Gate, dense: bool = True) -> tuple[Tensor | None, Scaled]:
-    """Return the gated unit of ``h`` ``[S, 2F]``: ``[S, F]`` in the dtype of h (None if not
-    ``dense``), and in e4m3 with scales ``[S, 1]``.
+    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``, also in FP8.
+
+    It is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
     """
     if not (len(h) and h.stride(1) == 1 and runs_triton(h)) or lacks_fp8(h.device):
         return expert_glu_fp8_reference(h, gate, dense)
@@ -709,8 +712,9 @@ def expert_glu_fp8_gradient(
     dense: bool = True,
     has_unit: bool = True,
 ) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
-    """Return what ``expert_glu_gradient`` does, with dh twice: in the dtype of h (None if not
-    ``dense``), and in e4m3 with scales ``[S, 1]``.
+    """Return what ``expert_glu_gradient`` does, and dh in FP8.
+
+    dh is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
     """
     launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1
     if not (launchable and runs_triton(g, h, shares)) or lacks_fp8(h.device):

@@ -1,5 +1,6 @@
-"""Quantisation to 8-bit floating point with fp32 scales: ``x ≈ scale · values`` (Micikevicius et
-al., 2022, sections 3 and 4).
+"""Quantisation to 8-bit floating point with fp32 scales: ``x ≈ scale · values``.
+
+Micikevicius et al., 2022, sections 3 and 4:
 
     scale = max |x| · (1 / L),   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
 

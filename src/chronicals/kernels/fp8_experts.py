@@ -1,5 +1,6 @@
-"""Quantisation of the stacked weights of experts to FP8, with one scale for each expert: ``W[e] ≈
-scale_e · values`` (formats as in ``fp8.py``).
+"""Quantisation of the stacked weights of experts to FP8, with one scale for each expert.
+
+``W[e] ≈ scale_e · values``, in the formats of ``fp8.py``:
 
     scale_e = max |W[e]| · (1 / 448),   values = fp8(W · (1 / scale_e))
 

@@ -1,5 +1,6 @@
-"""A linear layer whose three products run in FP8, each operand scaled by its present maximum
-(Micikevicius et al., 2022, section 3).
+"""A linear layer whose three products run in FP8, each operand scaled by its present maximum.
+
+Micikevicius et al., 2022, section 3:
 
     y = x Wᵀ       rows of x    [T, K]  by  rows of W     [N, K]
     dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
@@ -57,7 +58,9 @@ def scaled_product(
     """Return ``left @ rightᵀ + bias``, ``[M, N]`` of dtype ``dtype``.
 
     Args:
-        left, right: ``[M, K]`` and ``[N, K]``.
+        left: ``[M, K]``.
+        right: ``[N, K]``.
+        dtype: dtype of the result.
         fast: keep sums in the tensor cores' accumulators, which have fewer bits than fp32, along
             all of K.
         bias: ``[N]`` of dtype ``dtype``.
@@ -92,8 +95,9 @@ def _of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
-    """Return ``left @ rightᵀ`` in bf16; ``left`` is scaled by runs of 128, ``right`` by runs or
-    squares.
+    """Return ``left @ rightᵀ`` in bf16.
+
+    ``left`` is scaled by runs of 128, ``right`` by runs or squares.
     """
     # cuBLAS expects scales of runs stored by columns, and those of squares by rows, padded to a
     # multiple of 4 (its manual, "Scaling factors layouts"). Scales saved for the backward pass may
@@ -168,6 +172,7 @@ def fp8_linear(
     Args:
         x: ``[..., K]`` in bf16, fp16 or fp32.
         weight: ``[N, K]`` in the dtype of x.
+        bias: ``[N]``, or None.
         scaling: ``tensor``, ``row`` or ``block``.
         gradient_type: FP8 dtype of dy. e4m3 has more precision; e5m2 has more range, which scales
             from present maxima do not need. With ``block`` cuBLAS takes e4m3 only.

@@ -1,5 +1,6 @@
-"""The experts of a layer as one differentiable function: dispatch, gate and up, gated unit, down,
-and the sum over the experts of a token.
+"""The experts of a layer as one differentiable function.
+
+It consists of dispatch, gate and up, gated unit, down, and the sum over the experts of a token:
 
     y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
 
@@ -154,7 +155,12 @@ def _back(
     """Return the gradient of a product's input, and the adapter's thin product ``s · dy B``.
 
     Args:
+        dy: gradient of the product's output.
+        of: the weights of the product.
+        to: the dispatch of the rows.
+        of_tokens: gather the rows of dy from tokens.
         scale: the weight's scales from ``_through``, in FP8.
+        dtype: dtype of the gradient, in FP8.
     """
     thin = adapted = None
     if of.down is not None and of.up is not None:
@@ -184,8 +190,9 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
 
 
 class _Settings(NamedTuple):
-    """Arguments of the function that are no tensors or are not differentiated; pairs are those of
-    the two products.
+    """Arguments of the function that are no tensors or are not differentiated.
+
+    Pairs are those of the two products.
 
     Attributes:
         weights: weights that are not ``held``, else None.

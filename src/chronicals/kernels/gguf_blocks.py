@@ -1,5 +1,6 @@
-"""Dequantisation of weights in the blocks of GGUF files (formats: ggml's ``ggml-common.h`` and
-``ggml-quants.c``).
+"""Dequantisation of weights in the blocks of GGUF files.
+
+Formats are those of ggml (``ggml-common.h`` and ``ggml-quants.c``):
 
     w[i] = scale · (code[i] − offset) − least        fp32, each operation rounded by itself, then once to the output's dtype
 

@@ -1,5 +1,4 @@
-"""Grouped products: rows sorted by expert times the weight of their expert, and the gradients of
-these weights.
+"""Grouped products: rows sorted by expert times the weight of their expert, and gradients.
 
     y_s = c · x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]      (rows; u and B of an adapter, b a bias, c a factor)
     dW[e] = c · Σ_{s of e} a_sᵀ b_s                   (weight gradient; zeros for an expert without rows)
@@ -759,10 +758,12 @@ def grouped_weight_gradient(
     """Return ``factor · Σ_s a_sᵀ b_s`` over the rows of each expert, ``[E, A, B]``.
 
     Args:
-        a, b: ``[S, A]`` and ``[S, B]`` sorted by expert; the one that ``of_tokens`` names is
-            ``[T, ·]`` and is gathered from tokens.
+        a: ``[S, A]`` sorted by expert, or ``[T, A]`` if its rows are gathered from tokens.
+        b: ``[S, B]`` or ``[T, B]``, likewise.
         to: the dispatch of the rows.
-        of_tokens: ``GATHER_NONE``, ``GATHER_FIRST`` or ``GATHER_SECOND``.
+        of_tokens: the operand whose rows are gathered: ``GATHER_NONE``, ``GATHER_FIRST`` or
+            ``GATHER_SECOND``.
+        factor: factor c of the sum.
         dtype: dtype of the result; that of ``a`` by default.
     """
     dtype = dtype or a.dtype

@@ -61,8 +61,9 @@ class PinnedMemory:
         self.size = size
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """Return a dense tensor shaped and typed like ``like`` at byte ``offset``, a multiple of 64,
-        with a storage of its own.
+        """Return a dense tensor shaped and typed like ``like``, with a storage of its own.
+
+        It begins at byte ``offset`` of the memory, a multiple of 64.
         """
         assert self._map is not None
         if not like.nbytes:
@@ -98,6 +99,8 @@ class PinnedTensors:
         """Return a dense uninitialised tensor with a storage of its own, pinned by one call.
 
         Args:
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
             device: the card that it is copied to and from.
         """
         self._devices.add(device)
@@ -138,8 +141,9 @@ def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
 
 
 def available_memory(system: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that can still be used, by the machine and by its container
-    (cgroup v2); None if unknown.
+    """Return the bytes of host memory that can still be used; None if unknown.
+
+    It is the least of what the machine and its container (cgroup v2) have left.
     """
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read(system / "proc/meminfo"))
     left = [int(match[1]) * 1024] if match else []

@@ -1,5 +1,4 @@
-"""Launches: whether a Triton kernel or its reference runs, kernels as operators of torch, and
-compilation ahead of the first launch.
+"""Launches of kernels: where they run, their registration with torch, and their compilation.
 
 Kernels run on the current CUDA device; for tensors anywhere else the plain-torch reference runs.
 Tests run the kernels on the CPU through Triton's interpreter: inside ``interpreting()``, with

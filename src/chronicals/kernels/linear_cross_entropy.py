@@ -100,8 +100,17 @@ def _forward(
         hidden: ``[T, D]``, or ``[T, D + r]`` with ``more_weight``.
         weight: ``[V, D]``.
         more_weight: ``[V, r]``, further columns of the head.
-        values, index: ``[n, D]`` that replace the rows ``index`` of ``weight``; only without
+        bias: ``[V]``, or None.
+        values: ``[n, D]`` that replace the rows ``index`` of ``weight``, or None; only without
             ``more_weight``.
+        index: int64 ``[n]``, or None.
+        targets: int64 ``[T]``.
+        weights: weights of the rows, ``[T]``, or None.
+        scale: factor of the logits.
+        softcap: bound of the logits, applied after the factor; None for none.
+        label_smoothing: ε of the loss.
+        z_loss: ζ of the loss.
+        chunk_size: rows of logits that exist at a time, at most.
         count: upper bound on the number of targets that are not ignored, or None.
         gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
         wanted: for hidden, weight, more_weight, bias and values, whether its gradient is wanted.
@@ -191,8 +200,9 @@ def empty_results(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Allocate the results of ``_forward``: sum and gradient of ``hidden`` as zeros, gradients of
-    the head uninitialised, and an empty tensor for each that is not wanted.
+    """Allocate the results of ``_forward``, an empty tensor for each gradient that is not wanted.
+
+    The sum and the gradient of ``hidden`` are zeros, gradients of the head uninitialised.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     kind = torch.promote_types(hidden.dtype, gradient_type)
@@ -223,8 +233,8 @@ def write_states_gradient(
         x: gradient of the chunk's logits ``[rows, V]`` up to a factor a row.
         weight: the head ``[V, D]``.
         factors: fp32 ``[rows]``.
-        d_replaced, rows: gradient, up to the same factors, of the logits of the replaced rows, and
-            these rows.
+        d_replaced: gradient, up to the same factors, of the logits of the replaced rows, or None.
+        rows: the replaced rows, or None.
     """
     if d_replaced is not None and rows is not None and out.numel():
         total = product(x, weight, factors.dtype) + product(d_replaced, rows.values, factors.dtype)
@@ -247,10 +257,12 @@ def add_head_gradients(
 
     Args:
         of_head: gradients of weight, more_weight, bias and values; empty ones are not wanted.
-        x, factors, d_replaced: as for ``write_states_gradient``.
+        x: gradient of the chunk's logits ``[rows, V]`` up to a factor a row.
         hidden: the chunk's hidden states.
+        factors: fp32 ``[rows]``.
         width: columns of weight; those of ``hidden`` beyond belong to more_weight.
         first: whether this is the first chunk, which overwrites the gradients.
+        d_replaced: gradient, up to the same factors, of the logits of the replaced rows, or None.
         index: rows of the weight that are replaced.
     """
     d_weight, d_more, d_bias, d_rows = of_head
@@ -340,22 +352,24 @@ def linear_cross_entropy(
     """Return the weighted sum of the losses, a float32 scalar; formulas are above.
 
     Args:
-        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]``, ``bias`` ``[V]`` and the
-            adapter's matrices where they require it. A frozen head costs no gradient of its size.
+        hidden: ``[T, D]``; differentiable, as are the head's tensors that require it.
+        weight: ``[V, D]``; a frozen head costs no gradient of its size.
         targets: int64 ``[T]``, −100 is ignored. A target outside the vocabulary raises IndexError
-            on the CPU; on a card, where a check would make the host wait, it makes the loss and
-            the gradients NaN.
-        adapter: a low-rank addition to the head.
+            on the CPU; on a card, where a check would make the host wait, it makes the loss and the
+            gradients NaN.
+        bias: ``[V]``, or None.
+        adapter: a low-rank addition to the head, whose matrices are differentiable.
         rows: replacements of some rows of the weight, differentiable; no copy of the weight is
             made.
-        scale, softcap: applied to the logits, in this order.
+        scale: factor of the logits.
+        softcap: bound of the logits, applied after the factor; None for none.
         label_smoothing: share ε of the target's probability spread over the vocabulary.
         z_loss: factor ζ on the squared log of the partition sum.
         weights: optional ``[T]``, not differentiated.
+        chunk_size: rows of logits that exist at a time, at most.
         count: upper bound on the number of targets that are not −100, if the host knows one. On a
             card only so many rows then go through the products, without a synchronisation. On the
             CPU exactly the rows that are not ignored do, in any case.
-        chunk_size: rows of logits that exist at a time, at most.
         gradient_type: dtype in which the head's gradient is summed over chunks, at least that of
             ``hidden``.
 

@@ -1,5 +1,6 @@
-"""Knowledge distillation of a linear head: the divergence between student and teacher, computed
-from the hidden states and heads of both.
+"""Knowledge distillation of a linear head: the divergence between student and teacher.
+
+It is computed from the hidden states and heads of both:
 
     x = h Wᵀ + b + α (h Aᵀ) Bᵀ,  x' = h' W'ᵀ + b' + α' (h' A'ᵀ) B'ᵀ      raw logits of student and teacher, V columns each
     Σ_t w_t (u · D_t(x_t, x'_t) + v · (−log q_t(y_t)))                     over targets y_t ≠ −100
@@ -172,11 +173,22 @@ def _forward(
 
     Args:
         hidden: ``[T, D + r]``.
-        weight, more: ``[V, D]`` and ``[V, r]``, the columns of the student's head.
-        teacher_hidden, teacher_weight, teacher_more, teacher_bias: the same of the teacher. Without
-            a weight ``teacher_hidden`` are log-probabilities ``[T, k]`` of ``teacher_ids``.
+        weight: ``[V, D]``, the student's head.
+        more: ``[V, r]``, further columns of the head, or None.
+        bias: ``[V]``, or None.
+        teacher_hidden: states of the teacher ``[T, D' + r']``; without ``teacher_weight``
+            log-probabilities ``[T, k]`` of ``teacher_ids``.
+        teacher_weight: ``[V, D']``, the teacher's head, or None.
+        teacher_more: ``[V, r']``, further columns of the teacher's head, or None.
+        teacher_bias: ``[V]``, or None.
+        teacher_ids: int64 ``[T, k]``, the tokens of stored predictions, or None.
+        targets: int64 ``[T]``.
+        weights: weights of the rows, ``[T]``, or None.
         numbers: a, b and λ of the divergence, τ, u, v, and the scales of the student's and the
             teacher's logits; a list, since operators take no objects.
+        softcap: bound of the student's logits, or None.
+        teacher_softcap: bound of the teacher's logits, or None.
+        chunk_size: rows of logits of either side that exist at a time, at most.
         count: upper bound on the number of targets that are not ignored, or None.
         gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
         wanted: for hidden, weight, more and bias, whether its gradient is wanted.
@@ -361,7 +373,8 @@ def linear_distillation(
         temperature: τ, by which the logits of both sides are divided in the divergence, not in the
             cross-entropy. As in TRL and Liger, the divergence is not multiplied by τ². Pass τ² as
             ``divergence_weight`` for Hinton's loss.
-        divergence_weight, cross_entropy_weight: u and v of the loss.
+        divergence_weight: u of the loss.
+        cross_entropy_weight: v of the loss.
         weights: optional ``[T]``, not differentiated.
         chunk_size: rows of logits of either side that exist at a time, at most.
         count: upper bound on the number of targets that are not −100, if the host knows one.
@@ -500,7 +513,14 @@ def distillation_of_logits(
     """Compute ``linear_distillation`` from logits in plain torch; differentiable by autograd.
 
     Args:
-        z, teacher_z: ``[T, V]`` and ``[T, V']``, after scale and softcap.
+        z: the student's logits ``[T, V]``, after scale and softcap.
+        teacher_z: the teacher's, ``[T, V']``.
+        targets: int64 ``[T]``; −100 is left out of every sum.
+        divergence: the divergence D.
+        temperature: τ.
+        divergence_weight: u of the loss.
+        cross_entropy_weight: v of the loss.
+        weights: ``[T]``, or None.
     """
     common = min(z.shape[1], teacher_z.shape[1])
     wide = torch.promote_types(torch.promote_types(z.dtype, teacher_z.dtype), torch.float32)

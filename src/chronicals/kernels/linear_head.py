@@ -80,8 +80,10 @@ def check_head(
     chunk_size: int,
     softcap: float | None,
 ) -> None:
-    """Raise ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32
-    ``[T]``, bias ``[V]`` or None, ``chunk_size`` at least 1 and ``softcap`` positive or None.
+    """Raise ValueError unless shapes, dtypes and numbers of a loss over a linear head fit.
+
+    hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32 ``[T]``, bias ``[V]`` or None,
+    ``chunk_size`` at least 1 and ``softcap`` positive or None.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1")

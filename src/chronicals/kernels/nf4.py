@@ -1,5 +1,6 @@
-"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block (QLoRA, Dettmers et
-al., 2023, section 3).
+"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block.
+
+QLoRA (Dettmers et al., 2023), section 3:
 
     absmax[b] = max |w| over block b of consecutive elements           fp32
     code[i]   = the nearest of CODE_VALUES["nf4"] to w[i] / absmax[b]  two in a byte, the first in the upper half
@@ -133,8 +134,9 @@ def _guesses(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_code(device: torch.device) -> Tensor:
-    """Return the signed dynamic 8-bit code (Dettmers et al., 2022, section 2.1), fp32 ``[256]``,
-    ascending. Each decade has twice as many values as the one below.
+    """Return the values of the signed dynamic 8-bit code, fp32 ``[256]``, ascending.
+
+    Each decade has twice as many values as the one below (Dettmers et al., 2022, section 2.1).
     """
     values = [0.0, 1.0]
     for exponent in range(7):

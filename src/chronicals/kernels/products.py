@@ -1,5 +1,6 @@
-"""Matrix products that sum in fp32 and round once, on a card and on the CPU, and two calls beside
-each other.
+"""Matrix products that sum in fp32 and round once, and two calls beside each other.
+
+The products round alike on a card and on the CPU.
 
 A product whose number of tiles is no multiple of the multiprocessors leaves some of them idle in
 its last wave. A second product on a stream of lower priority fills these and takes no others. On

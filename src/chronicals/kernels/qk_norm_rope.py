@@ -1,5 +1,6 @@
-"""RMSNorm of every query and key head, then rotary position embedding, in one launch (Qwen3,
-Gemma 3).
+"""RMSNorm of every query and key head, then rotary position embedding, in one launch.
+
+Qwen3 and Gemma 3 do this.
 
 For one head's row x of D channels, the weight w and the tables of its token:
 
@@ -718,9 +719,8 @@ def _launch_backward(
 ) -> Tensor:
     """Write dq and dk and return the gradients of both weights, fp32 ``[2, D]`` or ``[2, 0]``.
 
-    Args:
-        copied: the values' gradient and the tensor that it is copied to.
-        amax: cell that is raised to the largest absolute value of all that is written.
+    ``copied`` is the values' gradient and the tensor that it is copied to, ``amax`` a cell that is
+    raised to the largest absolute value of all that is written.
     """
     (batch, q_heads, length, width) = q.shape
     k_heads = k.shape[1]
@@ -968,14 +968,20 @@ def fused_qk_norm_rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise every head of queries and keys, multiply by ``offset + weight``, and rotate by the
-    angles of their positions.
+    """Normalise every head of queries and keys, and rotate it by the angles of its position.
+
+    Between the two a head is multiplied by ``offset + weight``.
 
     Args:
-        q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
-        q_weight, k_weight: ``[D]``.
-        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R
-            channels as transformers does. They get no gradient.
+        q: queries ``[B, H, S, D]``, or packed ``[T, H, D]``.
+        k: keys, like ``q``; the number of heads may differ.
+        q_weight: weight of the queries' norm, ``[D]``.
+        k_weight: weight of the keys' norm, ``[D]``.
+        cos: cosines of the angles, ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D,
+            filled over all R channels as transformers does. They get no gradient.
+        sin: sines of the angles, like ``cos``.
+        eps: added to the mean square.
+        offset: added to the weights.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Returns:
@@ -1023,8 +1029,14 @@ def fused_qkv_norm_rope(
 
     Args:
         qkv: ``[T, (H + 2K) · D]``.
-        cos, sin: ``[T, R]``.
+        q_weight: weight of the queries' norm, ``[D]``.
+        k_weight: weight of the keys' norm, ``[D]``.
+        cos: cosines of the angles, ``[T, R]``.
+        sin: sines of the angles, ``[T, R]``.
         heads: H and K.
+        eps: added to the mean square.
+        offset: added to the weights.
+        interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         gradient_padding: columns left free behind each row of the gradient.
         gradient_amax: slot that gets the largest absolute value of the gradient.
 

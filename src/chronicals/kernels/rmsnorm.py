@@ -1,5 +1,6 @@
-"""RMSNorm (Zhang and Sennrich, 2019, equation 4) over the last dimension, alone or after the
-addition of a residual.
+"""RMSNorm over the last dimension, alone or after the addition of a residual.
+
+Zhang and Sennrich, 2019, equation 4:
 
     s = x + r                             in the promoted dtype; without a residual r, s = x
     y = s / sqrt(mean(s²) + eps) · (offset + w)
@@ -265,8 +266,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernel.
 
-    Args:
-        extra: gradient that reaches the sum s itself, added to ds; or None.
+    ``extra`` is a gradient that reaches the sum s itself and is added to ds, or None.
 
     Returns:
         ds, its amax cell and dw; the last two are ``absent`` if not wanted.
@@ -345,9 +345,8 @@ class _RMSNorm(torch.autograd.Function):
 
         The gradient of that second output is added to ds inside the backward kernel.
 
-        Args:
-            paddings: free columns behind each row of the norm, and of its input's gradient.
-            amaxes: slots for the amax of the norm, and of its input's gradient.
+        ``paddings`` are the free columns behind each row of the norm and of its input's gradient,
+        ``amaxes`` slots for the amax of both.
         """
         rows = in_rows(x)
         weight = None if weight is None else weight.contiguous()
@@ -425,11 +424,15 @@ def fused_add_rmsnorm(
     Differentiable in ``x``, ``residual`` and ``weight``.
 
     Args:
+        x: ``[..., D]``.
         residual: None if ``x`` is the sum already.
-        padding, gradient_padding: columns left free behind each row of the norm and of the
-            gradient; only for ``[T, D]``.
-        amax, gradient_amax: slots that get the largest absolute value of the norm and of the
-            gradient.
+        weight: ``[D]``, or None.
+        eps: added to the mean square.
+        offset: added to the weight.
+        padding: columns left free behind each row of the norm; only for ``[T, D]``.
+        gradient_padding: columns left free behind each row of the gradient; only for ``[T, D]``.
+        amax: slot that gets the largest absolute value of the norm.
+        gradient_amax: slot that gets the largest absolute value of the gradient.
 
     Returns:
         The norm, and the sum, which is the next residual.

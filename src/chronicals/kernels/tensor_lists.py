@@ -129,8 +129,9 @@ def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = LIST_CHUNK) -> Table
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; during a CUDA graph's capture, immediately on a stream that is not
-    captured.
+    """Copy to the device.
+
+    During a CUDA graph's capture this happens immediately, on a stream that is not captured.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return values.to(device, non_blocking=True)

@@ -1,5 +1,6 @@
-"""Log-probability of each target and entropy of each prediction of a linear head, without all
-logits at once.
+"""Log-probability of each target and entropy of each prediction of a linear head.
+
+All logits never exist at once.
 
     log p_t = z_t[y_t] − lse_t,   H_t = lse_t − Σ_j p_tj z_tj;   see ``logit_rows`` for z, lse and p
 
@@ -48,8 +49,9 @@ def _forward(
     chunk_size: int,
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p, lse and entropy, each ``[T]``; ``more`` ``[V, r]`` are further columns of the
-    head.
+    """Return log p, lse and entropy, each ``[T]``.
+
+    ``more`` ``[V, r]`` are further columns of the head.
     """
     out = _outputs(hidden, weight, more, bias, targets, scale, softcap, chunk_size, wants_entropy)
     narrow = side_by_side(weight, more, hidden.dtype)
@@ -241,10 +243,13 @@ def token_log_probability(
     Args:
         hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` if they
             require it.
+        weight: ``[V, D]``.
         targets: int64 ``[T]``; the log-probability of −100 is 0. A target outside the vocabulary
             raises IndexError on the CPU; on a card its log-probability is NaN.
+        bias: ``[V]``, or None.
         adapter: a low-rank addition to the head, differentiable too.
-        scale, softcap: applied to the logits, in this order; ``scale`` is 1 / temperature.
+        scale: factor of the logits, 1 / temperature.
+        softcap: bound of the logits, applied after the factor; None for none.
         chunk_size: rows of logits that exist at a time, at most.
         entropy: whether entropies are wanted; if not they are zeros.
         count: upper bound on the number of targets that are not −100, if the host knows one. Only

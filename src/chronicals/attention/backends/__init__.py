@@ -97,9 +97,12 @@ def choose_backend(
     """Return the name of the backend to use; each new choice is logged once.
 
     Args:
-        device, dtype: those of the queries.
+        device: device of the queries.
+        dtype: dtype of queries, keys and values.
         head_dim: width of a head.
-        window, softcap, sinks: whether the mask has them.
+        window: whether tokens attend to a window only.
+        softcap: whether scores are bounded.
+        sinks: whether heads have an extra key without a value.
         trains: whether gradients will be computed.
         backend: a name from ``BACKENDS`` that must be used; None to choose.
         flash: if False, none of ``FLASH`` is chosen.

@@ -1,5 +1,6 @@
-"""Backend of FlashAttention-4 (package ``flash-attn-4``, CuTe), whose kernels are called below the
-package's autograd and registered with torch.
+"""Backend of FlashAttention-4 (package ``flash-attn-4``, CuTe).
+
+Its kernels are called below the package's autograd and registered with torch.
 
 Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of
 q, k and v may be strided, as in a merged product. The first call of a kind of shape compiles for

@@ -1,5 +1,6 @@
-"""Backend that runs one document after another: by torch's SDPA, or by the reference if there is a
-softcap or sinks.
+"""Backend that runs one document after another.
+
+Each runs by torch's SDPA, or by the reference if there is a softcap or sinks.
 
 It runs everywhere and is the slowest: bounds are copied to the host, and the reference holds a
 document's whole score matrix.
@@ -52,7 +53,8 @@ def _slices(
     Args:
         cu: int32 ``[N + 1]``.
         tokens: number of tokens of ``of``.
-        name, of: names of ``cu`` and of the tensor, for the message.
+        name: name of ``cu``, for the message.
+        of: name of the tensor whose tokens are divided, for the message.
         more: whether tokens may follow the last document.
 
     Raises:
@@ -115,7 +117,9 @@ def attention_reference(
     The whole score matrix of a document exists at once.
 
     Args:
-        k_KSD, v_KSD: keys and values of K heads, which are repeated to H.
+        q_HQD: queries.
+        k_KSD: keys of K heads, which are repeated to H.
+        v_KSD: values of K heads, which are repeated to H.
         seen: bool ``[Q, S]``, the keys that each query attends to; all if None.
         scale: factor on the scores.
         softcap: scores become ``softcap · tanh(score / softcap)``.
