@@ -205,7 +205,10 @@ def _forward(
         of_divergence,
         of_cross_entropy,
     )
-    sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
+    total, d_hidden, *of_head = empty_results(
+        hidden, weight, more, bias, None, gradient_type, [*wanted, False]
+    )
+    sums = total.new_zeros(len(ROW_RESULTS))
     head = side_by_side(weight, more, hidden.dtype)
     teacher_head = (
         None
@@ -258,7 +261,7 @@ def _forward(
 
 
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     hidden: Tensor,
     weight: Tensor,
     more: Tensor | None,
@@ -278,17 +281,7 @@ def _(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    return _outputs(hidden, weight, more, bias, gradient_type, wanted)
-
-
-def _outputs(
-    hidden: Tensor,
-    weight: Tensor,
-    more: Tensor | None,
-    bias: Tensor | None,
-    gradient_type: torch.dtype,
-    wanted: list[bool],
-) -> list[Tensor]:
+    """Allocate the sums and gradients that ``_forward`` returns."""
     total, *gradients = empty_results(
         hidden, weight, more, bias, None, gradient_type, [*wanted, False]
     )
