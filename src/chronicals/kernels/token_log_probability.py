@@ -1,6 +1,6 @@
 """Log-probability of each target and entropy of each prediction of a linear head.
 
-All logits never exist at once.
+The logits of all rows never exist at once.
 
     log p_t = z_t[y_t] − lse_t,   H_t = lse_t − Σ_j p_tj z_tj;   see ``logit_rows`` for z, lse and p
 
