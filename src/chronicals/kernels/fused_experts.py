@@ -115,33 +115,30 @@ class ProductInput(NamedTuple):
     in_fp8: Scaled | None = None
 
 
-def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
-    """Return an adapter's thin product ``s · x Aᵀ``, ``[S, R]``; None without an adapter."""
-    return (
-        None
-        if of.down is None or x is None
-        else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
-    )
-
-
 def _through(
     x: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
     of_tokens: bool,
-    thin: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``y = x Wᵀ`` with adapter and bias, and the weight's scales if it ran in FP8."""
-    adapted = None if thin is None or of.up is None else LowRankTerm(thin, of.up)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return ``y = x Wᵀ`` with adapter and bias.
+
+    Also returns the adapter's thin product ``s · x Aᵀ``, ``[S, R]``, None without an adapter; and
+    the weight's scales, None unless the product ran in FP8.
+    """
+    thin = adapted = None
+    if of.down is not None and of.up is not None and x.dense is not None:
+        thin = grouped_product(x.dense, of.down, to, of_tokens, factor=of.scale)
+        adapted = LowRankTerm(thin, of.up)
     if of.in_fp8 is None:
         assert x.dense is not None
-        return grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted), None
+        y = grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted)
+        return y, thin, None
     assert x.in_fp8 is not None
     weight = of.in_fp8.rows()
-    return fp8_grouped_product(
-        x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True
-    ), weight.scale
+    y = fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True)
+    return y, thin, weight.scale
 
 
 def _back(
@@ -245,16 +242,13 @@ class _FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         first = settings.product(0, w1, b1, a1, u1)
         second = settings.product(1, w2, b2, a2, u2)
-        thin = _thin(x, first, to, True)
         of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
-        h, of_first = _through(of_x, first, to, True, thin, x.dtype)
+        h, thin, of_first = _through(of_x, first, to, True, x.dtype)
         if second.in_fp8 is None:
             unit = ProductInput(expert_glu(h, settings.gate))
         else:
             unit = ProductInput(*expert_glu_fp8(h, settings.gate, dense=a2 is not None))
-        z, of_second = _through(
-            unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
-        )
+        z, _, of_second = _through(unit, second, to, False, x.dtype)
         ctx.kept = settings
         ctx.sizes = (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None

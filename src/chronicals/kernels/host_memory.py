@@ -105,20 +105,19 @@ class PinnedTensors:
         """
         self._devices.add(device)
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        if like.nbytes > SMALL_TENSOR_POOL_BYTES:
-            return self._allocated(like.nbytes).tensor(0, like)
-        if self._shared is None or self._used + like.nbytes > SMALL_TENSOR_POOL_BYTES:
-            self._shared = self._allocated(SMALL_TENSOR_POOL_BYTES)
+        is_large = like.nbytes > SMALL_TENSOR_POOL_BYTES
+        if self._shared is None or is_large or self._used + like.nbytes > SMALL_TENSOR_POOL_BYTES:
+            size = like.nbytes if is_large else SMALL_TENSOR_POOL_BYTES
+            memory = PinnedMemory(registered=size)
+            memory.allocate(size)
+            self._memories.append(memory)
+            if is_large:
+                return memory.tensor(0, like)
+            self._shared = memory
             self._used = 0
         offset = self._used
         self._used = -(-(self._used + like.nbytes) // HOST_ALIGNMENT) * HOST_ALIGNMENT
         return self._shared.tensor(offset, like)
-
-    def _allocated(self, size: int) -> PinnedMemory:
-        memory = PinnedMemory(registered=size)
-        memory.allocate(size)
-        self._memories.append(memory)
-        return memory
 
 
 _left: list[tuple[list[PinnedMemory], set[torch.device]]] = []

@@ -46,7 +46,10 @@ def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 HIGH_PRIORITY = -1
-"""CUDA priority of a stream beside which another may work. CUDA's default, the lowest, is 0."""
+"""CUDA priority of a stream beside which another may work."""
+
+LOWEST_PRIORITY = 0
+"""The lowest CUDA priority, which is the default."""
 
 
 def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
@@ -66,7 +69,7 @@ def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch
         first()
         beside()
         return
-    other = _lowest_stream(device)
+    other = stream_of_priority(device, LOWEST_PRIORITY)
     other.wait_stream(current)
     try:
         with torch.cuda.stream(other):
@@ -77,5 +80,6 @@ def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch
 
 
 @functools.cache
-def _lowest_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def stream_of_priority(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """Return a stream of a card, the same for the same priority."""
+    return torch.cuda.Stream(device, priority=priority)

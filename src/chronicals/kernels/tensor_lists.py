@@ -6,7 +6,6 @@ and for each chunk the tensor that it belongs to.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
-from chronicals.kernels.products import HIGH_PRIORITY
+from chronicals.kernels.products import HIGH_PRIORITY, stream_of_priority
 
 LIST_BLOCK = 1024
 """Elements that a program's four warps hold at a time."""
@@ -135,15 +134,10 @@ def _to_device(values: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return values.to(device, non_blocking=True)
-    with torch.cuda.stream(_uncaptured_stream(device)):
-        return values.to(device)
-
-
-@functools.cache
-def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
     # torch has few streams of each priority and hands them out in turn; one of a priority that
     # nothing else uses is not being captured.
-    return torch.cuda.Stream(device, priority=2 * HIGH_PRIORITY)
+    with torch.cuda.stream(stream_of_priority(device, 2 * HIGH_PRIORITY)):
+        return values.to(device)
 
 
 def of_triton(kind: torch.dtype) -> object:
