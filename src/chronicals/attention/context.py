@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chronicals.batch import Context, SharedKeys, SplitDocuments
+from chronicals.batch import SharedKeys, SplitDocuments
 
 GATHER_BYTES = 1 << 30
 """Bytes of keys and values gathered at a time, but at least one head's. (Those of a million tokens
@@ -223,35 +223,29 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
         ctx.split = split
         ctx.to_heads = to_heads
-        return _to_heads(x, split) if to_heads else _to_tokens(x, split)
+        return _exchanged(x, split, to_heads)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (_to_tokens if ctx.to_heads else _to_heads)(dy, ctx.split), None, None
+        return _exchanged(dy, ctx.split, not ctx.to_heads), None, None
 
 
-def _to_heads(x_QHD: Tensor, split: SplitDocuments) -> Tensor:
-    parts = (
-        x_QHD.unflatten(1, (split.context.inner, -1)).transpose(0, 1).contiguous()
-    )  # [c, n, H/c, D]
-    tokens = _all_to_all(parts, split.context).flatten(0, 1)
-    return tokens if split.order is None else tokens.index_select(0, split.order)
-
-
-def _to_tokens(x_THD: Tensor, split: SplitDocuments) -> Tensor:
-    x_THD = x_THD.contiguous() if split.back is None else x_THD.index_select(0, split.back)
-    return (
-        _all_to_all(x_THD.unflatten(0, (split.context.inner, -1)), split.context)
-        .transpose(0, 1)
-        .flatten(1, 2)
-    )
-
-
-def _all_to_all(parts: Tensor, context: Context) -> Tensor:
-    """Send part n to rank n; return a tensor whose part n came from rank n."""
+def _exchanged(x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
+    """Exchange parts of ``x`` among the ranks, as ``_Exchange`` describes it."""
+    inner = split.context.inner
+    if to_heads:
+        parts = x.unflatten(1, (inner, -1)).transpose(0, 1).contiguous()  # [c, n, H/c, D]
+    else:
+        x = x.contiguous() if split.back is None else x.index_select(0, split.back)
+        parts = x.unflatten(0, (inner, -1))
+    # Part n goes to rank n, and the received part n comes from rank n.
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=context.inner_group)
-    return received
+    dist.all_to_all_single(received, parts, group=split.context.inner_group)
+    del parts  # before what was received is copied in another order
+    if not to_heads:
+        return received.transpose(0, 1).flatten(1, 2)
+    tokens = received.flatten(0, 1)
+    return tokens if split.order is None else tokens.index_select(0, split.order)
 
 
 class _Gather(torch.autograd.Function):
