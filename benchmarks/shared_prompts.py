@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from chronicals.attention import document_attention
-from chronicals.attention.shared_keys import gather_keys
+from chronicals.attention.documents import gather_keys
 from chronicals.batch import SharedKeys
 from chronicals.benchmark.shapes import LENGTH_SPREAD, MEDIAN_LENGTH, SHORTEST_LENGTH
-from chronicals.data.making.shared_prompts import IS_SHARED
-from chronicals.data.packs.prompt_keys import shared_keys
+from chronicals.data.making.documents import IS_SHARED
+from chronicals.data.packs.step_memory import shared_keys
 
 SAMPLES = 15
 WARM_UP = 3

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.adapter import Adapter, Rows
+from chronicals.kernels.linear_head import Adapter, Rows
 from chronicals.quantization import PackedLinear, packed_weight
-from chronicals.quantization.bitsandbytes_layer import as_ours
+from chronicals.quantization.bitsandbytes import is_of_bitsandbytes, shared
 
 
 class UnknownLinear(ValueError):
@@ -105,7 +105,7 @@ def read_linear(layer: Any) -> ReadLinear:
         adapter, on = reader(layer)
         layer = layer.base_layer
     try:
-        layer = as_ours(layer)
+        layer = shared(layer) if is_of_bitsandbytes(layer) else layer
     except ValueError as error:
         raise UnknownLinear(str(error)) from None
     if type(layer) is not nn.Linear and packed_weight(layer) is None:
@@ -162,7 +162,7 @@ class Head:
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
 
-SCALES: dict[str, Callable[[float], float]] = {
+LOGIT_SCALES: dict[str, Callable[[float], float]] = {
     "logit_scale": lambda factor: factor,  # Cohere
     "logits_scaling": lambda divisor: 1.0 / divisor,  # Granite
     "lm_head_multiplier": lambda factor: factor,  # Falcon-H1
@@ -197,7 +197,7 @@ def read_head(model: Any) -> Head:
         )
     config = model.config.get_text_config()
     scale = 1.0
-    for field, factor in SCALES.items():
+    for field, factor in LOGIT_SCALES.items():
         value = getattr(config, field, None)
         if value is not None:
             scale *= factor(value)
