@@ -369,6 +369,7 @@ def habits_of_others() -> list[Step]:
         "use lr_scheduler: cosine",
     ]
     return [
+        Step(["chronicals", "preprocess", "axolotl.yaml"], ["use chronicals train --check"], 2),
         Step(["chronicals", "train", "axolotl.yaml"], axolotl, 1),
         Step(
             ["chronicals", "train", "axolotl-followed.yaml"],
@@ -379,6 +380,7 @@ def habits_of_others() -> list[Step]:
             ["chronicals", "train", "llama-factory-followed.yaml"],
             ["400 rows .400 instruction.", "^trained .* steps"],
         ),
+        Step(["chronicals", "chat", "from-llama-factory"], ["use chronicals generate"], 2),
         Step(
             ["chronicals", "generate", "from-llama-factory", "--prompt", "what about 7?"],
             only_answers=1,
