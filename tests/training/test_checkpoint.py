@@ -16,7 +16,7 @@ import tiny
 from chronicals.config.config import laid_over
 from chronicals.data import TokenStore
 from chronicals.data.reading.sources import source_fingerprint
-from chronicals.saving import check_folder, describe, folders, write_folder
+from chronicals.saving import check_folder, folders, manifest_entry, write_folder
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.callbacks import Callback, read_metrics
@@ -286,7 +286,7 @@ def rewrite_state(folder, **changes):
     (folder / "state.json").write_text(json.dumps(state | changes))
     described = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(
-        json.dumps(described | {"state.json": describe(folder / "state.json")})
+        json.dumps(described | {"state.json": manifest_entry(folder / "state.json")})
     )
 
 

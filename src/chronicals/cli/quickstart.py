@@ -132,7 +132,7 @@ def _require_ours(folder: Path) -> None:
     its model wrote.
     """
     from chronicals.config import ConfigurationError
-    from chronicals.export.workspace import EXPORTS, files_of_others
+    from chronicals.export.artefact import EXPORTS, files_of_others
     from chronicals.training.quickstart import WRITTEN
 
     if not (folder / "untrained").exists():

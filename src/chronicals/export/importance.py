@@ -37,6 +37,7 @@ class ColumnSquares:
         """Add inputs of a matrix.
 
         Args:
+            stack: the stack's key.
             matrices: how many matrices the stack has.
             number: of the matrix in the stack.
             x: ``[..., in]``.
@@ -76,6 +77,7 @@ def importance_of(
     Args:
         model: whose modules have the names of the pieces' sources, except for the prefix of a
             language part.
+        pieces: of the file, with the names of the model's weights that they are made of.
         documents: token ids; the first ``MAX_MEASURED_TOKENS`` are taken.
     """
     squares = ColumnSquares()
@@ -101,12 +103,19 @@ def importance_of(
     ]
     undo = watch_experts(model, partial(_add_experts, squares, model))
     try:
-        _run(model, documents)
+        tokens = 0
+        device = next(model.parameters()).device
+        for ids in documents:
+            model(torch.tensor([ids], device=device))
+            tokens += len(ids)
+            if tokens >= MAX_MEASURED_TOKENS:
+                break
     finally:
         undo()
         for hook in hooks:
             hook.remove()
-    if unseen := squares.unseen():
+    unseen = squares.unseen()
+    if unseen:
         logger.info(
             "importance: %d matrices of experts saw none of the rows; their columns count alike",
             unseen,
@@ -132,14 +141,3 @@ def _add_experts(
     if stack is not None:
         squares.add(stack, len(model.get_parameter(path)), expert, x)
     return x
-
-
-def _run(model: Any, documents: list[list[int]]) -> None:
-    """Run the model over documents until enough tokens are measured."""
-    tokens = 0
-    device = next(model.parameters()).device
-    for ids in documents:
-        model(torch.tensor([ids], device=device))
-        tokens += len(ids)
-        if tokens >= MAX_MEASURED_TOKENS:
-            return

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.export.proof import Proof
-from chronicals.export.source import Source, logits_of
+from chronicals.export.proof import ArtefactProof
+from chronicals.export.source import SourceModel, logits_of
 
 PROGRAM = """
 import json, sys
@@ -55,11 +55,11 @@ VLLM_LEAST_BOUND = 0.02
 """The bound is at least this, in nats."""
 
 
-class NotRun(ValueError):
+class VLLMNotRun(ValueError):
     """vLLM could not be run; the message has its last log line."""
 
 
-def log_probabilities(
+def vllm_log_probabilities(
     python: str | Path,
     model: str | Path,
     documents: list[list[int]],
@@ -71,11 +71,12 @@ def log_probabilities(
     Args:
         python: interpreter of an environment with vLLM.
         model: folder or hub name of a whole model.
+        documents: token ids of each.
         adapter: folder of an adapter over it.
         rank: of the adapter, as vLLM is told.
 
     Raises:
-        NotRun: the interpreter is missing, or the program failed.
+        VLLMNotRun: the interpreter is missing, or the program failed.
     """
     arguments = {
         "model": str(model),
@@ -93,13 +94,13 @@ def log_probabilities(
             timeout=VLLM_TIME_LIMIT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotRun(f"vllm_python={str(python)!r}: {error}") from error
+        raise VLLMNotRun(f"vllm_python={str(python)!r}: {error}") from error
     results = [line for line in done.stdout.splitlines() if line.startswith(RESULT_PREFIX)]
     if done.returncode or not results:
         lines = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
         # vLLM's processes go on to log after the error.
         cause = next((line for line in lines if _CAUSE.search(line)), lines[-1])
-        raise NotRun(
+        raise VLLMNotRun(
             f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: "
             f"{cause}"
         )
@@ -107,30 +108,32 @@ def log_probabilities(
     return values
 
 
-def prove(
-    source: Source,
+def prove_log_probabilities(
+    source: SourceModel,
     model: str | Path,
     made: Callable[[], Any],
-    proof: Proof,
+    proof: ArtefactProof,
     adapter: Path | None = None,
     rank: int = 0,
 ) -> None:
     """Check vLLM's log-probabilities beside those of a model in torch.
 
     Args:
+        source: the exported model, with the documents that are compared.
         model: folder or hub name of a whole model.
         made: returns the model in torch with the artefact's weights.
+        proof: gets the check.
         adapter: folder of an adapter over the model.
         rank: of the adapter, as vLLM is told.
 
     Raises:
-        NotRun: vLLM was asked for and cannot be run.
+        VLLMNotRun: vLLM was asked for and cannot be run.
     """
     if source.vllm_python is None:
         reason = "give the interpreter of an environment with vLLM (--vllm-python)"
         proof.not_run("log-probabilities", VLLM, reason)
         return
-    theirs = log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
+    theirs = vllm_log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
     expected = made()
     ours = _log_probabilities(expected, source.documents)
     rounded = _log_probabilities(expected.bfloat16(), source.documents)

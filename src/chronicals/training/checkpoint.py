@@ -33,7 +33,7 @@ from chronicals.saving import (
     StoredStates,
     check_folder,
     optimizer_files,
-    remove,
+    remove_folder,
     save_model,
     trained,
     write_folder,
@@ -189,7 +189,7 @@ def save_checkpoint(
     kept = [other for other in earlier if best is not None and other.name == name_of(best)]
     others = [other for other in earlier if other not in kept]
     for old in others[max(keep - 1 - len(kept), 0) :]:
-        remove(old)
+        remove_folder(old)
     return folder
 
 
@@ -209,7 +209,7 @@ def load_weights(folder: Path, model: Any) -> None:
         CheckpointError: the checkpoint belongs to another model.
     """
     with _belonging_to(folder):
-        saving.load_weights(folder / MODEL, model)
+        saving.load_saved_weights(folder / MODEL, model)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.reading.own_files import RUN_FILES
 from chronicals.models import within_adapters
 from chronicals.moe.anchor import FILE as ANCHOR
-from chronicals.saving import MANIFEST, remove
+from chronicals.saving import MANIFEST, remove_folder
 from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
 from chronicals.training.columns import REFERENCE_FILE
 from chronicals.training.errors import CheckpointError
@@ -109,14 +109,14 @@ def put_back(output_dir: Path) -> None:
     """Restore an earlier run if the new run has no checkpoint; do nothing if there is none."""
     earlier = output_dir / EARLIER
     moving = output_dir / MOVING
-    remove(output_dir / DISCARDED)
+    remove_folder(output_dir / DISCARDED)
     if earlier.exists():
         replaced_by = earlier / REPLACED_BY
         if replaced_by.exists() and (output_dir / CHECKPOINTS / replaced_by.read_text()).exists():
             _discard(output_dir)
             return
         for name in BESIDE:
-            remove(output_dir / name)
+            remove_folder(output_dir / name)
         replaced_by.unlink(missing_ok=True)
         os.rename(earlier, moving)
     if moving.exists():
@@ -124,7 +124,7 @@ def put_back(output_dir: Path) -> None:
             _move(folder, output_dir / CHECKPOINTS / folder.name)
         for name in (*BESIDE, MODEL):
             _move(moving / name, output_dir / name)
-        remove(moving)
+        remove_folder(moving)
         logger.warning(
             "%s holds the earlier run again: the one that was to replace it had no checkpoint yet",
             output_dir,
@@ -133,7 +133,7 @@ def put_back(output_dir: Path) -> None:
 
 def _discard(output_dir: Path) -> None:
     os.rename(output_dir / EARLIER, output_dir / DISCARDED)
-    remove(output_dir / DISCARDED)
+    remove_folder(output_dir / DISCARDED)
 
 
 def _move(source: Path, target: Path) -> None:

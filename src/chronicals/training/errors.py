@@ -1,6 +1,6 @@
-"""Exceptions of training, in a module without heavy imports."""
+"""Exceptions of training and of its checkpoints."""
 
-from chronicals.saving.errors import CheckpointError
+from chronicals.saving.folders import CheckpointError
 
 __all__ = ["CheckpointError", "Interrupted", "TrainingError"]
 
