@@ -31,10 +31,10 @@ from baseline import documents, versions
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
+from chronicals.objectives import build_objective
 from chronicals.quantization import FP8
-from chronicals.verification.path import TrainingPath
-from chronicals.verification.reference import PlainArm, exact_products
-from chronicals.verification.verify import documents_of
+from chronicals.verification.reference import PlainArm, count_items, exact_products
+from chronicals.verification.verify import TrainingPath, step_items
 
 VOCABULARY = 16384
 RATE = 2e-4
@@ -119,8 +119,10 @@ def run(
 ) -> tuple[dict, TrainingPath]:
     device = next(model.parameters()).device
     stream = BatchStream(store, config, padding, pin=device.type == "cuda")
-    plain = PlainArm(model, device, config, usual_attention=True) if looked_at else None
-    path = TrainingPath(model, config, config.max_steps, device)
+    plain = None
+    if looked_at:
+        plain = PlainArm(model, device, config, build_objective(config), usual_attention=True)
+    path = TrainingPath(model, config, config.max_steps)
     losses = []
     gradients = {}
     with path.stepping():
@@ -128,8 +130,10 @@ def run(
             exact = None
             if plain is not None and number + 1 in looked_at:
                 plain.load({name: path.weight(name) for name in path.trained})
+                packs = step_items(store, stream, step.began)
                 with exact_products():
-                    _, exact = plain.differentiate(documents_of(store, stream, step.began))
+                    counts = {**step.counts, **count_items(packs)}
+                    _, exact = plain.differentiate(packs, counts)
             made = path.step(step, number)
             losses.append(made.loss)
             if exact is not None:

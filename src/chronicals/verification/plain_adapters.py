@@ -61,7 +61,8 @@ class PlainAdapters:
             )  # Conv1D is [in, out]
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
             b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
-            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            self.trained[f"{path}.lora_A"] = a
+            self.trained[f"{path}.lora_B"] = b
             upright = isinstance(layer, nn.Linear)
             lengths = None
             if fields["use_dora"]:
@@ -75,12 +76,11 @@ class PlainAdapters:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
     def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
-        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``, with e the class's embedding
-        scale.
-        """
+        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``; e is the class's embedding scale."""
         a = nn.Parameter(torch.zeros(rank, layer.num_embeddings, device=self.device))
         b = nn.Parameter(torch.randn(layer.embedding_dim, rank, device=self.device))
-        self.trained[f"{path}.lora_embedding_A"], self.trained[f"{path}.lora_embedding_B"] = a, b
+        self.trained[f"{path}.lora_embedding_A"] = a
+        self.trained[f"{path}.lora_embedding_B"] = b
         scale *= float(getattr(layer, "embed_scale", 1.0))
 
         def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ class PlainAdapters:
                 torch.randn(experts * rank, wide, device=self.device) / math.sqrt(wide)
             )
             b = nn.Parameter(torch.zeros(narrow, rank * experts, device=self.device))
-            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            self.trained[f"{path}.lora_A"] = a
+            self.trained[f"{path}.lora_B"] = b
             _put_in_place(layer, name, a, b, scale, experts, transposed)
 
     def _train_rows(self, asked: Any) -> None:
@@ -135,13 +136,11 @@ class PlainAdapters:
             or layer is self.model.get_output_embeddings()
         }
         known: dict[int, nn.Parameter] = {}
-        named = (
-            asked
-            if isinstance(asked, Mapping)
-            else {}
-            if asked is None
-            else {next(iter(ends)): asked}
-        )
+        named: Mapping[str, Any] = {}
+        if isinstance(asked, Mapping):
+            named = asked
+        elif asked is not None:
+            named = {next(iter(ends)): asked}
         for name, tokens in named.items():
             weight = next(
                 layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")
@@ -150,9 +149,8 @@ class PlainAdapters:
             for path, layer in ends.items():
                 if layer._parameters.get("weight") is weight:
                     if id(weight) not in known:
-                        known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(
-                            weight.detach()[ids].float()
-                        )
+                        known[id(weight)] = nn.Parameter(weight.detach()[ids].float())
+                        self.trained[f"{path}.lora_tokens"] = known[id(weight)]
                     parametrize.register_parametrization(
                         layer, "weight", _RowsInWeight(ids, known[id(weight)])
                     )
@@ -170,8 +168,13 @@ def _put_in_place(
     """Replace parameter ``name`` by the adapted one while the layer runs.
 
     Args:
+        layer: that owns the parameter.
+        name: of the parameter.
         a: A, ``[experts · rank, in]``, grouped by expert.
         b: B, ``[out, rank · experts]``, grouped by rank.
+        scale: of their product.
+        experts: how many the parameter stacks.
+        transposed: the parameter is ``[E, in, out]``.
     """
 
     def before(layer: nn.Module, _: Any) -> None:
@@ -223,8 +226,7 @@ class _RowsInWeight(nn.Module):
 
 
 class _AdaptedWeight(nn.Module):
-    """Parametrization ``W ↦ W + scale · B A``, transposed for a Conv1D, whose weight is ``[in,
-    out]``.
+    """Parametrization ``W ↦ W + scale · B A``, transposed for a Conv1D's weight ``[in, out]``.
 
     If ``lengths`` are given, the rows are rescaled to these lengths (DoRA).
     """
@@ -238,13 +240,8 @@ class _AdaptedWeight(nn.Module):
         lengths: nn.Parameter | None,
     ):
         super().__init__()
-        self.adapter = (
-            a,
-            b,
-            scale,
-            upright,
-            lengths,
-        )  # in a tuple, so that they are no parameters of the model
+        # In a tuple, so that they are no parameters of the model.
+        self.adapter = (a, b, scale, upright, lengths)
 
     def forward(self, weight: Tensor) -> Tensor:
         a, b, scale, upright, lengths = self.adapter
@@ -318,6 +315,7 @@ def targeted(
     """Return the paths of the linear layers and embeddings to adapt, in a model without adapters.
 
     Args:
+        model: without adapters.
         wanted: ``target_modules``: suffixes of paths, a regular expression, or ``all-linear``.
         layers: indices of the layers to adapt; None for all.
     """

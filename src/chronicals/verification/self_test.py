@@ -7,7 +7,7 @@ most ``_ALLOWED`` times as large, or two roundings of the dtype if that is large
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from chronicals.lora.merged_linear import Merged, merged_linear, merged_linear_reference
-from chronicals.verification.eight_bits import rounded_linear
+from chronicals.verification.quantised import rounded_linear
 
 _ALLOWED = 1.5
 _LENGTHS = (17, 1, 31)
@@ -76,9 +76,6 @@ class SelfTest:
     error: float
     plain_error: float
     passed: bool
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
@@ -116,15 +113,10 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
             )
         )
     dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))
-    norms = [gate, drawn.up.float(), drawn.hidden.half()]
-    norm, plain_norm, exact_norm = (
-        function([x.to(dtype or x.dtype) for x in norms])
-        for function, dtype in (
-            (gradient_norm, None),
-            (gradient_norm_reference, None),
-            (_norm, torch.float64),
-        )
-    )
+    tensors = [gate, drawn.up.float(), drawn.hidden.half()]
+    norm = gradient_norm(tensors)
+    plain_norm = gradient_norm_reference(tensors)
+    exact_norm = torch.cat([x.double().flatten() for x in tensors]).norm()
     return [
         *compared,
         dropped,
@@ -163,6 +155,7 @@ class _Drawn:
         return cls(device, gate, up, hidden, weight, targets, (cos, sin))
 
     def random(self, *shape: int) -> Tensor:
+        """Return normally distributed numbers, bf16."""
         return torch.randn(*shape, device=self.device, dtype=DTYPE)
 
 
@@ -345,10 +338,6 @@ def _judged(
     passed = all(error <= max(_ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in tensors]).norm()
 
 
 def _compare_dropped(
