@@ -1,4 +1,4 @@
-"""What an adapter adds to the tensors of its base's files, and the stacked experts that it saw.
+"""Products that an adapter adds to the tensors of its base's files, and the experts that it saw.
 
 It adds a product ``s · B A`` to a tensor, or to a part of one.
 
@@ -314,7 +314,9 @@ class DequantisedExperts:
             ValueError: a tensor of its stack is quantised in the files, or of another shape.
         """
         stack = self._owners[name]
-        return _within(self._values(stack), self.parts[stack][name]).float()
+        part = self.parts[stack][name]
+        values = self._values(stack)
+        return (values if part.expert is None else part.of(values[part.expert])).float()
 
     def _dequantised(self, stack: str) -> Tensor:
         kind = self.kinds[stack]
@@ -322,14 +324,9 @@ class DequantisedExperts:
         whole = torch.empty(self.stacks[stack], dtype=source)
         for name, part in self.parts[stack].items():
             value = self.stored[name].read()
-            place = _within(whole, part)
+            place = whole if part.expert is None else part.of(whole[part.expert])
             if value.shape != place.shape:
                 shapes = f"{list(value.shape)} there, {list(place.shape)} here"
                 raise ValueError(f"{name} ({shapes}): of another shape than config.json says")
             place.copy_(value)
         return kind.values(whole.reshape(-1, whole.shape[-1])).view(whole.shape)
-
-
-def _within(whole: Tensor, part: StoredPart) -> Tensor:
-    """Return the view of a stack that a part is."""
-    return whole if part.expert is None else part.of(whole[part.expert])

@@ -52,7 +52,21 @@ def card(source: SourceModel, name: str, kind: str, proof: ArtefactProof) -> str
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", f"Format: `{kind}`."]
     if base:
         parts.append(f"Trained from `{Path(base).name if is_local else base}` with chronicals.")
-    parts += [part for part in (_settings(recipe), _curve(source)) if part]
+    # The recipe's data, without folders of this machine, and its main settings.
+    data = recipe.get("data") or []
+    names = []
+    for entry in [data] if isinstance(data, str) else data:
+        path = entry if isinstance(entry, str) else entry.get("path", "")
+        names.append(Path(path).name if Path(path).is_absolute() else path)
+    lines = [f"| data | {', '.join(names)} |"] if names else []
+    for field in SHOWN_FIELDS:
+        if recipe.get(field) is not None:
+            lines.append(f"| {field} | {recipe[field]} |")
+    if lines:
+        parts.append("\n".join(["## Training", "", "| | |", "|---|---|", *lines]))
+    curve = _curve(source)
+    if curve:
+        parts.append(curve)
     if proof.checks:
         lines = ["## Compared with the trained model", ""]
         lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
@@ -65,20 +79,6 @@ def card(source: SourceModel, name: str, kind: str, proof: ArtefactProof) -> str
             lines.append(f"| {' | '.join([check.name, check.client, result, *numbers])} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _settings(recipe: dict[str, Any]) -> str:
-    """Return a table of the recipe's data and main settings; empty without a recipe."""
-    data = recipe.get("data") or []
-    names = []
-    for entry in [data] if isinstance(data, str) else data:
-        path = entry if isinstance(entry, str) else entry.get("path", "")
-        names.append(Path(path).name if Path(path).is_absolute() else path)
-    lines = [f"| data | {', '.join(names)} |"] if names else []
-    for field in SHOWN_FIELDS:
-        if recipe.get(field) is not None:
-            lines.append(f"| {field} | {recipe[field]} |")
-    return "\n".join(["## Training", "", "| | |", "|---|---|", *lines]) if lines else ""
 
 
 def _curve(source: SourceModel) -> str:

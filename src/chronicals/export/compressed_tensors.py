@@ -13,6 +13,7 @@ import importlib.util
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -220,13 +221,15 @@ def _bf16_not_below(exact: Tensor) -> Tensor:
     return torch.where(scale.float() < exact, next_scale, scale)
 
 
+@dataclass(frozen=True)
 class CompressedTensors(ArtefactFormat):
-    """A folder in a layout of compressed-tensors, its ``kind`` a key of ``LAYOUTS``."""
+    """A folder in a layout of compressed-tensors.
 
-    @property
-    def layout(self) -> Layout:
-        """The form of its quantised weights."""
-        return LAYOUTS[self.kind]
+    Attributes:
+        layout: the form of its quantised weights.
+    """
+
+    layout: Layout
 
     def size(self, source: SourceModel) -> int:
         """Return the bytes of the tensors."""

@@ -24,7 +24,7 @@ from chronicals.export.hub import upload
 from chronicals.export.merge import reward_model_refusal
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
-from chronicals.export.proof import ArtefactProof
+from chronicals.export.proof import ArtefactProof, NotProved
 from chronicals.export.source import SourceModel, opened
 from chronicals.export.whole import WholeModel
 from chronicals.formats.gguf.vision import PROJECTOR_TYPES
@@ -43,7 +43,7 @@ FORMATS: dict[str, ArtefactFormat] = {
     "adapter": AdapterFolder("adapter"),
     "gguf-adapter": GGUFAdapter("adapter"),
     "nf4": NF4Folder("nf4"),
-    **{kind: CompressedTensors(kind) for kind in LAYOUTS},
+    **{kind: CompressedTensors(kind, layout) for kind, layout in LAYOUTS.items()},
     **{f"gguf-{kind}": GGUFModel(kind) for kind in (*WEIGHT_TYPES, *LLAMA_CPP_KINDS)},
     **{f"mmproj-{kind}": GGUFProjector(kind) for kind in PROJECTOR_TYPES},
 }
@@ -259,7 +259,11 @@ def _export_one(
     try:
         chosen.write(source, aside)
         chosen.prove(source, aside, proof)
-        proof.require(target)
+        if proof.failed:
+            raise NotProved(
+                f"{target}: is not the trained model, and was not kept: "
+                f"{'; '.join(map(str, proof.failed))}"
+            )
     except Exception:
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
         raise

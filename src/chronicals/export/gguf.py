@@ -418,11 +418,8 @@ def as_rounded(model: Any, kind: str) -> Iterator[None]:
     and output are rounded.
     """
 
-    def round_input(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def round_input(kind: str, _: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_rounded(inputs[0], kind), *inputs[1:])
-
-    def round_input_of_table(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_rounded(inputs[0], "f16"),)
 
     def round_output_of_table(_: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return _rounded(out, "f16")
@@ -430,9 +427,9 @@ def as_rounded(model: Any, kind: str) -> Iterator[None]:
     hooks = []
     for module in model.modules():
         if is_linear(module) and kind != "f32":
-            hooks.append(module.register_forward_pre_hook(round_input))
+            hooks.append(module.register_forward_pre_hook(partial(round_input, kind)))
         elif "GELU" in type(module).__name__:
-            hooks.append(module.register_forward_pre_hook(round_input_of_table))
+            hooks.append(module.register_forward_pre_hook(partial(round_input, "f16")))
             hooks.append(module.register_forward_hook(round_output_of_table))
     try:
         yield

@@ -160,7 +160,16 @@ def push_saved(
         raise UploadError(
             f"base_model={base_model!r}: an artefact names its base already; leave it out"
         )
-    address = upload(name, artefacts, _card_of(artefacts[0]), not public, called=name)
+    # The card that an export wrote into its folder, or one made of a file's proof.
+    card_file = artefacts[0] / CARD_FILE
+    if card_file.exists():
+        text = card_file.read_text()
+    else:
+        about = json.loads(proof_of(artefacts[0]).read_text())
+        checks = [Check(**check) for check in about.pop("checks")]
+        source = _card_source(replace(SavedModel.find(about["model"]), base=about["base"]))
+        text = card(source, artefacts[0].name, about["format"], ArtefactProof(about, checks))
+    address = upload(name, artefacts, text, not public, called=name)
     return Pushed(address, artefacts)
 
 
@@ -288,14 +297,3 @@ def _card_source(saved: SavedModel) -> SourceModel:
         saved = replace(saved, base=json.loads(report.read_text())["base"])
     base = Path(saved.base) if saved.base is not None else place
     return SourceModel(saved, base if base.is_dir() else place)
-
-
-def _card_of(artefact: Path) -> str:
-    """Return the card that an export wrote into its folder, or one made of a file's proof."""
-    written = artefact / CARD_FILE
-    if written.exists():
-        return written.read_text()
-    about = json.loads(proof_of(artefact).read_text())
-    checks = [Check(**check) for check in about.pop("checks")]
-    saved = replace(SavedModel.find(about["model"]), base=about["base"])
-    return card(_card_source(saved), artefact.name, about["format"], ArtefactProof(about, checks))

@@ -27,11 +27,15 @@ MAX_MEASURED_TOKENS = 1 << 16
 
 
 class ColumnSquares:
-    """Sums of squares of inputs by column, of stacks of matrices; a linear layer is a stack of one."""
+    """Sums of squares of inputs by column, of stacks of matrices; a linear layer is a stack of one.
+
+    Attributes:
+        rows: how many inputs each matrix of a stack had, ``[matrices, 1]``, by stack.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Tensor] = {}
-        self._rows: dict[Hashable, Tensor] = {}
+        self.rows: dict[Hashable, Tensor] = {}
 
     def add(self, stack: Hashable, matrices: int, number: int, x: Tensor) -> None:
         """Add inputs of a matrix.
@@ -45,9 +49,9 @@ class ColumnSquares:
         flat = x.reshape(-1, x.shape[-1]).float()
         if stack not in self._sums:
             self._sums[stack] = torch.zeros(matrices, flat.shape[1], dtype=torch.float64)
-            self._rows[stack] = torch.zeros(matrices, 1, dtype=torch.float64)
+            self.rows[stack] = torch.zeros(matrices, 1, dtype=torch.float64)
         self._sums[stack][number] += flat.square().sum(0).double().cpu()
-        self._rows[stack][number] += len(flat)
+        self.rows[stack][number] += len(flat)
 
     def mean(self, stack: Hashable) -> np.ndarray | None:
         """Return the mean squares of a stack, fp32 ``[matrices, in]``.
@@ -58,12 +62,8 @@ class ColumnSquares:
         if stack not in self._sums:
             return None
         sums = self._sums[stack]
-        rows = self._rows[stack]
+        rows = self.rows[stack]
         return torch.where(rows > 0, sums / rows.clamp(min=1), 1.0).float().numpy()
-
-    def unseen(self) -> int:
-        """Count the matrices without inputs in stacks that had some."""
-        return sum(int((rows == 0).sum()) for rows in self._rows.values())
 
 
 @torch.no_grad()
@@ -114,7 +114,8 @@ def importance_of(
         undo()
         for hook in hooks:
             hook.remove()
-    unseen = squares.unseen()
+    # Matrices in stacks of which others had inputs.
+    unseen = sum(int((rows == 0).sum()) for rows in squares.rows.values())
     if unseen:
         logger.info(
             "importance: %d matrices of experts saw none of the rows; their columns count alike",

@@ -299,22 +299,6 @@ class Sums:
         index.write_text(json.dumps(described, indent=2))
 
 
-def check_kept(merged: MergedModel, dtype: str, remedy: str) -> None:
-    """Raise MergeError if rounding to 16 bits takes nearly all of the adapter from every weight.
-
-    Args:
-        merged: the written model, with the change of every weight.
-        dtype: in the names of safetensors.
-        remedy: ends the message.
-    """
-    if all(x.lost_in[dtype] >= LARGEST_LOSS for x in merged.changes.values() if x.change):
-        name = str(FLOAT_DTYPES[dtype]).removeprefix("torch.")
-        raise MergeError(
-            "the adapter is lost: nearly all of its changes are less than the spacing of "
-            f"{name}; nothing was written. {remedy}"
-        )
-
-
 def _check_changes(changes: Mapping[str, Change]) -> None:
     """Raise MergeError if the adapter changes weights too much, not at all, or below rounding."""
     # A NaN is not below the limit either.

@@ -22,14 +22,6 @@ class ChatTurns:
 
     around: dict[str, tuple[str, str]]
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """Return a conversation up to the model's answer."""
-        text = ""
-        for message in messages:
-            before, after = self.around[message["role"]]
-            text += f"{before}{message['content']}{after}"
-        return text + self.around["assistant"][0]
-
     def in_go(self) -> str:
         """Return the template in Go's language."""
         text = "{{ range .Messages }}"
@@ -94,8 +86,13 @@ def turns_of(tokenizer: Any) -> ChatTurns | None:
             return None
         before, _, after = part.partition(CONTENT_MARK)
         around[role] = before, after
-    turns = ChatTurns(around)
     if not asked.endswith(around["assistant"][0]):
         return None
+    # A conversation up to the model's answer, of these texts alone.
+    made = ""
+    for message in CONVERSATION:
+        before, after = around[message["role"]]
+        made += f"{before}{message['content']}{after}"
+    made += around["assistant"][0]
     expected = render(CONVERSATION, asks=True).removeprefix(bos)
-    return turns if turns.render(CONVERSATION) == expected else None
+    return ChatTurns(around) if made == expected else None

@@ -101,14 +101,6 @@ class ArtefactProof:
             to_json({**self.about, "checks": [asdict(check) for check in self.checks]}, indent=1)
         )
 
-    def require(self, artefact: Path) -> None:
-        """Raise NotProved if a check failed."""
-        if self.failed:
-            raise NotProved(
-                f"{artefact}: is not the trained model, and was not kept: "
-                f"{'; '.join(map(str, self.failed))}"
-            )
-
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the relative error in Frobenius norms; infinite if shapes differ, or for NaN."""

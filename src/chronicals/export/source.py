@@ -18,11 +18,11 @@ from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.export.base_files import base_folder, dequantised, folder_of
-from chronicals.export.merge import MergedModel, Sums, check_kept
+from chronicals.export.merge import LARGEST_LOSS, MergedModel, MergeError, Sums
 from chronicals.export.proof import ArtefactProof, largest_error
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.part_names import language_name, reads_images
-from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
+from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, without_adapters
 from chronicals.objectives.reference import with_reference
@@ -215,9 +215,17 @@ class SourceModel:
         Args:
             dtype: of 16 bits, in the names of safetensors.
         """
-        if self.merged is not None:
-            remedy = "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)"
-            check_kept(self.merged, dtype, remedy)
+        if self.merged is None:
+            return
+        changes = self.merged.changes.values()
+        # Rounding takes nearly all of the adapter from every weight.
+        if all(change.lost_in[dtype] >= LARGEST_LOSS for change in changes if change.change):
+            name = str(FLOAT_DTYPES[dtype]).removeprefix("torch.")
+            raise MergeError(
+                "the adapter is lost: nearly all of its changes are less than the spacing of "
+                f"{name}; nothing was written. Export it in fp32 (--to merged-fp32), or by itself "
+                "(--to adapter)"
+            )
 
     @cached_property
     def losses(self) -> dict[str, float]:

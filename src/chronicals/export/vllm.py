@@ -137,19 +137,16 @@ def prove_log_probabilities(
     expected = made()
     ours = _log_probabilities(expected, source.documents)
     rounded = _log_probabilities(expected.bfloat16(), source.documents)
-    bound = max(VLLM_LEAST_BOUND, VLLM_ROUNDING_FACTOR * _mean_difference(ours, rounded))
-    error = _mean_difference(ours, [torch.tensor(values) for values in theirs])
+    change = float((ours - rounded).abs().mean())
+    bound = max(VLLM_LEAST_BOUND, VLLM_ROUNDING_FACTOR * change)
+    error = float((ours - torch.cat([torch.tensor(values) for values in theirs])).abs().mean())
     proof.bounded("log-probabilities", VLLM, error, bound)
 
 
-def _log_probabilities(model: Any, documents: list[list[int]]) -> list[Tensor]:
-    """Return a model's log-probabilities of the tokens after the first of each document."""
+def _log_probabilities(model: Any, documents: list[list[int]]) -> Tensor:
+    """Return a model's log-probabilities of the tokens after the first of each document, ``[n]``."""
     values = []
     for logits, ids in zip(logits_of(model, documents), documents):
         targets = torch.tensor(ids[1:])[:, None]
         values.append(logits[:-1].float().log_softmax(-1).gather(1, targets)[:, 0])
     return values
-
-
-def _mean_difference(one: list[Tensor], other: list[Tensor]) -> float:
-    return float(torch.cat([(a - b).abs() for a, b in zip(one, other, strict=True)]).mean())

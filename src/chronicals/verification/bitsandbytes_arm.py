@@ -21,14 +21,14 @@ from chronicals.models import (
     missing_for_bitsandbytes,
     score_of,
 )
-from chronicals.quantization import packed_weight
+from chronicals.quantization import packed_experts, packed_weight
 from chronicals.quantization.bitsandbytes_layer import weight_of_layer
 from chronicals.quantization.nf4 import SCALES
+from chronicals.verification.comparison import plain_name
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
     AGREES,
     dense_weight,
-    quantised_experts,
     quantised_layers,
     weights_of_experts,
 )
@@ -82,8 +82,7 @@ class BitsAndBytesArm(PlainArm):
         self.router_loss = fp32.router_loss
         self.objective = fp32.objective
         self.frozen = fp32.frozen
-        base = _load(model, config, self.device)
-        experts = _take_experts(base, model)
+        base, experts = _load(model, config, self.device)
         self.differs, close = _differing(base, model, {*fp32.trained, *experts})
         self.differs |= {name: off for name, off in experts.items() if off > OF_ROUNDING}
         self.notes = []
@@ -119,8 +118,16 @@ class BitsAndBytesArm(PlainArm):
             )
 
 
-def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
-    """Load the checkpoint of a model with bitsandbytes' layers."""
+@torch.no_grad()
+def _load(
+    model: Any, config: ChronicalsConfig, device: torch.device
+) -> tuple[Any, dict[str, float]]:
+    """Load the checkpoint of a model with bitsandbytes' layers and our values of experts.
+
+    Returns:
+        The loaded model; and by name the relative distance of the experts in 4 bits, whose
+        dequantised values it takes, from the values in the checkpoint.
+    """
     place = str(getattr(model.config, "_name_or_path", "") or "")
     if getattr(model, CHANGED, False) or not place:
         raise BitsAndBytesNotRun("the model in memory has no checkpoint that it could load")
@@ -144,25 +151,14 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
                 parameter.data = parameter.data.to(layers[0].dtype)
         for layer in quantised_layers(base).values():
             layer.weight.quant_state.dtype = layers[0].dtype  # type: ignore[union-attr]
-    return base
-
-
-@torch.no_grad()
-def _take_experts(base: Any, model: Any) -> dict[str, float]:
-    """Copy the dequantised values of the model's 4-bit experts into ``base``.
-
-    Returns:
-        The relative distance of each from the values in the checkpoint, by name.
-    """
     found = {}
-    for path, experts in quantised_experts(model).items():
-        for name, values in weights_of_experts(path, experts).items():
-            place = base.get_parameter(name)
-            found[name] = float(
-                (values - place).float().norm() / place.float().norm().clamp(min=1e-30)
-            )
-            place.copy_(values)
-    return found
+    for path, experts in packed_experts(model):
+        for name, values in weights_of_experts(plain_name(path), experts).items():
+            parameter = base.get_parameter(name)
+            off = (values - parameter).float().norm() / parameter.float().norm().clamp(min=1e-30)
+            found[name] = float(off)
+            parameter.copy_(values)
+    return base, found
 
 
 @torch.no_grad()

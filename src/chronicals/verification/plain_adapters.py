@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,17 +22,19 @@ _FIRST_TOKEN = 3
 """Length and token id of a forward pass that shows which layers a class calls."""
 
 
+@dataclass(frozen=True)
 class PlainAdapters:
     """The adapters of one model.
 
     Attributes:
+        model: without adapters.
+        device: of new parameters.
         trained: everything that is trained, by the names of the run's parameters.
     """
 
-    def __init__(self, model: Any, device: torch.device):
-        self.model = model
-        self.device = device
-        self.trained: dict[str, nn.Parameter] = {}
+    model: Any
+    device: torch.device
+    trained: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def attach(self, fields: Mapping[str, Any]) -> None:
         """Freeze the model and attach ``x ↦ layer(x) + scale · B (A x)`` to every targeted layer.

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from chronicals.config import ConfigurationError
 from chronicals.lora.targets import linear_shape
-from chronicals.quantization import PackedExperts, packed_experts
-from chronicals.verification.comparison import plain_name
+from chronicals.quantization import PackedExperts
 
 _ROWS = 1024
 """Number of rows of the identity that a layer multiplies at a time."""
@@ -51,11 +50,6 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
         ):
             found[path.removesuffix(".base_layer")] = layer
     return found
-
-
-def quantised_experts(model: nn.Module) -> dict[str, PackedExperts]:
-    """Return packed stacked experts by their paths in the model without adapters."""
-    return {plain_name(path): module for path, module in packed_experts(model)}
 
 
 def weights_of_experts(path: str, experts: PackedExperts) -> dict[str, Tensor]:

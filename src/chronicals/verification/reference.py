@@ -31,12 +31,12 @@ from chronicals.models import SCORE, beside_text, is_within, score_of
 from chronicals.models.classifier import classifier_of
 from chronicals.models.router_loss import SWITCH, asks_for_router_loss, read_router_loss
 from chronicals.objectives import Objective, ScoredDocument
+from chronicals.quantization import packed_experts
 from chronicals.verification.comparison import plain_name
 from chronicals.verification.plain_adapters import PlainAdapters, adapter_fields
 from chronicals.verification.quantised import (
     dense_weight,
     multiply_as,
-    quantised_experts,
     quantised_layers,
     weights_of_experts,
 )
@@ -192,21 +192,6 @@ class PlainArm:
             self.frozen[name] = plain.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def take_bases(self, model: Any) -> None:
-        """Copy the base weights of adapted layers from ``model``, the run's.
-
-        This is needed if the adapters started with a part of the weight, which the base then lacks.
-        """
-        for path, layer in model.named_modules():
-            if getattr(layer, "lora_start_A", None) is not None:
-                own = self.model.get_submodule(path)
-                own.get_parameter(
-                    "parametrizations.weight.original"
-                    if hasattr(own, "parametrizations")
-                    else "weight"
-                ).copy_(layer.base_layer.weight)
-
-    @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy fp32 values into the trained weights; weights that are not given stay unchanged."""
         for name, parameter in self.trained.items():
@@ -358,7 +343,8 @@ def take_types(plain: nn.Module, model: Any) -> None:
     Quantised ones get the dtype of their products.
     """
     types = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
-    for path, experts in quantised_experts(model).items():
+    for path, experts in packed_experts(model):
+        path = plain_name(path)
         types |= {f"{path}.{name}": experts.dtype for name in experts.stacked}
     quantised = quantised_layers(model)
     for name, parameter in plain.named_parameters():
@@ -409,7 +395,8 @@ def _fresh(model: Any, device: torch.device, usual_attention: bool) -> Any:
             for name, x in weights.items()
             if not name.startswith(f"{path}.") or name == f"{path}.bias"
         }
-    for path, experts in quantised_experts(model).items():
+    for path, experts in packed_experts(model):
+        path = plain_name(path)
         weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.")}
         weights |= weights_of_experts(path, experts)
     if score is not None:

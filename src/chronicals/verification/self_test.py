@@ -191,9 +191,6 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
     inputs = (drawn.hidden, drawn.weight)
     teacher = LinearHead(random(len(targets), 2 * WIDTH), random(VOCABULARY, 2 * WIDTH) * 0.1)
 
-    def taught(x: Tensor) -> LinearHead:
-        return LinearHead(teacher.hidden.to(x), teacher.weight.to(x))
-
     return [
         (
             "linear_cross_entropy",
@@ -210,7 +207,10 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
             ),
             lambda h, w: (
                 linear_distillation_reference(
-                    LinearHead(h, w), taught(h), targets, Divergence.jsd()
+                    LinearHead(h, w),
+                    LinearHead(teacher.hidden.to(h), teacher.weight.to(h)),
+                    targets,
+                    Divergence.jsd(),
                 ).loss
             ),
             inputs,

@@ -359,10 +359,18 @@ class _Arms:
                 arm.router_loss = 0.0
             told = f"{type(model).__name__} adds none, or one that the run leaves out"
             notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
+        # Adapters that started with a part of the weight leave a base that lacks it.
+        for path_of_layer, layer in model.named_modules():
+            if getattr(layer, "lora_start_A", None) is None:
+                continue
+            for arm in (self.fp32, self.plain):
+                own = arm.model.get_submodule(path_of_layer)
+                is_parametrised = hasattr(own, "parametrizations")
+                name = "parametrizations.weight.original" if is_parametrised else "weight"
+                own.get_parameter(name).data.copy_(layer.base_layer.weight)
         frozen = {name: presented.model for name, presented in session.objective.frozen.items()}
         frozen |= {name: other.to(self.fp32.device) for name, other in further.items()}
         for arm in (self.fp32, self.plain):
-            arm.take_bases(model)
             arm.take_frozen(frozen, own_types=arm is self.plain)
         take_types(self.plain.model, model)
         for parameter in self.plain.model.parameters():
@@ -524,7 +532,24 @@ class _Comparison:
         optimizer = self.optimizer.deviations(comparison.optimizer_floors(sizes, due))
         failures = self._failures(losses, [*gradients, *updates, *optimizer])
         if self.others is not None and beside is not None:
-            failures += _failures_beside(beside, self.others.differs)
+            for path, off in self.others.differs.items():
+                failures.append(f"{path}: the weight of {ARM} is another, by {off:.1%}")
+            # If other libraries differ from fp32 by more than rounding, they understand this run
+            # differently.
+            wrong = comparison.wrong_losses(beside.losses)
+            if wrong:
+                failures.append(
+                    f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
+                    f"{wrong[0].fp32:.6g}"
+                )
+            exceeding = [row for row in beside.gradients if row.ratio > 1]
+            if 2 * len(exceeding) > len(beside.gradients):
+                worst = exceeding[0]
+                failures.append(
+                    f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules "
+                    f"are others; {worst.module} deviates by {worst.deviation:.2e}, allowed "
+                    f"{worst.allowed:.2e}"
+                )
         return Verification(losses, gradients, updates, optimizer, failures, notes, facts, beside)
 
     def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
@@ -572,31 +597,6 @@ class _Comparison:
                     f"{found.allowed:.2e}"
                 )
         return failures
-
-
-def _failures_beside(beside: Beside, differs: Mapping[str, float]) -> list[str]:
-    """Return messages if bitsandbytes has other weights, or most of its steps or gradients are off.
-
-    If they differ from fp32 by more than rounding, other libraries understand this run differently.
-    """
-    found = [
-        f"{path}: the weight of {ARM} is another, by {off:.1%}" for path, off in differs.items()
-    ]
-    wrong = comparison.wrong_losses(beside.losses)
-    if wrong:
-        found.append(
-            f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
-            f"{wrong[0].fp32:.6g}"
-        )
-    exceeding = [row for row in beside.gradients if row.ratio > 1]
-    if 2 * len(exceeding) > len(beside.gradients):
-        worst = exceeding[0]
-        found.append(
-            f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules are "
-            f"others; {worst.module} deviates "
-            f"by {worst.deviation:.2e}, allowed {worst.allowed:.2e}"
-        )
-    return found
 
 
 def _facts(
