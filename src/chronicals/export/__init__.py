@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """Both the package ``chronicals.export`` and the function that scripts look for of that name."""
+    """Both the package ``chronicals.export`` and the function that scripts call by that name."""
 
     def __call__(self, *args: Any, **options: Any) -> list[Exported]:
         return export(*args, **options)

@@ -238,7 +238,9 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Stored
 
 
 class DequantisedExperts:
-    """Stacked experts of a base with the values that an adapter over 4 bits saw, by tensors of files.
+    """Stacked experts of a base with the values that an adapter over 4 bits saw.
+
+    They are read by the tensors of the base's files.
 
     The scales of a stack are quantised together. So a stack is quantised whole, from all its
     tensors, when one of them is asked for; the stacks of a decoder layer stay in memory meanwhile.

@@ -1,7 +1,7 @@
 """The files of an adapter's base, with dense weights under the names that transformers uses.
 
-A base may be a folder, a hub name or a GGUF file, and its files may hold packed weights. A GGUF file
-is written out as files of transformers; packed weights are dequantised as they are read.
+A base may be a folder, a hub name or a GGUF file, and its files may hold packed weights. A GGUF
+file is written out as files of transformers; packed weights are dequantised as they are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Linear layers in FP8 or 4 bits, in two layouts of compressed-tensors, for vLLM and transformers.
 
-    fp8    ``float-quantized``: one scale a row; inputs are quantised as they come, one scale a token
-    int4   ``pack-quantized``: one scale for each 128 elements of a row (W4A16); inputs stay in 16 bits
+    fp8    ``float-quantized``: a scale for each row; inputs are quantised as they come, a scale for
+           each token
+    int4   ``pack-quantized`` (W4A16): a scale for each 128 elements of a row; inputs stay 16 bits
 
 Embeddings, head, norms and routers stay in bf16. Experts are stored one by one; transformers makes
 them dense as it reads them, vLLM computes with them as with linear layers.
@@ -115,7 +116,7 @@ class FP8Layout(Layout):
     }
 
     def written(self, stored: StoredTensor) -> list[NewTensor]:
-        """Return the codes under the weight's name, and their scales, each quantised when written."""
+        """Return the codes under the weight's name, and their scales, quantised when written."""
         rows = stored.shape[0]
         return [
             NewTensor(
@@ -243,8 +244,8 @@ class CompressedTensors(ArtefactFormat):
         """Write the folder, one tensor at a time; each expert has matrices of its own.
 
         Raises:
-            NotExpressible: the model has experts that are stored in one tensor, no decoder layers with
-                linear layers, or a weight that the layout cannot store.
+            NotExpressible: the model has experts that are stored in one tensor, no decoder layers
+                with linear layers, or a weight that the layout cannot store.
         """
         names = self._quantised_names(source)
         source.check_kept("BF16")
@@ -338,9 +339,9 @@ class CompressedTensors(ArtefactFormat):
                 names[name] = name
             elif ".experts." in name:
                 raise NotExpressible(
-                    f"{self.layout.name}: {name}, {list(tensor.shape)}: readers of {COMPRESSED_TENSORS} "
-                    "take a matrix an expert, with no bias, and this family is stored otherwise; "
-                    "export it merged (--to merged)"
+                    f"{self.layout.name}: {name}, {list(tensor.shape)}: readers of "
+                    f"{COMPRESSED_TENSORS} take a matrix an expert, with no bias, and this family "
+                    "is stored otherwise; export it merged (--to merged)"
                 )
         for name in sorted(names):
             columns = source.tensors[name].shape[1]
@@ -362,11 +363,11 @@ class CompressedTensors(ArtefactFormat):
         names: Mapping[str, str],
         in_vllm: bool = False,
     ) -> Any:
-        """Load the model with the files' weights, and round inputs of linear layers as the layout does.
+        """Load the model with the files' weights; linear layers round inputs as the layout does.
 
         Transformers keeps experts dense, and compressed-tensors 0.17 gives all rows of a matrix one
-        scale, as in a shared expert. In vLLM experts round their inputs as linear layers do, and every
-        row has a scale.
+        scale, as in a shared expert. In vLLM experts round their inputs as linear layers do, and
+        every row has a scale.
 
         Args:
             source: the exported model.

@@ -1,8 +1,8 @@
 """GGUF, for llama.cpp and the programs that use it: the file of a model or of its language part.
 
 A file is proved by the package gguf, and by llama.cpp if it is installed. Errors are relative, of
-Frobenius norms. llama.cpp's logits are compared with those of torch with the weights of the file, so
-that a bound tells a wrong file from a coarse one.
+Frobenius norms. llama.cpp's logits are compared with those of torch with the weights of the file,
+so that a bound tells a wrong file from a coarse one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ TABLE_LOGIT_BOUND = 1e-3
 """The same bound where llama.cpp's activation is a table of fp16 (GELU)."""
 
 ROUNDING_FACTOR = 2.0
-"""The bound is at least this multiple of the change that rounding activations alike makes in torch."""
+"""The bound is at least this multiple of the change by rounding activations alike in torch."""
 
 ACTIVATION_BLOCK = 32
 """Elements of an activation that share a scale where llama.cpp rounds it to 8 bits."""
@@ -142,7 +142,7 @@ class GGUFModel(ArtefactFormat):
         importance = None
         if source.importance is not None:
             rows = source.rows_of(source.importance)
-            # Its modules have the names of the files, as the trained model's with adapters have not.
+            # Modules of this model have the names of the files; with adapters they have others.
             importance = importance_of(source.load(source.folder), planned.pieces, rows)
         file_type = int(gguf.LlamaFileType[f"MOSTLY_{self.kind.upper()}"])
         llama_cpp.quantise(unquantised, aside, file_type, importance)

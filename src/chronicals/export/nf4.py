@@ -70,7 +70,8 @@ class NF4Folder(ArtefactFormat):
         """Write the folder, one tensor at a time.
 
         Raises:
-            NotExpressible: the model is quantised already, or has no decoder layers with linear layers.
+            NotExpressible: the model is quantised already, or has no decoder layers with linear
+                layers.
         """
         names = _quantised_names(source)
         source.check_kept("BF16")
@@ -82,7 +83,7 @@ class NF4Folder(ArtefactFormat):
         name_dtype(aside, "bf16", quantization_config=described)
 
     def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
-        """Read the weights back, and compare transformers with bitsandbytes with the same in torch."""
+        """Read the weights back; compare transformers and bitsandbytes with the same in torch."""
         packed = load_model(aside, torch.bfloat16)
         stored_names = _quantised_names(source)
         layers = {f"{path}.weight": layer for path, layer in packed_layers(packed)}

@@ -113,9 +113,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 ROUNDED_ONCE = 2e-4
-"""Bound on the relative error of a tensor of 16 bits beside the trained one rounded once, and on the
-ratio of codes that differ. Sums that were rounded to bf16 before exceed it: 1e-3 in fp16, and 2e-3 or
-more of the codes of any type.
+"""Bound on the relative error of a tensor of 16 bits beside the trained one rounded once, and on
+the ratio of codes that differ. Sums that were rounded to bf16 before exceed it: 1e-3 in fp16, and
+2e-3 or more of the codes of any type.
 """
 
 SUMMED = 1e-6

@@ -23,14 +23,19 @@ PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
 given = json.load(sys.stdin)
-llm = LLM(model=given["model"], enforce_eager=True, max_model_len=given["longest"], enable_lora=bool(given["adapter"]),
-          **({"max_lora_rank": given["rank"], "max_num_seqs": 1} if given["adapter"] else {}))
-more = {}  # with an adapter, vLLM 0.32 cannot give the log-probabilities of several prompts at a time
+options = {"enforce_eager": True, "max_model_len": given["longest"]}
+options["enable_lora"] = bool(given["adapter"])
+more = {}
+if given["adapter"]:
+    # With an adapter, vLLM 0.32 cannot give the log-probabilities of several prompts at a time.
+    options |= {"max_lora_rank": given["rank"], "max_num_seqs": 1}
+llm = LLM(model=given["model"], **options)
 if given["adapter"]:
     from vllm.lora.request import LoRARequest
     more["lora_request"] = LoRARequest("adapter", 1, given["adapter"])
 prompts = [{"prompt_token_ids": ids} for ids in given["documents"]]
-outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), **more)
+sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+outputs = llm.generate(prompts, sampling, **more)
 found = [[row[token].logprob for token, row in zip(ids[1:], out.prompt_logprobs[1:])]
          for ids, out in zip(given["documents"], outputs)]
 print("chronicals:" + json.dumps(found))
@@ -49,7 +54,7 @@ VLLM = "vLLM"
 """Name of the client in proofs."""
 
 VLLM_ROUNDING_FACTOR = 4.0
-"""Bound on the mean difference of log-probabilities, as a multiple of the change by bf16 in torch."""
+"""Bound on the mean difference of log-probabilities: a multiple of the change by bf16 in torch."""
 
 VLLM_LEAST_BOUND = 0.02
 """The bound is at least this, in nats."""
@@ -144,7 +149,7 @@ def prove_log_probabilities(
 
 
 def _log_probabilities(model: Any, documents: list[list[int]]) -> Tensor:
-    """Return a model's log-probabilities of the tokens after the first of each document, ``[n]``."""
+    """Return a model's log-probabilities ``[n]`` of the tokens after the first of documents."""
     values = []
     for logits, ids in zip(logits_of(model, documents), documents):
         targets = torch.tensor(ids[1:])[:, None]

@@ -94,7 +94,7 @@ class WholeModel(ArtefactFormat):
 
 
 def in_dtype(stored: StoredTensor, dtype: str) -> NewTensor:
-    """Return a tensor to be written in another dtype (safetensors' name); integers stay integers."""
+    """Return a tensor to be written in another dtype (safetensors' name); integers stay so."""
     if stored.dtype == dtype or stored.dtype not in FLOAT_DTYPES:
         return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored)
     return NewTensor(stored.name, dtype, stored.shape, stored.read)
@@ -268,7 +268,7 @@ def older_names(config: dict[str, Any]) -> dict[str, Any]:
         found["rope_local_base_freq"] = local["rope_theta"]
     layers = config.get("layer_types") or []
     if "sliding_attention" in layers and "full_attention" in layers:
-        # The old name holds n if every n-th layer attends to all tokens and the others have a window.
+        # The old name holds n if every n-th layer attends to all tokens, the others in a window.
         period = layers.index("full_attention") + 1
         is_full = [kind == "full_attention" for kind in layers]
         if is_full == [number % period == 0 for number in range(1, len(layers) + 1)]:

@@ -54,9 +54,10 @@ class Piece:
 
 
 def write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, count: int) -> None:
-    """Write a rank's pieces: of the second of four to ``optimizer-rank-00002-of-00004.safetensors``.
+    """Write a rank's pieces.
 
-    There are several files if they are large. Empty pieces are left out.
+    Those of the second of four ranks go to ``optimizer-rank-00002-of-00004.safetensors``. There are
+    several files if they are large. Empty pieces are left out.
     """
     stem = f"optimizer-rank-{rank + 1:05d}-of-{count:05d}"
     tensors = {name: piece.tensor for name, piece in pieces.items() if piece.tensor.numel()}

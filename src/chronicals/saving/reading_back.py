@@ -99,7 +99,7 @@ def _described(form: BaseFormat | None) -> str:
 
 
 # --- adapters
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _compare_adapters(folder: Path, model: Any) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _compare_tensor(
 
 
 def _compare_peft(folder: Path, model: Any) -> Iterator[str]:
-    """Compare the adapters of a model of PEFT, or of transformers' own adapters, with the folder."""
+    """Compare the adapters of PEFT, or those of transformers' own, with the folder."""
     from peft import PeftConfig, get_peft_model_state_dict
 
     wrapped = hasattr(model, "get_base_model")  # else transformers writes only the active adapter
@@ -191,7 +191,7 @@ def _compare_peft(folder: Path, model: Any) -> Iterator[str]:
 
 
 # --- whole models
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _compare_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _compare_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[st
 
 
 # --- what is beside the weights
-# ----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _compare_generation(folder: Path, model: Any) -> Iterator[str]:

@@ -63,8 +63,8 @@ class BitsAndBytesArm(PlainArm):
         notes: what this arm copies from our model.
 
     Raises:
-        BitsAndBytesNotRun: a package is missing, the checkpoint is unknown or cannot be loaded this way, or the
-            model is not the one in the checkpoint.
+        BitsAndBytesNotRun: a package is missing, the checkpoint is unknown or cannot be loaded this
+            way, or the model is not the one in the checkpoint.
     """
 
     def __init__(self, model: Any, fp32: PlainArm, config: ChronicalsConfig):
@@ -144,8 +144,8 @@ def _load(
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise BitsAndBytesNotRun(f"{place}: {' '.join(str(error).split())}") from error
     if layers and layers[0].dtype != own:
-        # Our models do the same if they are cast after quantisation: dense weights get the dtype, and
-        # packed ones are dequantised to it.
+        # Our models do the same if they are cast after quantisation: dense weights get the dtype,
+        # and packed ones are dequantised to it.
         for parameter in base.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(layers[0].dtype)
@@ -179,8 +179,8 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
         number of layers that took our codes.
 
     Raises:
-        BitsAndBytesNotRun: the sets of 4-bit layers differ, other weights differ, or a layer does not multiply
-            by the weight that its codes and scales represent.
+        BitsAndBytesNotRun: the sets of 4-bit layers differ, other weights differ, or a layer does
+            not multiply by the weight that its codes and scales represent.
     """
     theirs = quantised_layers(base)
     ours = quantised_layers(model)

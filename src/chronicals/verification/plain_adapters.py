@@ -79,7 +79,7 @@ class PlainAdapters:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
     def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
-        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``; e is the class's embedding scale."""
+        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``; e is the class's own scale."""
         a = nn.Parameter(torch.zeros(rank, layer.num_embeddings, device=self.device))
         b = nn.Parameter(torch.randn(layer.embedding_dim, rank, device=self.device))
         self.trained[f"{path}.lora_embedding_A"] = a

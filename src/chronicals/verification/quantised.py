@@ -1,9 +1,9 @@
 """Linear layers and experts of the plain arms: quantised weights, and operands rounded to FP8.
 
-**Quantised weights.** The dense weight of a layer is its output for the identity matrix. The weight of its backward pass
-may differ: bitsandbytes rounds that one to the dtype the weight had before quantisation, and that
-of the forward pass to the dtype of the product. Experts are dequantised by the definition of their
-format.
+**Quantised weights.** The dense weight of a layer is its output for the identity matrix. The weight
+of its backward pass may differ: bitsandbytes rounds that one to the dtype the weight had before
+quantisation, and that of the forward pass to the dtype of the product. Experts are dequantised by
+the definition of their format.
 
 **FP8.** The plain arm of a run with FP8 products rounds operands in plain torch, and shares no code
 with the kernels. Every operand is scaled by its amax over the largest e4m3 number and rounded;
