@@ -45,12 +45,14 @@ class ArtefactFormat(ABC):
         kind: type of the weights, or the part of the model, by which an artefact's name ends.
         prefix: beginning of an artefact's name.
         extension: end of a file's name; empty for folders.
+        takes_projector: a server may be given the file of the part that reads images beside it.
         served_by: shell command of a server that takes ``{artefact}`` as it is; None if none does.
     """
 
     kind: str
     prefix: ClassVar[str] = ""
     extension: ClassVar[str] = ""
+    takes_projector: ClassVar[bool] = False
     served_by: ClassVar[str | None] = "vllm serve {artefact}"
 
     def name(self, model: str) -> str:

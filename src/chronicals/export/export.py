@@ -280,7 +280,7 @@ def _export_one(
         if guessed:
             logger.warning("%s: %s", target.stem, guessed)
     serve = chosen.command(source, target)
-    if serve is not None and projector is not None and isinstance(chosen, GGUFModel):
+    if serve is not None and projector is not None and chosen.takes_projector:
         serve += f" --mmproj {shlex.quote(str(projector))}"
     return Exported(format_name, target, proof, text, serve)
 

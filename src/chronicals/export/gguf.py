@@ -105,6 +105,7 @@ class GGUFModel(ArtefactFormat):
     """A file in GGUF, its ``kind`` one of ``WEIGHT_TYPES`` or of ``LLAMA_CPP_KINDS``."""
 
     extension = ".gguf"
+    takes_projector = True
     served_by = "llama-server -m {artefact}"
 
     def size(self, source: SourceModel) -> int:

@@ -342,6 +342,7 @@ def opened(
         ValueError: there is no such model, or its adapter cannot be merged.
     """
     saved = SavedModel.find(model, base_model)
+    file = None if saved.adapted else gguf_of(saved.place)
     if saved.adapted and apart:
         with base_folder(saved, place / "base") as base:
             yield SourceModel(saved, base, **fields)
@@ -350,7 +351,7 @@ def opened(
             sums = Sums(saved, base, exact=True)
             merged = sums.write(place / "merged")
             yield SourceModel(saved, merged.folder, sums, merged, **fields)
-    elif (file := gguf_of(saved.place)) is not None:
+    elif file is not None:
         with dequantised(file, place / "dequantised") as folder:
             yield SourceModel(saved, folder, **fields)
     else:

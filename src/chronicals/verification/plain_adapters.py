@@ -94,18 +94,14 @@ class PlainAdapters:
 
     def _adapt_parameters(self, fields: Mapping[str, Any]) -> None:
         """Make layers run with ``W[e] + scale · B[e] A[e]`` instead of a targeted parameter W."""
-        named = [name for name, _ in self.model.named_parameters()]
-        named = [
-            n
-            for n in named
-            if any(f".{n}".endswith(f".{end}") for end in fields["target_parameters"] or ())
-        ]
         layers = fields["layers"]
-        named = [
-            n
-            for n in named
-            if layers is None or any(int(part) in layers for part in n.split(".") if part.isdigit())
-        ]
+        ends = tuple(f".{end}" for end in fields["target_parameters"] or ())
+        named = []
+        for name, _ in self.model.named_parameters():
+            numbers = [int(part) for part in name.split(".") if part.isdigit()]
+            is_in_layer = layers is None or any(number in layers for number in numbers)
+            if is_in_layer and f".{name}".endswith(ends):
+                named.append(name)
         for full in named:
             owner, _, name = full.rpartition(".")
             beneath = [n for n in named if n.rpartition(".")[0] == owner]
@@ -337,4 +333,5 @@ def targeted(
     paths += [path for path, layer in model.named_modules() if isinstance(layer, nn.Embedding)]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
-    return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
+    ends = tuple(f".{name}" for name in wanted)
+    return [path for path in paths if f".{path}".endswith(ends)]

@@ -77,7 +77,9 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
     The names are those of ``Step.counts``.
     """
     items = [item for pack in packs for item in pack]
-    firsts = [next(document for document in item if document.side == 0) for item in items]
+    firsts = []
+    for item in items:
+        firsts.append(next(document for document in item if document.side == 0))
     targets = sum(count_targets(document) for item in items for document in item)
     good = sum(d.label == 1 for d in firsts)
     # Answers to another prompt, stored with a judged answer.
@@ -216,7 +218,9 @@ class PlainArm:
         items = [item for pack in packs for item in pack]
         found = torch.zeros(len(items), dtype=torch.float64)
         known = self._known(items, counts)
-        lengths = [max(len(document.ids) for document in item) for item in items]
+        lengths = []
+        for item in items:
+            lengths.append(max(len(document.ids) for document in item))
         order = sorted(range(len(items)), key=lambda row: -lengths[row])
         tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
         while order:
@@ -305,31 +309,31 @@ class PlainArm:
         documents = [document for item in items for document in item]
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        scored = []
         if self.pad_token_id is not None:  # the class gives scores [N, 1]
             nothing = logits.new_zeros(0, 0)
-            scores = iter(logits.float().squeeze(-1).unbind())
-            return [
-                [ScoredDocument(nothing, nothing, {}, d.side, d.label, next(scores)) for d in item]
-                for item in items
-            ]
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            frozen = {
-                name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                for name, model in self.frozen.items()
-            }
-        at = trained[:, 1:]
-        targets = ids[:, 1:]
-        scored = iter(
-            ScoredDocument(
-                logits[row, :-1][at[row]],
-                targets[row][at[row]],
-                {name: theirs[row, :-1][at[row]] for name, theirs in frozen.items()},
-                document.side,
-                document.label,
-            )
-            for row, document in enumerate(documents)
-        )
-        return [[next(scored) for _ in item] for item in items]
+            for document, score in zip(documents, logits.float().squeeze(-1).unbind()):
+                one = ScoredDocument(nothing, nothing, {}, document.side, document.label, score)
+                scored.append(one)
+        else:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                frozen = {
+                    name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+                    for name, model in self.frozen.items()
+                }
+            for row, document in enumerate(documents):
+                at = trained[row, 1:]
+                targets = ids[row, 1:][at]
+                theirs = {name: other[row, :-1][at] for name, other in frozen.items()}
+                one = ScoredDocument(
+                    logits[row, :-1][at], targets, theirs, document.side, document.label
+                )
+                scored.append(one)
+        rest = iter(scored)
+        by_item = []
+        for item in items:
+            by_item.append([next(rest) for _ in item])
+        return by_item
 
     def _products(self) -> AbstractContextManager:
         if not self.autocast:
