@@ -56,6 +56,8 @@ def write_folder(
         _remove_leftovers(target)
         aside.mkdir()
         fill(aside)
+        # Files, the manifest, then the folders are synced, so that only what is on the disk gets a
+        # name.
         files = sorted(path for path in aside.rglob("*") if path.is_file())
         with ThreadPoolExecutor(PARALLEL_FILES) as readers:
             names = [str(path.relative_to(aside)) for path in files]
@@ -66,6 +68,7 @@ def write_folder(
             _sync(inner)
         if ready is not None:
             ready()
+        # A folder that has the name now is removed when the new one has it.
         replaced = aside.with_name(f".replaced-{aside.name[1:]}")
         if os.path.lexists(target):
             os.rename(target, replaced)
