@@ -183,12 +183,8 @@ def rounded_linear(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def round_products(layer: nn.Linear) -> None:
-    """Make ``layer`` compute with rounded operands; its bias is added unrounded."""
-    layer.forward = partial(_rounded_forward, layer)  # type: ignore[method-assign]
-
-
-def _rounded_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+def rounded_layer(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return the output of a linear layer with rounded operands; its bias is added unrounded."""
     y = rounded_linear(x, layer.weight)
     return y if layer.bias is None else y + layer.bias
 
@@ -209,15 +205,15 @@ class _ExpertProduct(torch.autograd.Function):
         return dx, dw
 
 
-def round_experts(layer: nn.Module) -> None:
-    """Make transformers' experts compute with rounded operands, one expert after another.
+def rounded_experts(layer: Any, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    """Return the output of transformers' experts with rounded operands, one expert after another.
 
-    ``layer`` is a module with ``use_experts_implementation``.
+    Args:
+        layer: with ``use_experts_implementation``.
+        x: ``[T, D]``.
+        experts: that each token is sent to, ``[T, k]``.
+        shares: of each in the output, ``[T, k]``.
     """
-    layer.forward = partial(_through_experts, layer)  # type: ignore[method-assign]
-
-
-def _through_experts(layer: Any, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
     y = x.new_zeros(*experts.shape, x.shape[1])
     for expert in range(len(layer.down_proj)):
         token, rank = torch.where(experts == expert)

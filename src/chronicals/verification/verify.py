@@ -68,7 +68,7 @@ from chronicals.verification.comparison import (
     plain_name,
     rounding_walk,
 )
-from chronicals.verification.quantised import round_experts, round_products
+from chronicals.verification.quantised import rounded_experts, rounded_layer
 from chronicals.verification.reference import (
     Item,
     MaskedDocument,
@@ -379,9 +379,11 @@ class _Arms:
         self.plain.autocast = torch.float16 if self.config.mixed_precision == "fp16" else None
         if self.config.use_fp8:
             for name in layers_in_fp8(model):
-                round_products(self.plain.model.get_submodule(name))
+                layer = self.plain.model.get_submodule(name)
+                layer.forward = partial(rounded_layer, layer)
             for name in experts_in_fp8(model):
-                round_experts(self.plain.model.get_submodule(name.replace(".base_layer", "")))
+                layer = self.plain.model.get_submodule(name.replace(".base_layer", ""))
+                layer.forward = partial(rounded_experts, layer)
 
 
 def step_items(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
