@@ -64,6 +64,21 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other.to(one.device))
 
 
+def equal_but_for_means(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of a layer in 4 bits hold the same values.
+
+    On a card the mean of a layer's scales is summed in another order from one time to the next.
+    There its last bit may differ, and with it the rounding of a few scales by one step.
+    """
+    if equal(one, other) or not torch.cuda.is_available():
+        return equal(one, other)
+    other = other.to(one.device)
+    if one.is_floating_point():
+        return torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+    steps = (one.int() - other.int()).abs()
+    return int(steps.max()) <= 1 and float((steps > 0).float().mean()) <= 0.01
+
+
 def assert_as_exact_as_plain(
     ours: Callable,
     plain: Callable,

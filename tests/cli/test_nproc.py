@@ -90,6 +90,7 @@ def test_two_train_together_what_one_does(folder):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be one card")
 def test_an_error_of_one_is_the_commands(folder):
     status, said = command(folder, "--nproc", "2", "--output-dir", "two", "--learning-rate", "-1")
     assert status == 1 and "--learning-rate" in said

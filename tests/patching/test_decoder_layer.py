@@ -55,7 +55,7 @@ FAMILIES = [
 def fused(model):
     """``model`` patched; every layer must run fused in what follows."""
     report = patch_parts(model, whole_layers=True)
-    assert report.counts()[BY] == len(model.get_decoder().layers)
+    assert report.counts().get(BY) == len(model.get_decoder().layers), report
     return model
 
 

@@ -14,6 +14,7 @@ from chronicals.memory.peak import (
     estimate,
 )
 from chronicals.memory.recompute import (
+    checkpoints_end_with_errors,
     decoder_layers,
     disable_gradient_checkpointing,
     draws_numbers,
@@ -34,6 +35,7 @@ __all__ = [
     "StepShape",
     "WeightBytes",
     "card_memory",
+    "checkpoints_end_with_errors",
     "decoder_layers",
     "disable_gradient_checkpointing",
     "draws_numbers",

@@ -7,10 +7,13 @@ import inspect
 import re
 import sys
 import threading
-from contextlib import AbstractContextManager
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -171,3 +174,20 @@ def _source_draws(name: str) -> bool:
         return bool(DRAWS.search(inspect.getsource(sys.modules[name])))
     except (OSError, TypeError):
         return True
+
+
+@contextmanager
+def checkpoints_end_with_errors() -> Iterator[None]:
+    """Context manager under which a failed forward leaves nothing of torch's checkpoints behind.
+
+    torch 2.11 takes back the hooks of a checkpoint on saved tensors only when its frame is
+    collected. Whoever keeps the error, as a notebook does, keeps the frame, and every graph that is
+    made afterwards would save its tensors through the failed layer.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frame.clear()
+        raise

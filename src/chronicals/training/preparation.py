@@ -36,7 +36,8 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
         divided: do not move the weights, which get there when they are divided among processes.
 
     Raises:
-        ConfigurationError: the model is spread over several devices.
+        ConfigurationError: the model is spread over several devices, or would have to be moved
+            with layers that bitsandbytes keeps in 8 bits.
     """
     if divided:
         setattr(model, RUNS_ON, ranks.device)
@@ -44,6 +45,14 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
     if ranks.device.type == "cuda" and (
         ranks.count > 1 or getattr(model, "hf_device_map", None) is None
     ):
+        elsewhere = {p.device for p in model.parameters()} - {ranks.device}
+        if elsewhere and getattr(model, "is_loaded_in_8bit", False):
+            # bitsandbytes multiplies by a second reference to the codes, which stays behind.
+            raise ConfigurationError(
+                f"the model's layers in 8 bits lie on {', '.join(sorted(map(str, elsewhere)))}, "
+                f"and bitsandbytes cannot move them to {ranks.device}; load the model there, with "
+                f'device_map={{"": {ranks.device.index or 0}}}'
+            )
         model.to(ranks.device)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:

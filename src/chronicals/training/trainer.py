@@ -23,6 +23,7 @@ from chronicals.distributed import (
     whole_parts,
 )
 from chronicals.kernels.compilation import identify_compiler
+from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
@@ -214,6 +215,7 @@ class ChronicalsTrainer:
         with (
             self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),
+            checkpoints_end_with_errors(),
         ):
             objective = self.objective
             stores = [store for store in (train_store, eval_store) if store is not None]
