@@ -14,7 +14,7 @@ from chronicals.cli.options import without_option
 from chronicals.config import ConfigurationError
 from chronicals.distributed import launch
 from chronicals.distributed.launch import become_launcher
-from chronicals.distributed.torchrun import PATIENCE, wait_for_processes
+from chronicals.distributed.torchrun import TIME_TO_END, wait_for_processes
 from chronicals.training.checkpoint import check_checkpoint, checkpoints
 from process_groups import wait_until
 
@@ -136,7 +136,10 @@ def test_processes_have_time_to_save_and_a_second_signal_is_passed_on():
 
     wait_for_processes(Context, Again)
     Context().close(signal.SIGINT, 30)
-    assert asked == [(signal.SIGINT, PATIENCE), (signal.SIGTERM, PATIENCE)] and PATIENCE >= 600
+    assert (
+        asked == [(signal.SIGINT, TIME_TO_END), (signal.SIGTERM, TIME_TO_END)]
+        and TIME_TO_END >= 600
+    )
 
 
 def test_it_becomes_torchrun(monkeypatch):

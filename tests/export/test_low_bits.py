@@ -346,17 +346,9 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
     for key, tensor in theirs.items():
         found = ours[key]
         if "quant_state" in key:
-            assert (
-                bytes(found[len(tensor) :].tolist()).strip() == b""
-                and len(found) == nf4.DESCRIPTION_BYTES
-            )
-            described, expected = (json.loads(bytes(x.tolist())) for x in (found, tensor))
-            assert described.pop("nested_offset") == pytest.approx(
-                expected.pop("nested_offset"), rel=1e-6 if torch.cuda.is_available() else 0
-            )
-            assert described == expected, key
-        else:
-            assert equal_but_for_means(found, tensor), key
+            assert len(found) == nf4.DESCRIPTION_BYTES
+            found = torch.tensor(list(bytes(found.tolist()).rstrip()), dtype=torch.uint8)
+        assert equal_but_for_means(found, tensor), key
     configs = [
         json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "theirs")
     ]

@@ -20,10 +20,11 @@ from chronicals.memory.recompute import (
     draws_numbers,
     enable_gradient_checkpointing,
     enters_again,
+    makes_tiles,
     recomputes,
     runs_again,
+    tiled,
 )
-from chronicals.memory.tiling import makes_tiles, tiled
 
 __all__ = [
     "CHEAP",

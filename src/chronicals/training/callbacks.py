@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from chronicals.config import ConfigurationError
-from chronicals.distributed import Mesh, alone
+from chronicals.distributed import Mesh, refusing_collectives
 from chronicals.standard_json import to_json
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation
@@ -110,7 +110,11 @@ class Callbacks:
         """Return a context in which operations that would wait for the other ranks raise an error,
         if that is a danger.
         """
-        return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
+        return (
+            nullcontext()
+            if self._divided is None
+            else refusing_collectives(self._divided, _needs_all)
+        )
 
     def raise_anywhere(self) -> None:
         """Raise a callback's exception on rank 0, and TrainingError with its message on the other

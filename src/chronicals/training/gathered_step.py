@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.distributed import gathers_of, last_micro_batch
+from chronicals.distributed import gathers_of
 from chronicals.objectives import Count
 from chronicals.training.step import EagerStep
 
@@ -26,7 +26,8 @@ class GatheredStep(EagerStep):
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         self._left -= 1
-        last_micro_batch(self.model.model, self._left == 0)
+        # FSDP all-reduces the sums among the copies after this backward pass, or not yet.
+        self.model.model.set_requires_all_reduce(self._left == 0)
         return super().micro(batch, counts, first)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.policies.advice import ways_to_take_less
+from chronicals.policies.memory_check import ways_to_take_less
 from chronicals.training.errors import TrainingError
 
 

@@ -17,7 +17,7 @@ from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import (
     Mesh,
     RankWatch,
-    fingerprint,
+    fingerprint_here,
     prove_alike,
     shared_settings,
     whole_parts,
@@ -27,8 +27,8 @@ from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
-from chronicals.policies.facts import WEIGHTS
-from chronicals.policies.weight_copies import with_sharding
+from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.sharding import with_sharding
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.columns import StartColumns, with_frozen_columns
@@ -105,7 +105,7 @@ class ChronicalsTrainer:
         check_class(model)
         self.config = with_sharding(self.config, model, self.ranks)
         self.device = one_device(
-            model, self.ranks, self.config.sharding == WEIGHTS and self.ranks.count > 1
+            model, self.ranks, self.config.sharding == DIVIDE_WEIGHTS and self.ranks.count > 1
         )
         check_precision(self.config, self.device)
         self.objective = build_objective(self.config)
@@ -313,7 +313,7 @@ class ChronicalsTrainer:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.trainable_share = trained / count_values(model)
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
-        divided = model if session.decisions["sharding"].how == WEIGHTS else None
+        divided = model if session.decisions["sharding"].how == DIVIDE_WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
             lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
@@ -337,7 +337,11 @@ class ChronicalsTrainer:
                 self.config.objective,
             )
             return 0
-        if self.config.report_samples and self.config.sharding == WEIGHTS and self.ranks.count > 1:
+        if (
+            self.config.report_samples
+            and self.config.sharding == DIVIDE_WEIGHTS
+            and self.ranks.count > 1
+        ):
             logger.info(
                 "the report has no sample answers: no process has all weights (sharding='weights')"
             )
@@ -379,7 +383,7 @@ class ChronicalsTrainer:
                 "held-out data": held_out,
                 "order": stream.fingerprint,
             }
-            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
+            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint_here(weights)})
 
     def _own_callbacks(self) -> list[Callback]:
         """Return the callbacks of every run."""

@@ -14,7 +14,7 @@ import torch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.models import embedding_table
-from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.training.adapters import with_token_ids
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def fit_vocabulary(
     needed = rows_needed(tokenizer, rows, config)
     if needed == rows:
         return config
-    if config.sharding == WEIGHTS and ranks.count > 1:
+    if config.sharding == DIVIDE_WEIGHTS and ranks.count > 1:
         raise ConfigurationError(
             "resize_embeddings=True: weights are divided among processes (sharding='weights') and "
             "get no rows there; call "
