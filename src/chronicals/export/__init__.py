@@ -12,7 +12,7 @@ from chronicals.export.export import FORMATS, Exported, ExportError, export
 from chronicals.export.hub import Pushed, UploadError, push_saved
 from chronicals.export.merge import MergedModel, MergeError, merge_adapter
 from chronicals.export.proof import ArtefactProof, Check, NotProved
-from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import NotExpressible
 
 __all__ = [
     "FORMATS",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import StoredTensor
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embedding_layer import LoRAEmbedding
@@ -285,7 +285,7 @@ class DequantisedExperts:
         parts: dict[str, dict[str, StoredPart]] = {}
         kinds = {}
         for path, module in stacked_experts(model).items():
-            kind = form.kind_of_experts(path)
+            kind = form.kind_of(path)
             for own, parameter in module.named_parameters(recurse=False):
                 if kind is None or parameter.ndim != 3:
                     continue

@@ -29,7 +29,7 @@ from chronicals.export.source import SourceModel, opened
 from chronicals.export.whole import WholeModel
 from chronicals.formats.gguf.vision import PROJECTOR_TYPES
 from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
-from chronicals.formats.part_names import reads_images
+from chronicals.formats.tensor_names import reads_images
 from chronicals.models import score_of
 from chronicals.saving import SavedModel, save_model, text_files
 
