@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.making.target_columns import TargetColumn
+from chronicals.data.making.store import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.lora import adapters, adapters_are_fresh

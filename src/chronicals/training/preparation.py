@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import (
-    Source,
+    RowSource,
     TokenStore,
     open_divided,
     open_held_out,
@@ -124,8 +124,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def open_stores(
-    train: Source,
-    held_out: Source | None,
+    train: RowSource,
+    held_out: RowSource | None,
     embedding_rows: int,
     tokenizer: Any,
     config: ChronicalsConfig,
@@ -147,7 +147,7 @@ def open_stores(
     def report_of(name: str) -> Path | None:
         return reports / f"{name}.json" if reports and ranks.writer else None
 
-    def options(name: str, source: Source) -> dict[str, Any]:
+    def options(name: str, source: RowSource) -> dict[str, Any]:
         return {
             "source": source,
             "tokenizer": tokenizer,

@@ -34,7 +34,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
-from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.kernels.master import join_master
@@ -48,7 +48,7 @@ from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.preparation import Source, check_precision, one_device, open_stores
+from chronicals.training.preparation import RowSource, check_precision, one_device, open_stores
 from chronicals.training.routers import prepare_routers
 from chronicals.training.session import prepare
 from chronicals.training.step import rate_factor, set_learning_rate
@@ -180,8 +180,8 @@ def verify(
     model: Any,
     tokenizer: Any,
     config: ChronicalsConfig,
-    train_dataset: Source,
-    eval_dataset: Source | None = None,
+    train_dataset: RowSource,
+    eval_dataset: RowSource | None = None,
     steps: int = FEWEST,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
@@ -222,7 +222,7 @@ def verify(
     embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
-    plan = plan_of(store, config)
+    plan = plan_epoch(store, config)
     config = with_token_ids(
         fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer
     )
