@@ -32,7 +32,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.objectives import build_objective
-from chronicals.quantization import FP8
+from chronicals.quantization import FP8Base
 from chronicals.verification.reference import PlainArm, count_items, exact_products
 from chronicals.verification.verify import TrainingPath, step_items
 
@@ -213,7 +213,7 @@ def main() -> None:
                     for name_of in ("input_gradient", "weight_gradient"):
                         around.enter_context(
                             mock.patch.object(
-                                FP8, name_of, of_larger_gradients(getattr(FP8, name_of))
+                                FP8Base, name_of, of_larger_gradients(getattr(FP8Base, name_of))
                             )
                         )
                 config = configuration(given.steps, Path(folder), **changes)

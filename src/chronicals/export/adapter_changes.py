@@ -20,9 +20,9 @@ from torch import Tensor
 from chronicals.export.additions import AddedProduct, AddedProducts, DequantisedExperts
 from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
-from chronicals.lora.loading import describe_adapter, shape_of
+from chronicals.lora.loading import describe_adapter, described_config
 from chronicals.lora.magnitude import SHORTEST
-from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
+from chronicals.lora.peft_format import ADAPTER_PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
@@ -126,7 +126,7 @@ class AdapterChanges:
         self.described = describe_adapter(folder)
         self.quantised = quantised
         self._read = functools.lru_cache(CACHED_MATRICES)(self._load)
-        self.shape = shape_of(self.described, self.described["target_modules"])
+        self.shape = described_config(self.described, self.described["target_modules"])
         whole = [name for name in self.shape.modules_to_save or () if not is_of_head(name)]
         if whole:
             raise MergeError(
@@ -143,7 +143,7 @@ class AdapterChanges:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             stored = list(file.keys())
             for name in stored:
-                path = name.removeprefix(PREFIX)
+                path = name.removeprefix(ADAPTER_PREFIX)
                 plain = path.replace(".token_adapter.base_layer.", ".")
                 self._names[path] = name
                 self._names[plain] = name
@@ -300,7 +300,7 @@ class AdapterChanges:
         if self.described.get("use_dora"):
             # The rows, which lie along this dimension, get DoRA's magnitudes.
             along = 0 if self.described.get("fan_in_fan_out") else 1
-            name = f"{PREFIX}{addition.path}.lora_magnitude_vector"
+            name = f"{ADAPTER_PREFIX}{addition.path}.lora_magnitude_vector"
             norms = torch.linalg.vector_norm(total, dim=along).clamp_(min=SHORTEST)
             total = total * (self._read(name).float() / norms).unsqueeze(along)
             update = total - exact

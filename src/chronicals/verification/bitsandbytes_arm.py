@@ -22,8 +22,8 @@ from chronicals.models import (
     score_of,
 )
 from chronicals.quantization import packed_experts, packed_weight
-from chronicals.quantization.bitsandbytes_layer import weight_of_layer
-from chronicals.quantization.nf4 import SCALES
+from chronicals.quantization.bitsandbytes import weight_of_layer
+from chronicals.quantization.nf4 import SCALE_TENSORS
 from chronicals.verification.comparison import plain_name
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
@@ -219,7 +219,7 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
             packed = _packed(ours[path])
             place = weight_of_layer(layer)
             place.codes.copy_(packed.codes.view(-1))
-            for name in SCALES:
+            for name in SCALE_TENSORS:
                 scale = getattr(place.scales, name)
                 if scale is not None:
                     scale.copy_(getattr(packed.scales, name))

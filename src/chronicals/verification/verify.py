@@ -44,7 +44,7 @@ from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
-from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
+from chronicals.quantization.bitsandbytes import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
