@@ -22,7 +22,8 @@ from torch import Tensor
 from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import StoredTensor
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import LoRAEmbedding, is_transposed
+from chronicals.lora.layers import LoRAEmbedding
+from chronicals.lora.parameter_layer import is_transposed
 from chronicals.lora.targets import Target, targets_of
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import stacked_experts
