@@ -29,7 +29,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.linear_distillation import (
-    Distillation,
+    DistillationSums,
     Divergence,
     LinearHead,
     StoredTokens,
@@ -408,7 +408,7 @@ class Distill(Objective):
             "token_accuracy": accuracy,
         }
 
-    def _metrics(self, found: Distillation, batch: Batch) -> Terms:
+    def _metrics(self, found: DistillationSums, batch: Batch) -> Terms:
         metrics = {
             self.settings.divergence: found.divergence,
             "cross_entropy": found.cross_entropy,
@@ -424,7 +424,7 @@ class Distill(Objective):
             metrics["teacher_kept"] = stored.sum()
         return {name: Term(value, 0.0, "weight") for name, value in metrics.items()}
 
-    def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> Distillation:
+    def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> DistillationSums:
         """Compute the sums over the Batch, without whole logits if the heads of both sides are
         understood.
         """
@@ -461,7 +461,7 @@ class Distill(Objective):
 
     def _from_stored(
         self, head: Head | None, states: Tensor, batch: Batch, options: dict[str, Any]
-    ) -> Distillation:
+    ) -> DistillationSums:
         stored = StoredTokens(batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P])
         if head is None:
             return distillation_of_logits(

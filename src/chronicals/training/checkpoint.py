@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from chronicals import saving
 from chronicals.distributed import VALUE, Mesh, ShardedAdamW, WeightShards, local
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.adamw import join_master, split_master
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chronicals.distributed import VALUE, RankFiles, is_divided
-from chronicals.kernels.master import split_master
+from chronicals.kernels.adamw import split_master
 from chronicals.saving import ModelParts, StoredStates, save_without_weights
 
 

@@ -37,7 +37,7 @@ from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
-from chronicals.kernels.master import join_master
+from chronicals.kernels.adamw import join_master
 from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import ModelShape, check_positions, embedding_table, has_4bit_layers
 from chronicals.models.router_loss import SWITCH
