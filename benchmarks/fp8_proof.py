@@ -81,7 +81,7 @@ def configuration(steps: int, folder: Path, **changes) -> ChronicalsConfig:
 
 
 def of_larger_gradients(usual):
-    """A product of ``FP8`` whose dy has scales 1.1 times too large."""
+    """A product of ``FP8Base`` whose dy has scales 1.1 times too large."""
 
     def product(self, dy, *x):
         rows, columns = (
