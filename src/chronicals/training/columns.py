@@ -42,7 +42,7 @@ from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, embedding_table, in_evaluation, input_device
 from chronicals.objectives import Objective
-from chronicals.objectives.columns import Columns, Record
+from chronicals.objectives.columns import Columns, ReferenceRecord
 from chronicals.training.errors import CheckpointError
 from chronicals.training.frozen import (
     check_frozen_positions,
@@ -160,7 +160,7 @@ class StartColumns:
         # Removed, since the run changes the model.
         loaded_from = vars(model).pop(LOADED_FROM, None)
         self.policy = session.objective.reference_policy(model, loaded_from, session.config)
-        self.record: Record | None = None if self.policy is None else self.policy.record
+        self.record: ReferenceRecord | None = None if self.policy is None else self.policy.record
         self.facts: dict[str, Any] = {}
         if self.declared:
             self.facts = _facts_of_start(session)
@@ -182,7 +182,7 @@ class StartColumns:
                 lambda: self._write_or_compare(output_dir, resumed), CheckpointError
             )
 
-    def _write_or_compare(self, output_dir: Path, resumed: Path | None) -> Record | None:
+    def _write_or_compare(self, output_dir: Path, resumed: Path | None) -> ReferenceRecord | None:
         """Return the record that the run began with."""
         file = None if resumed is None else resumed.parent.parent / REFERENCE_FILE
         if file is None or not file.exists():
@@ -196,7 +196,7 @@ class StartColumns:
             _write_json(output_dir, {**self.facts, "reference": self.record})
             return self.record
         earlier = json.loads(file.read_text())
-        record: Record | None = earlier.get("reference", self.record)
+        record: ReferenceRecord | None = earlier.get("reference", self.record)
         if self.policy is not None and record is not None:
             difference = self.policy.difference(record)
             if difference is not None:

@@ -15,7 +15,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
-from chronicals.objectives import default_learning_rate
+from chronicals.objectives import OBJECTIVES
 from chronicals.training import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) 
         or hasattr(model, "chronicals_lora")
         or bool(getattr(model, "peft_config", None))
     )
-    rate = default_learning_rate(config, adapters)
+    objective = OBJECTIVES[config.objective]
+    rate = objective.adapter_learning_rate if adapters else objective.full_learning_rate
     if ranks.writer:
         trained = "adapters" if adapters else "full fine-tuning"
         logger.info(
