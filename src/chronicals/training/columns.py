@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
@@ -166,7 +166,16 @@ class StartColumns:
             self.facts = _facts_of_start(session)
         elif self.policy is not None:
             self.facts["last_weights"] = fingerprint_over(self.policy.weights, session.ranks).values
-            self.facts["held_as"] = _facts_of_memory(session)
+            config = session.config
+            # On these depend the weights in memory, beside the model's files.
+            self.facts["held_as"] = [
+                session.precision.device.type,
+                config.quantization,
+                config.mixed_precision,
+                config.use_fp8,
+                config.use_fused_kernels,
+                sorted(config.memory or ()),
+            ]
 
     def write_or_compare(self, output_dir: Path, resumed: Path | None) -> None:
         """Write ``reference.json`` to a new run's folder; compare a resumed run with it.
@@ -193,7 +202,9 @@ class StartColumns:
                     REFERENCE_FILE,
                     resumed,
                 )
-            _write_json(output_dir, {**self.facts, "reference": self.record})
+            output_dir.mkdir(parents=True, exist_ok=True)
+            facts = {**self.facts, "reference": self.record}
+            (output_dir / REFERENCE_FILE).write_text(json.dumps(facts))
             return self.record
         earlier = json.loads(file.read_text())
         record: ReferenceRecord | None = earlier.get("reference", self.record)
@@ -215,7 +226,8 @@ class StartColumns:
                 "named"
             )
         if file.parent != output_dir:
-            _write_json(output_dir, earlier)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            (output_dir / REFERENCE_FILE).write_text(json.dumps(earlier))
         return record
 
     def beside(self, store: TokenStore) -> TokenStore:
@@ -310,7 +322,21 @@ class _CachedColumns:
     def beside(self, store: TokenStore) -> TokenStore:
         """Return the store with the columns."""
         if self.declared.per == "target":
-            return self._beside_targets(store)
+            folder = store.path.with_name(self._stem(store))
+            if all(self.ranks.gather_values(folder.exists())):
+                logger.info(
+                    "%s: %s of %s targets read from %s",
+                    self.declared.name,
+                    self.declared.content,
+                    f"{store.targets.sum():,}",
+                    folder,
+                )
+            else:
+                self._compute_targets(store, folder)
+            for column in self.declared.columns:
+                file = folder / f"{column.name}.npy"
+                store = store.with_values(column.name, np.load(file, mmap_mode="r"))
+            return store
         values = self._read(store)
         if values is None:
             values = self._compute(store)
@@ -390,23 +416,6 @@ class _CachedColumns:
 
     # --- values of targets
 
-    def _beside_targets(self, store: TokenStore) -> TokenStore:
-        folder = store.path.with_name(self._stem(store))
-        if all(self.ranks.gather_values(folder.exists())):
-            logger.info(
-                "%s: %s of %s targets read from %s",
-                self.declared.name,
-                self.declared.content,
-                f"{store.targets.sum():,}",
-                folder,
-            )
-        else:
-            self._compute_targets(store, folder)
-        for column in self.declared.columns:
-            file = folder / f"{column.name}.npy"
-            store = store.with_values(column.name, np.load(file, mmap_mode="r"))
-        return store
-
     def _compute_targets(self, store: TokenStore, folder: Path) -> None:
         """Compute the values; every rank writes the targets of its documents into the same files,
         and the folder gets its name when all are done.
@@ -425,10 +434,13 @@ class _CachedColumns:
         )
 
         def create() -> str:
-            _remove_abandoned(folder)
-            aside = folder.with_suffix(
-                f".{uuid.uuid4().hex[:8]}.aside"
-            )  # another run may be computing the same
+            for left in folder.parent.glob(f"{folder.stem}.*.aside"):  # by a killed process
+                with suppress(OSError):  # another process may be removing it
+                    last_write = max(file.stat().st_mtime for file in (left, *left.iterdir()))
+                    if time.time() - last_write > _ABANDONED_SECONDS:
+                        shutil.rmtree(left)
+            # Another run may be computing the same, so the name is unique.
+            aside = folder.with_suffix(f".{uuid.uuid4().hex[:8]}.aside")
             free = shutil.disk_usage(folder.parent).free
             if free < size:
                 raise ConfigurationError(
@@ -477,25 +489,16 @@ class _CachedColumns:
         self.ranks.gather_values(True)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed processes left of the same columns."""
-    for aside in folder.parent.glob(f"{folder.stem}.*.aside"):
-        with suppress(OSError):  # another process may be removing it
-            last_write = max(file.stat().st_mtime for file in (aside, *aside.iterdir()))
-            if time.time() - last_write > _ABANDONED_SECONDS:
-                shutil.rmtree(aside)
-
-
-def _write_json(output_dir: Path, content: dict[str, Any]) -> None:
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / REFERENCE_FILE).write_text(json.dumps(content))
-
-
 # --- the model that a run began with
 
 
 def _facts_of_start(session: Session) -> dict[str, Any]:
-    """Return what the trained model's predictions depend on, as JSON."""
+    """Return what the trained model's predictions depend on, as JSON.
+
+    Beside weights and configuration these are the factors of the adapters' products, ours and
+    PEFT's, in the order of the layers, and for each layer with adapters of PEFT which are active,
+    whether they are switched off, and which are merged.
+    """
     model = session.model
     # Fresh adapters have no effect yet, and begin otherwise with another seed.
     fresh = adapters_are_fresh(model)
@@ -503,30 +506,30 @@ def _facts_of_start(session: Session) -> dict[str, Any]:
         (p for name, p in model.named_parameters() if not (fresh and ".lora_" in name)),
         session.ranks,
     )
+    scales: list[Any] = []
+    if not fresh:
+        scales += [layer.scale for _, layer in adapters(model)]
+    active = []
+    for module in model.modules():
+        layer: Any = module
+        scaling = getattr(layer, "scaling", None)
+        if not isinstance(scaling, dict):  # no layer with adapters of PEFT
+            continue
+        if not fresh:
+            scales.append([list(item) for item in sorted(scaling.items())])
+        disabled = bool(layer.disable_adapters)
+        active.append([list(layer.active_adapters), disabled, list(layer.merged_adapters)])
     return {
         "weights": weights.values,
         "places": weights.places,
         "divided": weights.divided,
-        "model": config_digest(model.config),
-        "scales": [] if fresh else _adapter_scales(model),
-        "active": _active_peft_adapters(model),
+        "model": model_config_digest(model.config),
+        "scales": scales,
+        "active": active,
     }
 
 
-def _facts_of_memory(session: Session) -> list[Any]:
-    """Return what the weights in memory depend on, beside the model's files."""
-    config = session.config
-    return [
-        session.precision.device.type,
-        config.quantization,
-        config.mixed_precision,
-        config.use_fp8,
-        config.use_fused_kernels,
-        sorted(config.memory or ()),
-    ]
-
-
-def config_digest(config: Any) -> str:
+def model_config_digest(config: Any) -> str:
     """Return a digest of the keys of a model's configuration that its predictions depend on."""
 
     def without_neutral_keys(value: Any) -> Any:
@@ -540,26 +543,3 @@ def config_digest(config: Any) -> str:
 
     text = json.dumps(without_neutral_keys(config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _adapter_scales(model: nn.Module) -> list[Any]:
-    """Return the factors of the adapters' products, ours and PEFT's, in the order of the layers."""
-    scales: list[Any] = [layer.scale for _, layer in adapters(model)]
-    for module in model.modules():
-        scaling = getattr(module, "scaling", None)
-        if isinstance(scaling, dict):
-            scales.append([list(item) for item in sorted(scaling.items())])
-    return scales
-
-
-def _active_peft_adapters(model: nn.Module) -> list[Any]:
-    """Return, for each layer with adapters of PEFT, which are active, whether they are switched
-    off, and which are merged.
-    """
-    states = []
-    for module in model.modules():
-        layer: Any = module
-        if isinstance(getattr(layer, "scaling", None), dict):
-            disabled = bool(layer.disable_adapters)
-            states.append([list(layer.active_adapters), disabled, list(layer.merged_adapters)])
-    return states

@@ -152,21 +152,17 @@ def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) ->
         raise CheckpointError(
             f"{said}: no run wrote {str(foreign)!r}; move it, or choose another output_dir"
         )
-    for name in _read_by(model, config):
+    # What the run reads: its model, and the models that settings of the objective name.
+    trained = getattr(within_adapters(model).config, "_name_or_path", "")
+    read = [str(trained or model.config._name_or_path)]
+    for settings in config.sections.values():
+        read += [value for value in settings.values() if isinstance(value, str)]
+    for name in read:
         if Path(name).exists() and Path(name).resolve().is_relative_to(output_dir.resolve()):
             raise CheckpointError(
                 f"{said}: the new run itself reads {name!r}; copy that out of the folder, or "
                 "choose another output_dir"
             )
-
-
-def _read_by(model: Any, config: ChronicalsConfig) -> Iterator[str]:
-    """Yield the places that a run reads from, for its model and for the models in its settings."""
-    yield str(
-        getattr(within_adapters(model).config, "_name_or_path", "") or model.config._name_or_path
-    )
-    for settings in config.sections.values():
-        yield from (value for value in settings.values() if isinstance(value, str))
 
 
 def foreign_files(output_dir: Path) -> Iterator[Path]:
@@ -175,7 +171,11 @@ def foreign_files(output_dir: Path) -> Iterator[Path]:
         if path.name == MODEL:
             yield from _beside_manifest(path)
         elif path.name == CHECKPOINTS:
-            yield from _beside_checkpoints(path)
+            for folder in sorted(path.iterdir()):
+                if STEP.fullmatch(folder.name):
+                    yield from _beside_manifest(folder)
+                elif not LEFT.fullmatch(folder.name):
+                    yield folder
         elif path.name == "tensorboard":
             yield from (
                 file
@@ -183,14 +183,6 @@ def foreign_files(output_dir: Path) -> Iterator[Path]:
                 if file.is_file() and not file.name.startswith("events.out.")
             )
         elif path.name not in BESIDE and not LEFT.fullmatch(path.name):
-            yield path
-
-
-def _beside_checkpoints(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if STEP.fullmatch(path.name):
-            yield from _beside_manifest(path)
-        elif not LEFT.fullmatch(path.name):
             yield path
 
 

@@ -31,7 +31,7 @@ from chronicals.training.columns import with_frozen_columns
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
-from chronicals.training.step import asked_before, asks_before, counts_of, nothing, values_before
+from chronicals.training.step import asked_before, counts_of, nothing, values_before
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -155,7 +155,7 @@ def _known_of_all(
     Its values are those of all data, so that they do not depend on the number of documents in a
     step.
     """
-    if not asks_before(objective):
+    if type(objective).before_step is Objective.before_step:
         return itertools.repeat({})
     counts = Counter[str]()
     added = list[Mapping[str, Tensor]]()

@@ -27,7 +27,7 @@ def bring_frozen(
     Raises:
         ConfigurationError: a model cannot be loaded or does not fit; the message names the setting.
     """
-    release_frozen(objective)
+    objective.frozen.clear()
     present_frozen(objective, objective.bring(model, tokenizer, config), model, config)
 
 
@@ -75,8 +75,3 @@ def frozen_attending(objective: Objective) -> Iterator[None]:
         for presented in objective.frozen.values():
             contexts.enter_context(presented.attending_documents())
         yield
-
-
-def release_frozen(objective: Objective) -> None:
-    """Release the memory of the frozen models."""
-    objective.frozen.clear()

@@ -36,7 +36,7 @@ from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.kernels.two_streams import HIGH_PRIORITY
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.step import StepParts, gradients_of
+from chronicals.training.step import TrainingStepParts, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ The added rows of the head cost time, but fewer shapes occur.
 _MOST = 64
 """Maximum number of shapes that are captured; others run eagerly."""
 
-Result = TypeVar("Result")
+CapturedResult = TypeVar("CapturedResult")
+"""What a captured function returns."""
+
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather between hosts: from the numbers of this rank to those of all ranks."""
 BatchShape = tuple[
@@ -85,7 +87,7 @@ class Recorder:
             yield
         caller.wait_stream(self.stream)
 
-    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
+    def capture(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult]:
         """Capture ``run``; return its graph and its result, whose tensors are filled by the first
         replay.
 
@@ -137,7 +139,7 @@ class GraphedStep:
 
     def __init__(
         self,
-        parts: StepParts,
+        parts: TrainingStepParts,
         weights: Iterable[Tensor],
         parameters: list[Tensor],
         optimizer: FusedAdamW,
@@ -179,7 +181,13 @@ class GraphedStep:
         if alike:
             self.met.add(shape)
         if not alike or shape not in self.of_micro:
-            return self._micro_as_usual(batch, first)
+            if first and self.gradients is not None:
+                torch._foreach_zero_(_there(self.gradients))
+                self._set_gradients(self.gradients)
+            scalars = self.parts.micro(batch, self.counts, first)
+            if self._gradients_differ():
+                self._give_up("a weight that had no gradient before has one now")
+            return scalars
         captured = self.of_micro[shape]
         _fill(captured.batch, batch)
         captured.graph.replay()
@@ -200,17 +208,14 @@ class GraphedStep:
             self.release()
             self.releases = releases
         if given_up:
-            self._go_on_without(first)
+            # All ranks come here in the same micro-step, and exchange no shapes from now on.
+            self.exchange = None
+            if not self.given_up:
+                self._give_up("another process could not go on with graphs")
+            if first:
+                self._set_gradients(None)  # they are the previous step's
         alike = len({sizes for *_, sizes in told}) == 1
         return (_within(batch, bounds) if alike else batch), alike
-
-    def _go_on_without(self, first: bool) -> None:
-        """Stop using graphs and exchanging shapes. All ranks call it in the same micro-step."""
-        self.exchange = None
-        if not self.given_up:
-            self._give_up("another process could not go on with graphs")
-        if first:
-            self._set_gradients(None)  # they are the previous step's
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
         """Copy the values that differ between steps to the device."""
@@ -227,15 +232,6 @@ class GraphedStep:
         )
         self.optimizer.refresh_rates()
         self.optimizer.settle()
-
-    def _micro_as_usual(self, batch: Batch, first: bool) -> dict[str, Tensor]:
-        if first and self.gradients is not None:
-            torch._foreach_zero_(_there(self.gradients))
-            self._set_gradients(self.gradients)
-        scalars = self.parts.micro(batch, self.counts, first)
-        if self._gradients_differ():
-            self._give_up("a weight that had no gradient before has one now")
-        return scalars
 
     def _gradients_differ(self) -> bool:
         """Return whether ``grad`` of a parameter is not the tensor that graphs write."""
@@ -302,7 +298,7 @@ class GraphedStep:
             self._set_gradients(self.gradients)
         return scalars
 
-    def _captured(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
+    def _captured(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult] | None:
         """Capture ``run``; return its graph and its result, or None, with one warning, if that
         fails.
         """
@@ -312,7 +308,9 @@ class GraphedStep:
             self._cannot_capture(str(error.__context__ or error).splitlines()[0])
             return None
 
-    def _captured_by_all(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
+    def _captured_by_all(
+        self, run: Callable[[], CapturedResult]
+    ) -> tuple[Graph, CapturedResult] | None:
         """Return the result of ``_captured``, or None if it failed on a rank that must replay it
         too.
         """

@@ -126,7 +126,9 @@ def fit_batch(
         resumed: checkpoint that the run resumes from.
     """
     before = _config_of_run(resumed) if resumed is not None else {}
-    kept = _on_processes(before, ranks.data_count)
+    # As many forward passes as keep the packs of a step on other processes.
+    passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), ranks.data_count)
+    kept = before if rest or not passes else {**before, PASSES: passes}
     length_before = (
         _length_of_run(before, ranks)
         if resumed is not None and not config.explicit & {*_LENGTHS}
@@ -204,14 +206,6 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
         logger.warning(
             "little data: %s; raise num_epochs or lower max_seq_length for more updates", run
         )
-
-
-def _on_processes(before: Mapping[str, Any], processes: int) -> Mapping[str, Any]:
-    """Return the batch of a run, with as many forward passes as keep the packs of a step on
-    ``processes``.
-    """
-    passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), processes)
-    return before if rest or not passes else {**before, PASSES: passes}
 
 
 def _warn_of_other_steps(

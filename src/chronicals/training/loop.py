@@ -17,7 +17,7 @@ from chronicals.training.audit import FirstStepAudit
 from chronicals.training.callbacks import Callback, Callbacks
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
-from chronicals.training.guard import check_step, check_weights
+from chronicals.training.guard import check_finite_weights, check_step
 from chronicals.training.metrics import Moment, PendingMetrics
 from chronicals.training.resume import how_to_resume
 from chronicals.training.run import Run
@@ -154,7 +154,9 @@ class Loop:
             due.add("evaluate")
         if last or (config.save_steps and run.step % config.save_steps == 0):
             due.add("save")
-        if self._asked_to_stop():
+        # Several ranks ask each other, which waits for the device, only if the metrics of the step,
+        # which are the same on all of them, say that one rank was asked.
+        if (self.session.ranks.count == 1 or self._told) and self._is_stopped():
             due.add("stop")
         return due
 
@@ -175,7 +177,7 @@ class Loop:
             or enough
             or (asked and self.stop.save)
         ):
-            check_weights(run, self.session.parameters, self.session.ranks)
+            check_finite_weights(run, self.session.parameters, self.session.ranks)
             self.saved.save(
                 run, self.session.optimizer, self.session.precision, self.steps, self.about()
             )
@@ -193,14 +195,6 @@ class Loop:
             lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
-
-    def _asked_to_stop(self) -> bool:
-        """Return whether the run is asked to stop.
-
-        Several ranks ask each other, which waits for the device, only if the metrics of the step,
-        which are the same on all of them, say that one rank was asked.
-        """
-        return (self.session.ranks.count == 1 or self._told) and self._is_stopped()
 
     def _is_stopped(self) -> bool:
         return self.stop.is_asked(

@@ -72,12 +72,6 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Return the seconds between two moments that the device has reached."""
-        if self.event is None or earlier.event is None:
-            return self.clock - earlier.clock
-        return earlier.event.elapsed_time(self.event) / 1000
-
 
 class PendingMetrics:
     """Scalars of a step that are being copied from the device.
@@ -122,14 +116,18 @@ class PendingMetrics:
         self.moment.wait()
         if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30
+        ended = self.moment
+        if ended.event is None or self.began.event is None:
+            seconds = ended.clock - self.began.clock
+        else:
+            seconds = self.began.event.elapsed_time(ended.event) / 1000
         got = dict(zip(self.names, self.values.tolist()))
         self.told = got.pop("told", 0.0) > 0
         return StepMetrics(
             loss=got.pop("loss"),
             grad_norm=got.pop("grad_norm"),
             skipped=not got.pop("applied"),
-            tokens_per_second=self.known["tokens"]
-            / max(self.moment.seconds_since(self.began), 1e-9),
+            tokens_per_second=self.known["tokens"] / max(seconds, 1e-9),
             memory_gib=memory,
             others=got,
             **self.known,  # type: ignore[arg-type]

@@ -135,8 +135,7 @@ def open_stores(
         DataError: training on the data would be wrong.
     """
 
-    def report_of(name: str) -> Path | None:
-        return reports / f"{name}.json" if reports and ranks.writer else None
+    folder = reports if ranks.writer else None
 
     def options(name: str, source: Source) -> dict[str, Any]:
         return {
@@ -146,7 +145,7 @@ def open_stores(
             "builder": ranks.local_rank == 0,
             "name": str(source) if isinstance(source, (str, Path)) else name,
             "embedding_rows": embedding_rows,
-            "report_file": report_of(name),
+            "report_file": folder and folder / f"{name}.json",
             "kinds": OBJECTIVES[config.objective].row_kinds,
         }
 
@@ -170,7 +169,9 @@ def open_stores(
         )
     if held_out is not None:
         return store, open_store(**options("eval_dataset", held_out), training=store)
-    return store, None if rest is None else open_held_out(rest, config, report_of("eval_dataset"))
+    if rest is None:
+        return store, None
+    return store, open_held_out(rest, config, folder and folder / "eval_dataset.json")
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
@@ -178,29 +179,15 @@ def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
 
     Contradictory generation settings are resolved now, since transformers would refuse to save them
     at the end of the run.
-    """
-    generation = model.generation_config = model.generation_config or GenerationConfig()
-    _settle(generation)
-    known = generation.eos_token_id
-    known = [] if known is None else [known] if isinstance(known, int) else list(known)
-    stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
-    generation.eos_token_id = stops or None
-    if (
-        tokenizer.pad_token_id is not None
-        and tokenizer.pad_token_id < embedding_table(model).shape[0]
-    ):
-        generation.pad_token_id = tokenizer.pad_token_id
-
-
-def _settle(generation: Any) -> None:
-    """Set ``do_sample`` if other settings ask for sampling, as in the files of some models.
 
     Raises:
-        ConfigurationError: generation settings contradict each other in another way.
+        ConfigurationError: they contradict each other otherwise than by a missing ``do_sample``.
     """
+    generation = model.generation_config = model.generation_config or GenerationConfig()
     try:
         generation.validate(strict=True)
     except ValueError:
+        # Files of some models have settings of sampling without do_sample.
         before = generation.do_sample
         generation.do_sample = True
         try:
@@ -211,3 +198,12 @@ def _settle(generation: Any) -> None:
                 f"the model's generation_config could not be saved: {error}; mend it first"
             ) from error
         logger.warning("generation_config: it has settings of sampling, so do_sample is set")
+    known = generation.eos_token_id
+    known = [] if known is None else [known] if isinstance(known, int) else list(known)
+    stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
+    generation.eos_token_id = stops or None
+    if (
+        tokenizer.pad_token_id is not None
+        and tokenizer.pad_token_id < embedding_table(model).shape[0]
+    ):
+        generation.pad_token_id = tokenizer.pad_token_id

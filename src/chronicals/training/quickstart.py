@@ -135,7 +135,8 @@ def run_preferences(
     done = run_quickstart(folder, seed, size)
     files = [
         _write_rows(
-            folder / f"{name}-pairs.jsonl", pairs_of(_read_rows(folder / f"{name}.jsonl"), seed)
+            folder / f"{name}-pairs.jsonl",
+            preference_rows(_read_rows(folder / f"{name}.jsonl"), seed),
         )
         for name in ("train", "held-out")
     ]
@@ -155,7 +156,7 @@ def run_preferences(
     return done, Preferences((counts[0], counts[1]), before, after, result)
 
 
-def pairs_of(rows: list[dict], seed: int) -> list[dict]:
+def preference_rows(rows: list[dict], seed: int) -> list[dict]:
     """Return preference pairs: chosen is a question's own answer, rejected another question's."""
     order = np.random.default_rng(seed).permutation(len(rows))
     answers = [row["messages"][1] for row in rows]
@@ -179,12 +180,14 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     a configuration.
     """
     size = size or default_size()
-    train_rows, held_rows = _split(questions_and_answers(), seed)
+    rows = questions_and_answers()
+    order = np.random.default_rng(seed).permutation(len(rows))
+    count = round(HELD_OUT * len(rows))
+    train_rows = [rows[number] for number in order[count:]]
+    held_rows = [rows[number] for number in order[:count]]
     folder.mkdir(parents=True, exist_ok=True)
-    data, held = (
-        _write_rows(folder / name, rows)
-        for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows))
-    )
+    data = _write_rows(folder / "train.jsonl", train_rows)
+    held = _write_rows(folder / "held-out.jsonl", held_rows)
     untrained = folder / "untrained"
     parameters = _write_model(untrained, train_rows, size, seed)
 
@@ -216,12 +219,6 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
         result,
         config,
     )
-
-
-def _split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
-    order = np.random.default_rng(seed).permutation(len(rows))
-    held = round(HELD_OUT * len(rows))
-    return [rows[n] for n in order[held:]], [rows[n] for n in order[:held]]
 
 
 def _write_rows(path: Path, rows: list[dict]) -> Path:

@@ -111,12 +111,6 @@ class Run:
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
         return better
 
-    def forget_the_best(self) -> None:
-        """Forget the best step, whose weights are gone; the best of the later steps replaces it."""
-        self.best_loss = float("inf")
-        self.best_step = None
-        self.best_evaluation = None
-
 
 @dataclass(frozen=True)
 class TrainingResult:

@@ -1,6 +1,6 @@
 """Preparation of a model for training in one fixed order, and its optimizer step.
 
-``ChronicalsTrainer`` and ``verify`` use ``prepare``, and the benchmark uses it through the trainer.
+``ChronicalsTrainer`` and ``verify`` use ``prepare_session``, and the benchmark uses it through the trainer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ from chronicals.policies.sharding import SHARDING
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
-from chronicals.training.frozen import bring_frozen, frozen_attending, release_frozen
-from chronicals.training.gathered_step import FrozenGatheredStep, GatheredStep
+from chronicals.training.frozen import bring_frozen, frozen_attending
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.optimizer import build_optimizer, say_learning_rates
@@ -63,7 +62,9 @@ from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import (
     EagerStep,
-    StepParts,
+    FrozenGatheredStep,
+    GatheredStep,
+    TrainingStepParts,
     counts_of,
     known_before,
     nothing,
@@ -73,7 +74,7 @@ from chronicals.training.step import (
 logger = logging.getLogger(__name__)
 
 
-def prepare(
+def prepare_session(
     model: Any,
     config: ChronicalsConfig,
     objective: Objective,
@@ -122,7 +123,11 @@ def prepare(
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
     if config.use_fused_kernels and facts.on_card:
-        _patch(presented.model, whole_layers=facts.unfused is None)
+        patched = patch_parts(presented.model, whole_layers=facts.unfused is None).counts()
+        logger.info(
+            "fused kernels: %s",
+            ", ".join(f"{count} x {by}" for by, count in patched.items()) or "no module has one",
+        )
     apply_policies(Stage.MODULES, presented.model, facts, decisions)
     SHARDING.divide(model, facts, decisions["sharding"], ranks)
     optimizer = build_optimizer(model, config, ranks if decisions["sharding"].runs else None)
@@ -187,15 +192,6 @@ def decide_together(
     return facts, decisions
 
 
-def _patch(model: Any, whole_layers: bool) -> None:
-    """Replace modules by kernels, and log which."""
-    patched = patch_parts(model, whole_layers).counts()
-    logger.info(
-        "fused kernels: %s",
-        ", ".join(f"{count} x {by}" for by, count in patched.items()) or "no module has one",
-    )
-
-
 @contextmanager
 def prepared(
     model: Any,
@@ -205,14 +201,14 @@ def prepared(
     resumed: Path | None = None,
     tokenizer: Any = None,
 ) -> Iterator[Session]:
-    """Context manager around ``prepare`` that restores the model afterwards.
+    """Context manager around ``prepare_session`` that restores the model afterwards.
 
     Its weights are then separate tensors again without gradients, and frozen models are released.
     """
     try:
-        yield prepare(model, config, objective, ranks, resumed, tokenizer)
+        yield prepare_session(model, config, objective, ranks, resumed, tokenizer)
     finally:
-        release_frozen(objective)
+        objective.frozen.clear()
         _leave(model)
 
 
@@ -257,7 +253,7 @@ class Session:
     parameters: list[Tensor]
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
-    _parts: StepParts = field(init=False)
+    _parts: TrainingStepParts = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _summing: ScatteredStep | None = field(init=False, default=None)
     _compiles: bool = field(init=False, default=False)
@@ -297,7 +293,7 @@ class Session:
             self.model.zero_grad(set_to_none=True)
             yield
 
-    def _step_parts(self, around: ExitStack) -> StepParts:
+    def _step_parts(self, around: ExitStack) -> TrainingStepParts:
         """Return what computes micro-batches and updates, as decided."""
         given = self.presented, self.objective, self.parameters, self.optimizer, self.precision
         norm = self.config.max_grad_norm

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, gathers_of, last_micro_batch
 from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
@@ -32,7 +32,7 @@ def nothing() -> None:
     """Do nothing; default of optional callbacks."""
 
 
-class StepParts(Protocol):
+class TrainingStepParts(Protocol):
     """The two parts of a step that have several implementations, ``micro`` and ``update``.
 
     Attributes:
@@ -88,7 +88,7 @@ def train_step(
 
     Args:
         counts: result of ``counts_of``.
-        micro, update: as in ``StepParts``.
+        micro, update: as in ``TrainingStepParts``.
         reduce: replaces all gradients, and the scalars that it is given, by their sums over the
             ranks. It may start while gradients are computed, but has finished in stream order when
             it returns. It returns how many ranks had a gradient of each parameter, fp32
@@ -158,6 +158,43 @@ class EagerStep:
         return scalars
 
 
+class GatheredStep(EagerStep):
+    """``EagerStep`` that sums gradients over copies of the weights only after the last micro-batch.
+
+    The copies are those of several machines.
+    """
+
+    _left = 0
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        self._left = micro_batches
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        self._left -= 1
+        last_micro_batch(self.model.model, self._left == 0)
+        return super().micro(batch, counts, first)
+
+
+class FrozenGatheredStep(EagerStep):
+    """``EagerStep`` over frozen weights that are gathered layer by layer.
+
+    Every micro-step gathers the same weights in the same order, including all that it reads.
+    """
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        gathers = gathers_of(self.model.model)
+        assert gathers is not None
+        self.gathers = gathers
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        self.gathers.forget()
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        with self.gathers.passing():
+            return super().micro(batch, counts, first)
+
+
 @torch.no_grad()
 def known_before(
     step: Step,
@@ -175,7 +212,7 @@ def known_before(
     Args:
         passed: as for ``train_step``.
     """
-    if not asks_before(objective):
+    if type(objective).before_step is Objective.before_step:
         return step
     batches = []
     sums = dict[str, Tensor]()
@@ -189,11 +226,6 @@ def known_before(
     return replace(
         step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches]
     )
-
-
-def asks_before(objective: Objective) -> bool:
-    """Return whether the objective needs values of all Batches of a step before it scores one."""
-    return type(objective).before_step is not Objective.before_step
 
 
 def asked_before(
@@ -239,15 +271,13 @@ def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
         raise ValueError(
             f"Batch.weights: give their sum over all {ranks.count} processes as counts['weight']"
         )
-    return {**counts, "weight": sum(_weight(batch) for batch in step.batches)}
-
-
-def _weight(batch: Batch) -> float:
-    """Return the sum of the weights of the targets, 1 each without weights."""
-    trained = batch.targets != IGNORED
-    return float(
-        (trained if batch.weights is None else batch.weights[trained]).sum(dtype=torch.float64)
-    )
+    total = 0.0
+    for batch in step.batches:
+        trained = batch.targets != IGNORED
+        # Targets of a Batch without weights weigh 1 each.
+        weights = trained if batch.weights is None else batch.weights[trained]
+        total += float(weights.sum(dtype=torch.float64))
+    return {**counts, "weight": total}
 
 
 def micro_step(

@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 PARTS = "train", "eval"
 
-PATIENCE = 60.0
+SECONDS_TO_STORE_THE_REST = 60.0
 """Maximum seconds that the end of a run waits for a tracker to store the rest."""
 
 MAX_WAITING = 10_000
@@ -153,10 +153,12 @@ class Tracker(Callback, ABC):
     def run_ended(self, run: Run) -> None:
         self.arrivals.put(run.outcome)
         self.over.set()
-        self.thread.join(PATIENCE)
+        self.thread.join(SECONDS_TO_STORE_THE_REST)
         if self.thread.is_alive():
             logger.warning(
-                "%s: still not done %.0f s after the run; it is left to itself", self.name, PATIENCE
+                "%s: still not done %.0f s after the run; it is left to itself",
+                self.name,
+                SECONDS_TO_STORE_THE_REST,
             )
 
     def _offer(self, part: str, step: int, values: dict[str, float]) -> None:
@@ -174,7 +176,10 @@ class Tracker(Callback, ABC):
         complained = False
         given_up = 0
         while outcome is None:
-            for arrival in self._arrived():
+            arrivals = [self.arrivals.get()]
+            while not self.arrivals.empty():
+                arrivals.append(self.arrivals.get())
+            for arrival in arrivals:
                 if isinstance(arrival, Point):
                     waiting.append(arrival)
                 else:
@@ -203,12 +208,6 @@ class Tracker(Callback, ABC):
             logger.error(
                 "%s: the end of the run (%s) could not be marked: %s", self.name, outcome, error
             )
-
-    def _arrived(self) -> Iterator[Point | Outcome]:
-        """Return at least one event, and all others that have arrived."""
-        yield self.arrivals.get()
-        while not self.arrivals.empty():
-            yield self.arrivals.get()
 
 
 class TensorBoard(Tracker):
@@ -314,6 +313,7 @@ class MLflow(Tracker):
     def begin(self, run: Run) -> dict[str, int]:
         from mlflow import MlflowClient
         from mlflow.entities import Param
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
 
         self.client = MlflowClient()
         fields = {name: str(value) for name, value in self.config.to_dict().items()}
@@ -324,30 +324,24 @@ class MLflow(Tracker):
             known = self.client.get_run(earlier).data.params
             for name in [name for name in fields if known.get(name) != fields[name]]:
                 self.client.set_tag(earlier, f"resumed.{name}", fields[name])
-            return {part: self._last_step(f"{part}/loss") for part in PARTS}
-        self.id = self.client.create_run(
-            self._experiment(), run_name=self.config.run_name
-        ).info.run_id
+            last = {}
+            for part in PARTS:
+                stored = self.client.get_metric_history(earlier, f"{part}/loss")
+                last[part] = max((value.step for value in stored), default=0)
+            return last
+        project = self.config.project or MLFLOW_EXPERIMENT_NAME.get()
+        if project is None:
+            experiment = MLFLOW_EXPERIMENT_ID.get() or "0"  # "0" is MLflow's default experiment
+        else:
+            found = self.client.get_experiment_by_name(project)
+            experiment = found.experiment_id if found else self.client.create_experiment(project)
+        created = self.client.create_run(experiment, run_name=self.config.run_name)
+        self.id = created.info.run_id
         keep_id(run, self.name, self.id)
         self.client.log_batch(
             self.id, params=[Param(name, value) for name, value in fields.items()]
         )
         return {}
-
-    def _experiment(self) -> str:
-        """Return the id of ``project``, else of MLflow's default experiment."""
-        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
-
-        name = self.config.project or MLFLOW_EXPERIMENT_NAME.get()
-        if name is None:
-            return MLFLOW_EXPERIMENT_ID.get() or "0"
-        found = self.client.get_experiment_by_name(name)
-        return found.experiment_id if found else self.client.create_experiment(name)
-
-    def _last_step(self, metric: str) -> int:
-        return max(
-            (value.step for value in self.client.get_metric_history(self.id, metric)), default=0
-        )
 
     def store(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
@@ -379,26 +373,18 @@ def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
     names = config.trackers
     if names is None:
         names = ["tensorboard"] if TensorBoard.installed() else []
-    _warn_of_unused_names(config, names)
+    if not {WeightsAndBiases.name, MLflow.name} & set(names):
+        for name in ("project", "run_name"):
+            value = getattr(config, name)
+            if value is not None:
+                logger.warning(
+                    "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run "
+                    "are %s; set trackers=['wandb'] or trackers=['mlflow'], or leave it out",
+                    name,
+                    value,
+                    " and ".join(names) or "none",
+                )
     return [TRACKERS[name](config) for name in dict.fromkeys(names)]
-
-
-def _warn_of_unused_names(config: ChronicalsConfig, trackers: Sequence[str]) -> None:
-    """Log the names of a project and a run that no tracker of this run shows."""
-    if {WeightsAndBiases.name, MLflow.name} & set(trackers):
-        return
-    used = " and ".join(trackers) or "none"
-    for name in ("project", "run_name"):
-        value = getattr(config, name)
-        if value is not None:
-            logger.warning(
-                "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run are "
-                "%s; set trackers=['wandb'] "
-                "or trackers=['mlflow'], or leave it out",
-                name,
-                value,
-                used,
-            )
 
 
 # --- identity of a run in its tracker

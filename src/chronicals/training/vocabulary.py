@@ -76,7 +76,10 @@ def fit_vocabulary(
             "attached"
         )
     config = with_token_ids(config, tokenizer)
-    _add_rows(model, needed, config.seed)
+    device = embedding_table(model).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        model.resize_token_embeddings(needed, mean_resizing=True)
     logger.info(
         "resize_embeddings: embedding and head have %d rows now, %d of them new, drawn around the "
         "mean of the others; %s",
@@ -87,13 +90,6 @@ def fit_vocabulary(
         else "they are trained with the others",
     )
     return with_trained_rows(model, config, range(rows, needed)) if config.use_lora else config
-
-
-def _add_rows(model: Any, rows: int, seed: int) -> None:
-    device = embedding_table(model).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        model.resize_token_embeddings(rows, mean_resizing=True)
 
 
 def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> ChronicalsConfig:
@@ -109,7 +105,10 @@ def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> Chron
         ends.append(paths[id(head)])
     asked = config.lora_trainable_tokens
     given = asked if isinstance(asked, dict) else {ends[0]: list(asked or [])}
-    otherwise = [*(config.lora_modules_to_save or []), *_named(config.lora_target_modules)]
+    otherwise = list(config.lora_modules_to_save or [])
+    # A regular expression usually matches linear layers, and not embeddings.
+    if isinstance(config.lora_target_modules, list):
+        otherwise += config.lora_target_modules
     tokens = dict(given) if asked else {}
     for path in ends:
         if any(f".{path}".endswith(f".{name}") for name in otherwise):
@@ -120,11 +119,3 @@ def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> Chron
             *(number for number in new if number not in given.get(name, [])),
         ]
     return config.fitted(lora_trainable_tokens=tokens or None)
-
-
-def _named(target_modules: list[str] | str | None) -> list[str]:
-    """Return the names of adapted layers.
-
-    A regular expression gives none, since it usually matches linear layers and not embeddings.
-    """
-    return list(target_modules) if isinstance(target_modules, list) else []

@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
 from chronicals.kernels.master import join_master
 from chronicals.objectives import build_objective
-from chronicals.training.session import prepare
+from chronicals.training.session import prepare_session
 from chronicals.training.step import rate_factor, set_learning_rate
 from chronicals.verification.modules import plain_name
 
@@ -49,7 +49,7 @@ class TrainingPath:
         self.model = model
         self.config = config
         self.total_steps = total_steps
-        self.session = prepare(model, config, build_objective(config), tokenizer=tokenizer)
+        self.session = prepare_session(model, config, build_objective(config), tokenizer=tokenizer)
         self.trained = {
             plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
         }
