@@ -267,16 +267,8 @@ def load_divided(
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
-    whole: Mapping[str, Tensor] = {}
-
-    def check() -> None:
-        nonlocal whole
-        with _belonging_to(folder):
-            # Ranks that held all weights wrote them into the model's own files.
-            if not _has_weights(folder, model):
-                whole = saving.stored_weights(folder / MODEL, model)
-
-    ranks.writer_does(check, CheckpointError)
+    whole: dict[str, Tensor] = {}
+    ranks.writer_does(lambda: whole.update(_whole_weights(folder, model)), CheckpointError)
     stored = StoredStates(folder) if ranks.writer else None
     shards = optimizer.shards
     assert isinstance(shards, WeightShards)
@@ -305,20 +297,23 @@ def load_divided(
             optimizer.load_state(parameter, sent)
 
 
-def _has_weights(folder: Path, model: Any) -> bool:
-    """Return whether the checkpoint holds weights with their states.
+def _whole_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
+    """Return the weights in the model's own files; none if the checkpoint has them with its states.
+
+    Ranks that held all weights wrote them into the model's files.
 
     Raises:
-        ValueError: some are not there.
+        CheckpointError: the checkpoint belongs to another model.
     """
-    names = set(StoredStates(folder).names())
-    values = {name for name in names if name.endswith(f":{VALUE}")}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and f"{name}:exp_avg" not in names:
-            raise ValueError(f"it has no states of {name}")
-        if values and f"{name}:{VALUE}" not in values:
-            raise ValueError(f"it has no weight {name}")
-    return bool(values)
+    with _belonging_to(folder):
+        names = set(StoredStates(folder).names())
+        values = {name for name in names if name.endswith(f":{VALUE}")}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and f"{name}:exp_avg" not in names:
+                raise ValueError(f"it has no states of {name}")
+            if values and f"{name}:{VALUE}" not in values:
+                raise ValueError(f"it has no weight {name}")
+        return {} if values else saving.stored_weights(folder / MODEL, model)
 
 
 @contextmanager

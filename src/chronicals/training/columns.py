@@ -40,15 +40,17 @@ from chronicals.data.making.target_columns import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.lora import adapters, adapters_are_fresh
-from chronicals.models import PresentedModel, embedding_table, in_evaluation, input_device
+from chronicals.models import (
+    PresentedModel,
+    check_positions,
+    embedding_table,
+    in_evaluation,
+    input_device,
+)
 from chronicals.objectives import Objective
 from chronicals.objectives.columns import Columns, ReferenceRecord
 from chronicals.training.errors import CheckpointError
-from chronicals.training.frozen import (
-    check_frozen_positions,
-    frozen_attending,
-    present_frozen,
-)
+from chronicals.training.frozen import frozen_attending, present_frozen
 from chronicals.training.loading import LOADED_FROM
 from chronicals.training.metrics import Moment
 from chronicals.training.session import Session
@@ -118,7 +120,7 @@ def with_frozen_columns(
         if declared.name not in objective.frozen:
             assert declared.load is not None
             present_frozen(objective, {declared.name: declared.load()}, model, config)
-            check_frozen_positions(objective, longest)
+            check_positions(objective.frozen[declared.name].model, longest)
         device = input_device(model)
         with frozen_attending(objective), torch.autocast(device.type, enabled=False):
             yield objective.frozen[declared.name]

@@ -33,11 +33,6 @@ class DiskUse:
     checkpoint: int
     at_a_time: int
 
-    @property
-    def largest(self) -> int:
-        """Maximum bytes that exist at the same time."""
-        return self.at_a_time * self.checkpoint + self.model
-
 
 def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -> DiskUse:
     """Compute what a run will write from its current step on.
@@ -80,7 +75,8 @@ def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
             "output_dir"
         )
     there = len(checkpoints(folder)) * use.checkpoint
-    if use.largest > free + there:
+    largest = use.at_a_time * use.checkpoint + use.model  # bytes that exist at the same time
+    if largest > free + there:
         fewer = (
             f"lower save_total_limit={config.save_total_limit}, "
             if config.save_total_limit > 1
@@ -92,7 +88,7 @@ def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
             "another output_dir",
             str(folder),
             use.at_a_time,
-            _size(use.largest),
+            _size(largest),
             _size(free + there),
             fewer,
         )

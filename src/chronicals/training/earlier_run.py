@@ -78,7 +78,8 @@ class EarlierRun:
     def discard(self) -> None:
         """Remove the earlier run, once the new run has a checkpoint."""
         self.kept = False
-        _discard(self.output_dir)
+        os.rename(self.output_dir / EARLIER, self.output_dir / DISCARDED)
+        remove(self.output_dir / DISCARDED)
         logger.info("the run that was in %s before is replaced", self.output_dir)
 
 
@@ -113,7 +114,8 @@ def put_back(output_dir: Path) -> None:
     if earlier.exists():
         replaced_by = earlier / REPLACED_BY
         if replaced_by.exists() and (output_dir / CHECKPOINTS / replaced_by.read_text()).exists():
-            _discard(output_dir)
+            os.rename(earlier, output_dir / DISCARDED)
+            remove(output_dir / DISCARDED)
             return
         for name in BESIDE:
             remove(output_dir / name)
@@ -129,11 +131,6 @@ def put_back(output_dir: Path) -> None:
             "%s holds the earlier run again: the one that was to replace it had no checkpoint yet",
             output_dir,
         )
-
-
-def _discard(output_dir: Path) -> None:
-    os.rename(output_dir / EARLIER, output_dir / DISCARDED)
-    remove(output_dir / DISCARDED)
 
 
 def _move(source: Path, target: Path) -> None:

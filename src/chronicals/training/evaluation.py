@@ -28,7 +28,7 @@ from chronicals.models import (
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.columns import with_frozen_columns
-from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
+from chronicals.training.frozen import bring_frozen, frozen_attending
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
 from chronicals.training.step import asked_before, counts_of, nothing, values_before
@@ -114,7 +114,15 @@ def evaluate(
     sums = dict[str, Tensor]()
     terms = dict[str, Term]()
     with in_evaluation(model.model):
-        done = _Passes(precision.device, passed)
+        earlier = Moment(precision.device)
+
+        def done() -> None:
+            """Wait, after each pass that is launched, until the device is done with the one before."""
+            nonlocal earlier
+            earlier.wait()
+            earlier = Moment(precision.device)
+            passed()
+
         known = _known_of_all(model, objective, steps, precision, ranks, limited, done)
         for step in steps.steps(count=steps.left(None)):
             counts.update(counts_of(step, ranks))
@@ -182,22 +190,6 @@ def _known_of_all(
     return iter([{**segments, **values} for segments in added])
 
 
-class _Passes:
-    """Callable after each pass that the host has launched: waits until the device is done with the
-    pass before.
-    """
-
-    def __init__(self, device: torch.device, passed: Callable[[], None]):
-        self.device = device
-        self.passed = passed
-        self.earlier = Moment(device)
-
-    def __call__(self) -> None:
-        self.earlier.wait()
-        self.earlier = Moment(self.device)
-        self.passed()
-
-
 def evaluate_data(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -235,7 +227,8 @@ def evaluate_data(
     )
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)
-    check_frozen_positions(objective, store.longest)
+    for frozen in objective.frozen.values():
+        check_positions(frozen.model, store.longest)
     presented = present(
         model,
         config.use_fused_kernels,

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.models import check_positions, input_device, present
+from chronicals.models import input_device, present
 from chronicals.objectives import Objective
 from chronicals.patching import fuse_weights, patch_parts
 from chronicals.policies.facts import why_not_fused
@@ -56,16 +56,6 @@ def present_frozen(
         objective.frozen[name] = presented
         size = sum(parameter.nbytes for parameter in frozen.parameters()) / 2**30
         logger.info("%s: %s, frozen, %.2f GiB on %s", name, type(frozen).__name__, size, device)
-
-
-def check_frozen_positions(objective: Objective, longest: int) -> None:
-    """Check that each frozen model has positions for a document of ``longest`` tokens.
-
-    Raises:
-        ValueError: a model has too few.
-    """
-    for presented in objective.frozen.values():
-        check_positions(presented.model, longest)
 
 
 @contextmanager

@@ -182,7 +182,7 @@ class GraphedStep:
             self.met.add(shape)
         if not alike or shape not in self.of_micro:
             if first and self.gradients is not None:
-                torch._foreach_zero_(_there(self.gradients))
+                torch._foreach_zero_([kept for kept in self.gradients if kept is not None])
                 self._set_gradients(self.gradients)
             scalars = self.parts.micro(batch, self.counts, first)
             if self._gradients_differ():
@@ -256,14 +256,27 @@ class GraphedStep:
         def run() -> dict[str, Tensor]:
             scalars = self.parts.micro(static, self.counts, first)
             if first and self.gradients is not None:
-                _copy_gradients(self.gradients, [p.grad for p in self.parameters])
+                kept: list[Tensor] = []
+                new: list[Tensor] = []
+                absent: list[Tensor] = []
+                for there, parameter in zip(self.gradients, self.parameters):
+                    if there is None and parameter.grad is not None:
+                        raise RuntimeError("a weight that had no gradient before has one now")
+                    if there is not None and parameter.grad is not None:
+                        kept.append(there)
+                        new.append(parameter.grad)
+                    elif there is not None:
+                        absent.append(there)
+                torch._foreach_copy_(kept, new)
+                if absent:
+                    torch._foreach_zero_(absent)
             return scalars
 
         captured = self._captured_by_all(run)
         if captured is not None:
             self.of_micro[shape] = _Captured(captured[0], static, captured[1])
             made = [p.grad for p in self.parameters]
-            if self.gradients is None and _there(made):
+            if self.gradients is None and any(gradient is not None for gradient in made):
                 self.gradients = made
         self._set_gradients(held if self.gradients is None else self.gradients)
 
@@ -388,26 +401,6 @@ def _other_sizes(batch: Batch) -> int:
     entries = len(batch.cu_seqlens) if batch.segments or batch.keys else 0
     sizes = [(name, tuple(tensor.shape)) for name, tensor in _further(batch).items()]
     return zlib.crc32(repr((len(batch), entries, batch.trained is None, sizes)).encode())
-
-
-def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _copy_gradients(kept: list[Tensor | None], new: list[Tensor | None]) -> None:
-    """Copy gradients into the tensors that stay allocated; write zeros if a weight has none now.
-
-    Raises:
-        RuntimeError: a weight has a gradient now but had none when the first graph was captured.
-    """
-    pairs = list(zip(kept, new))
-    if any(there is None and given is not None for there, given in pairs):
-        raise RuntimeError("a weight that had no gradient before has one now")
-    found = [(there, given) for there, given in pairs if there is not None and given is not None]
-    torch._foreach_copy_([there for there, _ in found], [given for _, given in found])
-    absent = [there for there, given in pairs if there is not None and given is None]
-    if absent:
-        torch._foreach_zero_(absent)
 
 
 def _rounded(batch: Batch) -> Batch:

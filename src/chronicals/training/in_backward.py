@@ -70,7 +70,8 @@ class UpdatesInBackward:
         hold()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
-        self._forget()
+        self.waiting.clear()
+        self.held = 0
         self.squares.zero_()
         self.optimizer.refresh_rates()
         moved = batch.to(self.precision.device, non_blocking=True)
@@ -94,9 +95,6 @@ class UpdatesInBackward:
         self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
         for parameter in self.waiting:
             parameter.grad = None
-        self._forget()
-
-    def _forget(self) -> None:
         self.waiting.clear()
         self.held = 0
 
@@ -113,4 +111,5 @@ class UpdatesInBackward:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._forget()
+        self.waiting.clear()
+        self.held = 0

@@ -53,12 +53,14 @@ class Length:
     @classmethod
     def of(cls, config: ChronicalsConfig, plan: PackPlan, ranks: int = 1) -> Length:
         packs_a_step = config.batch_size * config.gradient_accumulation_steps * ranks
-        steps = config.max_steps or _steps(len(plan) * (config.epochs or 1), packs_a_step)
+        packs = len(plan) * (config.epochs or 1)
+        steps = config.max_steps or -(-packs // packs_a_step)
         return cls(len(plan), plan.tokens, packs_a_step, steps)
 
     @property
     def steps_an_epoch(self) -> int:
-        return _steps(self.packs, self.packs_a_step)
+        """Optimizer steps of one epoch; the last one may take fewer packs."""
+        return -(-self.packs // self.packs_a_step)
 
     def epochs(self, config: ChronicalsConfig) -> float:
         """Return the number of passes over the data in the whole run."""
@@ -146,7 +148,7 @@ def fit_batch(
             enough = (
                 size
                 for size in range(batch[name], 0, -1)
-                if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH
+                if -(-len(plan) // (size * rest)) >= STEPS_AN_EPOCH
             )
             batch[name] = kept.get(name) or next(enough, 1)
     agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
@@ -265,10 +267,6 @@ def _config_of_run(folder: Path) -> Mapping[str, Any]:
         return of_run | ({PROCESSES: state[PROCESSES]} if PROCESSES in state else {})
     except (OSError, json.JSONDecodeError, KeyError):
         return {}
-
-
-def _steps(packs: int, packs_a_step: int) -> int:
-    return -(-packs // packs_a_step)
 
 
 def _counted(count: float, noun: str) -> str:

@@ -133,13 +133,13 @@ def run_preferences(
     """Run a quickstart, then DPO on pairs of its answers; its model is the reference policy."""
     size = size or default_size()
     done = run_quickstart(folder, seed, size)
-    files = [
-        _write_rows(
-            folder / f"{name}-pairs.jsonl",
-            preference_rows(_read_rows(folder / f"{name}.jsonl"), seed),
-        )
-        for name in ("train", "held-out")
-    ]
+    files = []
+    counts = []
+    for name in ("train", "held-out"):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        pairs = preference_rows([json.loads(line) for line in lines], seed)
+        files.append(_write_rows(folder / f"{name}-pairs.jsonl", pairs))
+        counts.append(len(pairs))
     usual = done.config.replace(output_dir=folder / "preference", num_epochs=PREFERENCE_EPOCHS)
     config = usual.replace(objective="dpo", learning_rate=PREFERENCE_RATE * size.learning_rate)
     by_token = usual.replace(
@@ -152,7 +152,6 @@ def run_preferences(
     after = evaluate_data(
         load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token
     )
-    counts = tuple(len(_read_rows(file)) for file in files)
     return done, Preferences((counts[0], counts[1]), before, after, result)
 
 
@@ -224,10 +223,6 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
 def _write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def _read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:

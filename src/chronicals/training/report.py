@@ -15,6 +15,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -105,7 +106,33 @@ class Report:
     samples: Sequence[Sample] = ()
 
     def write(self, path: Path, device: torch.device) -> None:
-        facts = {**self.facts, **_times(self.metrics), **machine_facts(device)}
+        """Write the page, with the times of the run, the GPU or CPU, and the software's versions."""
+        seconds = sum(
+            line["tokens"] / line["tokens_per_second"]
+            for line in self.metrics
+            if line.get("tokens_per_second")
+        )
+        told = [
+            datetime.fromtimestamp(line["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
+            for line in self.metrics
+            if "time" in line
+        ]
+        times = {"time in steps": str(timedelta(seconds=round(seconds)))}
+        if told:
+            times = {"first step": told[0], "finished": told[-1], **times}
+        versions = [f"Python {platform.python_version()}"]
+        for package in _PACKAGES:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions.append(f"{package} {importlib.metadata.version(package)}")
+        on_card = device.type == "cuda"
+        facts = {
+            **self.facts,
+            **times,
+            "device": torch.cuda.get_device_name(device)
+            if on_card
+            else f"CPU ({platform.machine()})",
+            "versions": ", ".join(versions),
+        }
         title = html.escape(self.title)
         figure = base64.b64encode(_figure(self.metrics)).decode()
         parts = [
@@ -221,41 +248,6 @@ def data_reports(output_dir: Path) -> list[dict]:
     """Return the gate's reports on the data of a run, training data first."""
     files = [output_dir / f"{name}.json" for name in ("train_dataset", "eval_dataset")]
     return [json.loads(file.read_text()) for file in files if file.exists()]
-
-
-def machine_facts(device: torch.device) -> dict[str, str]:
-    """Return the GPU or CPU, and the versions of the software that trained."""
-    versions = [f"Python {platform.python_version()}"]
-    for package in _PACKAGES:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    on_card = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if on_card else f"CPU ({platform.machine()})",
-        "versions": ", ".join(versions),
-    }
-
-
-def _times(metrics: Sequence[Mapping]) -> dict[str, str]:
-    """Return when the first and the last line of the metrics were written, and how long the steps
-    took.
-    """
-    told = [line["time"] for line in metrics if "time" in line]
-    seconds = sum(
-        line["tokens"] / line["tokens_per_second"]
-        for line in metrics
-        if line.get("tokens_per_second")
-    )
-    times = {"time in steps": str(timedelta(seconds=round(seconds)))}
-    if told:
-        first, last = (
-            datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M %Z")
-            for seconds in (told[0], told[-1])
-        )
-        times = {"first step": first, "finished": last, **times}
-    return times
 
 
 def _data(found: Mapping) -> str:

@@ -62,6 +62,8 @@ class RunCheckpoints:
     Attributes:
         written: step and folder of each finished checkpoint that callbacks do not know yet, on the
             first rank.
+        hold_update: waits, between the backward pass and the update, until the tensors of a
+            checkpoint are copied.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class RunCheckpoints:
         self._staging = Staging(
             next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
         )
+        self.hold_update = self._staging.hold_update
         self._prepared = False
         self._background = Background(self._staging.device)
         self._ended: Told | None = None
@@ -442,12 +445,6 @@ class RunCheckpoints:
         """
         self.ranks.writer_does(self._background.wait, CheckpointError)
         self._background.wait()
-
-    def hold_update(self) -> None:
-        """Wait, between the backward pass and the update, until the tensors of a checkpoint are
-        copied.
-        """
-        self._staging.hold_update()
 
     @property
     def failed(self) -> bool:

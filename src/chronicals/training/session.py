@@ -317,7 +317,8 @@ class Session:
         if gathers_of(self.model) is not None:
             exchange = HostExchange(self.ranks)
             around.callback(exchange.close)
-        around.callback(self._drop_graphs)
+        around.callback(setattr, self, "_graphed", None)
+        around.callback(self.release_graphs)  # before that
         return GraphedStep(
             self._parts,
             self.model.parameters(),
@@ -411,10 +412,6 @@ class Session:
         """Release the memory of CUDA graphs between steps; later steps are captured again."""
         if self._graphed is not None:
             self._graphed.release()
-
-    def _drop_graphs(self) -> None:
-        self.release_graphs()
-        self._graphed = None
 
 
 def _leave(model: Any) -> None:

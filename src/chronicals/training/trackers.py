@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
@@ -38,6 +37,9 @@ from chronicals.training.run import Outcome, Run
 logger = logging.getLogger(__name__)
 
 PARTS = "train", "eval"
+
+TRACKER_IDS = "trackers.json"
+"""File in a run's folder: the run's id in each tracker."""
 
 SECONDS_TO_STORE_THE_REST = 60.0
 """Maximum seconds that the end of a run waits for a tracker to store the rest."""
@@ -390,19 +392,18 @@ def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
 # --- identity of a run in its tracker
 
 
-def _ids(run: Run) -> tuple[Path, dict[str, str]]:
-    path = run.output_dir / "trackers.json"
-    return path, json.loads(path.read_text()) if path.exists() else {}
-
-
 def earlier_id(run: Run, tracker: str) -> str | None:
     """Return the tracker's name for the run that is now resumed; None for a new one."""
-    return _ids(run)[1].get(tracker) if run.step else None
+    path = run.output_dir / TRACKER_IDS
+    if not run.step or not path.exists():
+        return None
+    return json.loads(path.read_text()).get(tracker)
 
 
 def keep_id(run: Run, tracker: str, identity: str) -> None:
     """Store the tracker's id of this run."""
-    path, ids = _ids(run)
+    path = run.output_dir / TRACKER_IDS
+    ids = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".aside")
     aside.write_text(to_json({**ids, tracker: identity}, indent=1))

@@ -35,7 +35,6 @@ from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.finish import about_data, finish
-from chronicals.training.frozen import check_frozen_positions
 from chronicals.training.guard import check_that_something_was_applied, saying_what_helps
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
@@ -241,7 +240,8 @@ class ChronicalsTrainer:
             with prepared(
                 model, config, self.objective, self.ranks, resumed, self.tokenizer
             ) as session:
-                check_frozen_positions(self.objective, longest)
+                for frozen in self.objective.frozen.values():
+                    check_positions(frozen.model, longest)
                 self._session = session
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()
