@@ -67,10 +67,13 @@ _LISTED_LAYERS = 4
 def attach_adapters(
     model: Any, config: ChronicalsConfig, resumed: Path | None = None, heads: Collection[str] = ()
 ) -> None:
-    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze towers
-    that read no text; log the experts that are not trained.
+    """Attach the adapters that ``config`` asks for, or keep those that the model has.
+
+    Towers that read no text are frozen, and experts that are not trained are logged.
 
     Args:
+        model: the model, which is changed.
+        config: configuration of the run.
         resumed: folder of the model in the checkpoint that the run resumes from; it holds the
             starting values that were computed from the base's weights.
         heads: names of the lookahead heads that have a loss: beside adapters they are trained whole
@@ -129,9 +132,7 @@ def _with_heads(shape: LoRAConfig, heads: Collection[str]) -> LoRAConfig:
 
 
 def watcher(config: ChronicalsConfig) -> LoftQ | None:
-    """Return the observer that needs the weights of a base while they are quantised, for
-    ``lora_init``; None for none.
-    """
+    """Return the observer that ``lora_init`` needs while a base is quantised; None for none."""
     return (
         LoftQ(lora_config_of(config)) if config.use_lora and config.lora_init == "loftq" else None
     )
@@ -223,8 +224,9 @@ def _check_that_pefts_learn(model: Any) -> None:
 
 
 def _freeze_what_reads_no_text(model: Any) -> None:
-    """Freeze towers that read no text: rows are text, so they would get weight decay and no
-    gradient.
+    """Freeze towers that read no text.
+
+    Rows are text, so that they would get weight decay and no gradient.
     """
     text = within_adapters(model)
     towers = beside_text(text) if hasattr(text, "get_decoder") else []
@@ -301,9 +303,7 @@ def _check_what_is_trained(model: Any) -> None:
 
 
 def _is_quantised(model: Any) -> bool:
-    """Return whether the model is quantised, by us or by transformers, in a way that cannot be
-    trained.
-    """
+    """Return whether we or transformers quantised the model so that it cannot be trained."""
     quantiser = getattr(model, "hf_quantizer", None)
     theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
         quantiser, "is_qat_trainable", False

@@ -228,6 +228,7 @@ class FirstStepAudit:
         """Log, check and return the coverage; None if the step was not applied, or shows nothing.
 
         Args:
+            applied: whether the step changed weights.
             flat: whether the loss has no gradient at the values of this step, so that gradients do
                 not show what is trained. The backward pass must have reached a trained weight all
                 the same.
@@ -243,6 +244,7 @@ class FirstStepAudit:
         return coverage
 
     def coverage(self) -> Coverage:
+        """Count the parameters that take part in training, after the step."""
         moved = [
             p
             for name, p in self.attached.items()

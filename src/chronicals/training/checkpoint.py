@@ -126,8 +126,9 @@ class CheckpointState:
         }
 
     def staged(self, staging: Staging) -> CheckpointState:
-        """Return the state with copies in host memory of all tensors that change, valid within
-        ``staging.reading``.
+        """Return the state with copies in host memory of all tensors that change.
+
+        The copies are valid within ``staging.reading``.
         """
         copies = staging.copy(self.changing())
         weights = {
@@ -177,7 +178,14 @@ def save_checkpoint(
     would have resumed from them.
 
     Args:
+        output_dir: folder of the run.
+        step: number of steps done.
+        model: the model, for its files.
         text_files: result of ``saving.text_files``.
+        state: content of the checkpoint on this rank.
+        keep: number of checkpoints that remain.
+        best: step whose checkpoint stays; None for none.
+        ranks: all ranks of the run; None for a single process.
         beside: context, given the folder, in which it is written; it brings the files of other
             ranks.
         write_divided: writes the model from the files of all ranks, if no rank has all weights.
@@ -212,6 +220,7 @@ def name_of(step: int) -> str:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
+    """Return the facts of a checkpoint: everything but tensors."""
     return json.loads((folder / STATE_FILE).read_text())
 
 
@@ -255,13 +264,18 @@ def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str,
 def load_divided(
     folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True
 ) -> None:
-    """Load weights whose rows are divided among the ranks, and their states; all ranks must call
-    it.
+    """Load weights whose rows are divided among the ranks, and their states.
+
+    All ranks must call it.
 
     Only rank 0 needs to see the checkpoint. One weight is whole at a time, except if the checkpoint
     was written by ranks that each held all weights.
 
     Args:
+        folder: the checkpoint.
+        model: model whose weights are set.
+        optimizer: optimizer whose states are set.
+        ranks: all ranks of the run.
         states: load optimizer states too.
 
     Raises:
@@ -325,8 +339,9 @@ def _belonging_to(folder: Path) -> Iterator[None]:
 
 
 def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Piece]:
-    """Return the optimizer's states, named ``weight:state``; this rank's pieces if they are
-    sharded.
+    """Return the optimizer's states, named ``weight:state``.
+
+    They are this rank's pieces if they are sharded.
     """
     found = {
         f"{name}:{part}": state
@@ -343,8 +358,9 @@ def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Pi
 
 
 def random_states(ranks: Mesh) -> dict[str, Tensor]:
-    """Return the random states of all ranks, which must all call it: ``cpu`` and ``cuda`` of the
-    first rank, ``cpu.1`` and so on of the others.
+    """Return the random states of all ranks, which must all call it.
+
+    Names are ``cpu`` and ``cuda`` for the first rank, ``cpu.1`` and so on for the others.
     """
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -358,8 +374,9 @@ def random_states(ranks: Mesh) -> dict[str, Tensor]:
 
 
 def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -> None:
-    """Restore the random states of this rank. If the checkpoint has none, log it and keep the
-    current ones.
+    """Restore the random states of this rank.
+
+    If the checkpoint has none, this is logged, and the current ones stay.
     """
     if _of_rank("cpu", rank) not in tensors:
         logger.warning(
@@ -405,8 +422,14 @@ class DividedModel:
         text_files: Mapping[str, bytes],
         about: Mapping[str, Any],
     ) -> None:
-        """Write the model, on the first rank, into ``name`` of the checkpoint's folder, together
-        with the ranks that see the folder.
+        """Write the model, on the first rank, together with the ranks that see the folder.
+
+        Args:
+            folder: the checkpoint's folder.
+            name: the model's folder in it.
+            files: files of all ranks.
+            text_files: result of ``saving.text_files``.
+            about: description of the run's data.
 
         Raises:
             CheckpointError: another rank could not write its share.

@@ -1,5 +1,6 @@
-"""Columns of the data that an objective needs before a run: computed once, cached, and checked
-when the run is resumed.
+"""Columns of the data that an objective needs before a run.
+
+They are computed once, cached, and checked when the run is resumed.
 
 An objective declares them (``chronicals/objectives/columns.py``). A frozen model computes its
 columns before the trained model is prepared; the trained model computes its own once it is
@@ -136,8 +137,7 @@ def with_frozen_columns(
 
 
 class StartColumns:
-    """Columns that the trained model computes as the run begins, and the run's record of that
-    model.
+    """Columns that the trained model computes as the run begins, and the record of that model.
 
     Args:
         session: prepared, before a checkpoint's weights are loaded.
@@ -183,6 +183,7 @@ class StartColumns:
         """Write ``reference.json`` to a new run's folder; compare a resumed run with it.
 
         Args:
+            output_dir: folder of the run.
             resumed: checkpoint that the run resumes from, in this folder or another run's.
 
         Raises:
@@ -292,8 +293,10 @@ class _Source:
     def values(
         self, declared: Columns, store: TokenStore
     ) -> Iterator[tuple[np.ndarray, slice, tuple[Tensor, ...]]]:
-        """Yield, of this rank's documents: the document numbers of a Batch, int64 ``[N]``, -1 for
-        none; a slice of the Batch's documents or targets; their values, on the device.
+        """Yield the values of this rank's documents, Batch after Batch.
+
+        They are the document numbers of a Batch, int64 ``[N]``, -1 for none; a slice of its
+        documents or targets; and the values of that slice, on the device.
         """
         numbered = store.with_column(_DOCUMENT_NUMBER, np.arange(len(store)))
         generator = torch.Generator(self.device).manual_seed(self.seed + self.ranks.rank)
@@ -356,9 +359,7 @@ class _CachedColumns:
     # --- values of documents
 
     def _read(self, store: TokenStore) -> dict[str, np.ndarray] | None:
-        """Return the values that the first rank finds in the cache, on all ranks; None if there
-        are none.
-        """
+        """Return the values that the first rank finds in the cache, on all ranks; or None."""
         file = store.path.with_name(f"{self._stem(store)}.safetensors")
         columns = self.declared.columns
 
@@ -419,8 +420,10 @@ class _CachedColumns:
     # --- values of targets
 
     def _compute_targets(self, store: TokenStore, folder: Path) -> None:
-        """Compute the values; every rank writes the targets of its documents into the same files,
-        and the folder gets its name when all are done.
+        """Compute the values of targets into the files of a folder, on all ranks.
+
+        Every rank writes the targets of its documents into the same files, and the folder gets its
+        name when all are done.
         """
         targets = int(store.targets.sum())
         size = 0

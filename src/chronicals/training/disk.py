@@ -38,6 +38,9 @@ def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -
     """Compute what a run will write from its current step on.
 
     Args:
+        model: the prepared model.
+        config: configuration of the run.
+        run: state of the run, at the step from which it goes on.
         keeps_best: whether the checkpoint with the lowest held-out loss stays beside the newest.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

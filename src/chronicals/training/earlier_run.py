@@ -1,5 +1,4 @@
-"""The run that a new one replaces in its folder, kept until the new one has its first checkpoint
-(``overwrite``).
+"""Earlier run in a folder, kept until the new one has its first checkpoint (``overwrite``).
 
 - As the new run begins, files whose names it uses too (metrics, report, recipe, ...) move to
   ``.earlier-run``. Checkpoints and the model stay where they are.
@@ -85,8 +84,9 @@ class EarlierRun:
 
 @contextmanager
 def replacing(output_dir: Path) -> Iterator[EarlierRun]:
-    """Return a context in which a new run writes to ``output_dir``, which holds an earlier run. If
-    the new run ends without a checkpoint, the earlier one is restored.
+    """Return a context in which a new run replaces the one in ``output_dir``.
+
+    If the new run ends without a checkpoint, the earlier one is restored.
 
     Raises:
         CheckpointError: the earlier run cannot be moved.
@@ -184,8 +184,9 @@ def foreign_files(output_dir: Path) -> Iterator[Path]:
 
 
 def _beside_manifest(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that its manifest does not list; the folder itself without a
-    manifest.
+    """Yield the files of a folder that its manifest does not list.
+
+    Without a manifest it is the folder itself.
     """
     try:
         described = json.loads((folder / MANIFEST).read_text())

@@ -100,11 +100,16 @@ def evaluate(
     limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     passed: Callable[[], None] = nothing,
 ) -> Evaluation:
-    """Evaluate the objective on every document of ``steps``, without dropout; the model's modules
-    return to their modes.
+    """Evaluate the objective on every document of ``steps``, without dropout.
+
+    The model's modules return to their modes.
 
     Args:
+        model: the model, presented.
+        objective: objective whose terms are summed.
         steps: steps that end.
+        precision: dtypes of the run.
+        ranks: all ranks of the run; None for a single process.
         limited: context entered for each step and for the sums at the end, where processes wait for
             each other.
         passed: called after each pass through the model; the host launches one pass ahead.

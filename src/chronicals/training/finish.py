@@ -83,6 +83,12 @@ def finish(
     """Load the best weights if they are kept, and write the model and the report on rank 0.
 
     Args:
+        run: state of the run after its last step.
+        model: the trained model.
+        tokenizer: its tokenizer.
+        config: configuration of the run.
+        ranks: all ranks of the run.
+        saved: checkpoints of the run.
         about: makes the result of ``about_data``.
         answers: makes the samples of the report.
 

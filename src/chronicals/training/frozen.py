@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 def bring_frozen(
     objective: Objective, model: Any, tokenizer: Any, config: ChronicalsConfig
 ) -> None:
-    """Load the objective's frozen models, and put them into ``objective.frozen``, ready to be
-    called.
+    """Load the objective's frozen models into ``objective.frozen``, ready to be called.
 
     Call it before ``model``, on its device, is changed in any way.
 
@@ -34,8 +33,9 @@ def bring_frozen(
 def present_frozen(
     objective: Objective, models: Mapping[str, Any], model: Any, config: ChronicalsConfig
 ) -> None:
-    """Freeze models and put them into ``objective.frozen``, on the device of ``model`` and with its
-    kernels.
+    """Freeze models and put them into ``objective.frozen``.
+
+    They get the device of ``model`` and its kernels.
 
     Their own adapters stay as they are.
     """

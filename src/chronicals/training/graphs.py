@@ -67,6 +67,7 @@ class Graph:
     looked_up: list[Tensor]
 
     def replay(self) -> None:
+        """Launch the graph on the current stream."""
         self.graph.replay()
 
 
@@ -88,8 +89,9 @@ class Recorder:
         caller.wait_stream(self.stream)
 
     def capture(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult]:
-        """Capture ``run``; return its graph and its result, whose tensors are filled by the first
-        replay.
+        """Capture ``run``; return its graph and its result.
+
+        Tensors of the result are filled by the first replay.
 
         Raises:
             RuntimeError: it cannot be captured; nothing has run.
@@ -166,6 +168,7 @@ class GraphedStep:
         self.releases = 0
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Replay the graph of the micro-batch's shape; capture it at the second one of that shape."""
         if first:
             self._begin(counts)
         batch, alike = self._agreed(_rounded(batch), first)
@@ -194,8 +197,7 @@ class GraphedStep:
         return captured.scalars
 
     def _agreed(self, batch: Batch, first: bool) -> tuple[Batch, bool]:
-        """Return the batch with the largest bounds of all ranks, and whether its shape is the same
-        on all.
+        """Return the batch with the largest bounds of all ranks, and whether all have one shape.
 
         If the shapes differ, the batch is returned unchanged. If one rank has released its graphs
         or given up, this rank does the same.
@@ -312,8 +314,9 @@ class GraphedStep:
         return scalars
 
     def _captured(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult] | None:
-        """Capture ``run``; return its graph and its result, or None, with one warning, if that
-        fails.
+        """Capture ``run``; return its graph and its result.
+
+        It is None, with one warning, if that fails.
         """
         try:
             return self.recorder.capture(run)
@@ -324,9 +327,7 @@ class GraphedStep:
     def _captured_by_all(
         self, run: Callable[[], CapturedResult]
     ) -> tuple[Graph, CapturedResult] | None:
-        """Return the result of ``_captured``, or None if it failed on a rank that must replay it
-        too.
-        """
+        """Return the result of ``_captured``; None if a rank failed that must replay it too."""
         captured = self._captured(run)
         if self.exchange is None or all(
             there for (there,) in self.exchange([captured is not None])
@@ -346,8 +347,9 @@ class GraphedStep:
         )
 
     def release(self) -> None:
-        """Free the graphs' memory. Gradients are None afterwards, and later steps are captured
-        again.
+        """Free the graphs' memory.
+
+        Gradients are None afterwards, and later steps are captured again.
         """
         self.recorder.forget()
         self.of_micro.clear()
@@ -379,8 +381,9 @@ def _bounds(batch: Batch) -> tuple[int, int, int, int]:
 
 
 def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
-    """Return the Batch with other ``_bounds``, none of them smaller; added bounds repeat the last
-    one.
+    """Return the Batch with other ``_bounds``, none of them smaller.
+
+    Added document bounds repeat the last one.
     """
     longest, keys, trained, entries = bounds
     ends = batch.cu_seqlens
@@ -435,8 +438,7 @@ def _further(batch: Batch) -> dict[str, Tensor]:
 
 
 def enable_cuda_graphs(trainer: Any) -> None:
-    """Make a ``ChronicalsTrainer`` use CUDA graphs, like ``use_cuda_graphs=True`` in its
-    configuration.
+    """Make a ``ChronicalsTrainer`` use CUDA graphs, like ``use_cuda_graphs=True``.
 
     If that is impossible, ``train`` raises ConfigurationError with the reason.
     """

@@ -91,8 +91,9 @@ def check_step(
 
 @torch.no_grad()
 def check_finite_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
-    """Check that all weights are finite, before they replace a good checkpoint; all ranks must call
-    it.
+    """Check that all weights are finite, before they replace a good checkpoint.
+
+    All ranks must call it.
 
     Raises:
         TrainingError: a weight on any rank is not finite.

@@ -67,9 +67,11 @@ class UpdatesInBackward:
         ]
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Wait until weights may change, since ``micro`` changes them."""
         hold()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run forward and backward of the step's only micro-batch, which updates the weights."""
         self.waiting.clear()
         self.held = 0
         self.squares.zero_()
@@ -99,8 +101,9 @@ class UpdatesInBackward:
         self.held = 0
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Return the norm of all gradients and whether all were applied; weights are updated
-        already.
+        """Return the norm of all gradients and whether all were applied.
+
+        Weights are updated already.
         """
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}

@@ -52,6 +52,7 @@ class Length:
 
     @classmethod
     def of(cls, config: ChronicalsConfig, plan: PackPlan, ranks: int = 1) -> Length:
+        """Return the length of a run over ``plan`` on so many ranks."""
         packs_a_step = config.batch_size * config.gradient_accumulation_steps * ranks
         packs = len(plan) * (config.epochs or 1)
         steps = config.max_steps or -(-packs // packs_a_step)
@@ -67,6 +68,7 @@ class Length:
         return config.epochs or self.steps * self.packs_a_step / self.packs
 
     def words(self, config: ChronicalsConfig) -> str:
+        """Describe the length for the log."""
         epochs = self.epochs(config)
         batch = (
             f"batch_size {config.batch_size} x gradient_accumulation_steps "
@@ -88,12 +90,15 @@ class Length:
 
 
 def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) -> ChronicalsConfig:
-    """Return ``config`` with a ``learning_rate``, by default that of the objective; log the
-    default.
+    """Return ``config`` with a learning rate, by default that of the objective.
+
+    The default depends on whether adapters or all weights are trained, and is logged.
 
     The default depends on whether adapters or all weights are trained.
 
     Args:
+        config: configuration of the run.
+        ranks: all ranks; the first one logs.
         model: model that may have adapters already.
     """
     if "learning_rate" in config.explicit:
@@ -124,7 +129,9 @@ def fit_batch(
     rank 0. The length of the run is logged.
 
     Args:
+        config: configuration of the run.
         plan: packs of one epoch.
+        ranks: all ranks of the run.
         resumed: checkpoint that the run resumes from.
     """
     before = _config_of_run(resumed) if resumed is not None else {}
@@ -213,8 +220,9 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
 def _warn_of_other_steps(
     before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int
 ) -> None:
-    """Warn if a resumed run has another number of packs in a step, because there are other
-    processes.
+    """Warn if a resumed run has another number of packs in a step than before.
+
+    The number of processes is another one then.
     """
     then = before.get(PROCESSES, processes)
     of_a_pass = fitted.batch_size * processes
@@ -237,8 +245,9 @@ def _warn_of_other_steps(
 
 
 def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
-    """Return which of ``_LENGTHS`` the run began with, as the first rank knows it; empty if it had
-    neither.
+    """Return which of ``_LENGTHS`` the run began with, as the first rank knows it.
+
+    It is empty if the run had neither.
     """
     steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in _LENGTHS]))[
         0
@@ -254,8 +263,9 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
 
 
 def _config_of_run(folder: Path) -> Mapping[str, Any]:
-    """Return ``SHRUNK``, ``_LENGTHS`` and ``PROCESSES`` of a checkpoint; empty if it is on another
-    machine.
+    """Return ``SHRUNK``, ``_LENGTHS`` and ``PROCESSES`` of a checkpoint.
+
+    It is empty if the checkpoint is on another machine.
     """
     try:
         state = checkpoint.load_state(folder)

@@ -133,8 +133,9 @@ class Loop:
         self.callbacks.raise_anywhere()
 
     def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
-        """Return whether a step has no gradient and the objective gives a reason; waits for the
-        device.
+        """Return whether a step has no gradient and the objective gives a reason.
+
+        It waits for the device.
         """
         values = {name: float(value) for name, value in scalars.items()}
         return (
@@ -161,8 +162,7 @@ class Loop:
         return due
 
     def _is_over_after(self, due: set[str]) -> bool:
-        """Do what is due, and return whether the run is over because the held-out loss no longer
-        falls.
+        """Do what is due, and return whether the held-out loss no longer falls enough to go on.
 
         Raises:
             Interrupted: the run was asked to stop, perhaps during the evaluation.

@@ -33,6 +33,8 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
     With several processes, the model is moved to the GPU of this process.
 
     Args:
+        model: the model as the user gives it.
+        ranks: all ranks of the run.
         divided: do not move the weights, which get there when they are divided among processes.
 
     Raises:
@@ -126,7 +128,11 @@ def open_stores(
     """Return tokenised training and held-out data that has passed the gate's checks.
 
     Args:
+        train: training data.
+        held_out: held-out data; None for none.
         embedding_rows: rows of the model's embedding.
+        tokenizer: the model's tokenizer.
+        config: configuration of the run.
         ranks: the first rank on each machine tokenises, while the others wait for its file.
         reports: folder for the gate's reports, ``train_dataset.json`` and ``eval_dataset.json``.
 
@@ -134,7 +140,6 @@ def open_stores(
         ConfigurationError: both held-out data and a share to hold out are set.
         DataError: training on the data would be wrong.
     """
-
     folder = reports if ranks.writer else None
 
     def options(name: str, source: Source) -> dict[str, Any]:

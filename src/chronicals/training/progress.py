@@ -113,8 +113,9 @@ class Progress:
 
 
 def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
-    """Return lines of whole parts: all of ``first``, then as many of ``further`` as ``MOST_LINES``
-    hold.
+    """Return lines of whole parts.
+
+    All of ``first`` are there, and as many of ``further`` as ``MOST_LINES`` hold.
     """
     lines = [first[0]]
     for part in first[1:]:
@@ -139,6 +140,7 @@ class ProgressBar(Callback):
         self.console = Console(stderr=True)
 
     def run_began(self, run: Run) -> None:
+        """Start the display."""
         from rich.live import Live
 
         self.step, self.total, self.first = run.step, run.total_steps, run.step + 1
@@ -150,6 +152,7 @@ class ProgressBar(Callback):
             self.live.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
+        """Update the display, or log a line if one is due."""
         self.step = metrics.step
         self.metrics = metrics
         self.last_step_at = time.monotonic()
@@ -191,9 +194,11 @@ class ProgressBar(Callback):
         )
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Log the evaluation."""
         logger.info("held-out after step %d: %s", step, evaluation)
 
     def run_ended(self, run: Run) -> None:
+        """Stop the display."""
         if self.console.is_terminal:
             self.live.stop()
 
@@ -202,8 +207,9 @@ PACKAGE_LOGGER = logging.getLogger("chronicals")
 
 
 class Stderr(logging.StreamHandler):
-    """Handler that writes to the current ``sys.stderr``, which progress bars, notebooks and tests
-    replace.
+    """Handler that writes to the current ``sys.stderr``.
+
+    Progress bars, notebooks and tests replace it.
     """
 
     def __init__(self) -> None:
@@ -211,6 +217,7 @@ class Stderr(logging.StreamHandler):
 
     @property
     def stream(self) -> Any:  # type: ignore[override]
+        """The current ``sys.stderr``."""
         return sys.stderr
 
 

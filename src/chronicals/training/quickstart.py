@@ -91,6 +91,8 @@ PREFERENCE_RATE = 0.1
 
 @dataclass(frozen=True)
 class Answer:
+    """Answers to a question before and after training, and what the documentation says."""
+
     question: str
     before: str
     after: str
@@ -226,8 +228,9 @@ def _write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
-    """Write an untrained Llama and a tokenizer trained on the rows; return the number of
-    parameters.
+    """Write an untrained Llama and a tokenizer trained on the rows.
+
+    It returns the number of parameters.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

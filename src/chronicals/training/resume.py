@@ -61,6 +61,7 @@ def holds_a_run(output_dir: Path) -> bool:
 
 
 def how_to_resume(output_dir: Path) -> str:
+    """Say how a run goes on from its newest checkpoint."""
     return f"go on with train(..., resume=True) and output_dir={str(output_dir)!r}"
 
 
@@ -70,8 +71,10 @@ def checkpoint_to_resume(
     """Return the checkpoint that a run resumes from; None if it begins at step 0.
 
     Args:
+        output_dir: folder of the run.
         resume: False for a new run. True for the newest complete checkpoint in ``output_dir``, if
             there is one. A folder for that checkpoint, or for the newest one of that run.
+        ranks: all ranks; the first one chooses for all.
         overwrite: allow a new run to replace what is in ``output_dir``.
 
     Raises:

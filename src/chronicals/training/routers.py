@@ -103,12 +103,16 @@ OF_ROUTERS = ("balance", "z", "temporal", "locality")
 def keep_anchor(
     session: Session, store: TokenStore, output_dir: Path, resumed: Path | None
 ) -> None:
-    """Compute and write the routers' outputs at the start of the run, or read those of a resumed
-    run.
+    """Read the anchor of a resumed run, or compute and write that of a new one.
+
+    The anchor is the routers' outputs at the start of the run.
 
     Does nothing if the anchor has no weight. Call it before a checkpoint's weights are loaded.
 
     Args:
+        session: prepared session.
+        store: training data.
+        output_dir: folder of the run.
         resumed: checkpoint that the run resumes from, in the folder of a run.
 
     Raises:

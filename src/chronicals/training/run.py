@@ -86,6 +86,7 @@ class Run:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Set the part of the state that a checkpoint keeps."""
         unknown = {"best_step": None, "best_evaluation": None}
         # not in checkpoints of 0.1.0's first versions
         earlier = {

@@ -106,8 +106,10 @@ class RunCheckpoints:
     def write_model(
         self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]
     ) -> None:
-        """Write the model of a step, on the first rank: from this process if it has whole weights,
-        else from the files that all ranks wrote into the step's checkpoint.
+        """Write the model of a step, on the first rank.
+
+        It is from this process if it has whole weights, else from the files that all ranks wrote
+        into the step's checkpoint.
         """
         if self._divided is None:
             save_model(aside, self.model, text_files, about)
@@ -178,8 +180,9 @@ class RunCheckpoints:
         steps: Steps,
         states: dict[str, dict[str, Tensor]],
     ) -> dict[str, Any]:
-        """Load weights and optimizer states into this rank's, optimizer states also into
-        ``states``, and return the rest as JSON.
+        """Load weights and optimizer states on this rank, and return the rest as JSON.
+
+        Optimizer states are put into ``states``, too.
         """
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
@@ -195,8 +198,9 @@ class RunCheckpoints:
         }
 
     def _check_continuity(self, folder: Path, state: Mapping[str, Any], steps: Steps) -> None:
-        """Check that the run goes on with the same data, order, base and kind of optimizer states;
-        warn of other fields that were changed.
+        """Check that the run goes on as it began; warn of other fields that were changed.
+
+        Data, order, base and kind of optimizer states must be the same.
         """
         earlier_version = state["data"] in steps.earlier_data
         if state["data"] != steps.data and not earlier_version:
@@ -352,8 +356,9 @@ class RunCheckpoints:
             self.finish()
 
     def _fits(self, state: checkpoint.CheckpointState) -> bool:
-        """Return whether the host memory of each machine holds the copies of its ranks; all ranks
-        must call it.
+        """Return whether the host memory of each machine holds the copies of its ranks.
+
+        All ranks must call it.
         """
         host = socket.gethostname()
         needed = self._staging.needed(state.changing().values())
@@ -371,6 +376,7 @@ class RunCheckpoints:
         """Start to write a state, from copies unless training waits.
 
         Args:
+            state: state that this rank writes.
             waits: True if training waits until it is written.
             write: writes the state.
             ended: signals to the other ranks that it is written; None if nobody waits.
@@ -471,8 +477,9 @@ class RunCheckpoints:
         self._staging.release()
 
     def _has_best(self, run: Run) -> bool:
-        """Return whether the first rank's folder holds the weights of the best step, which older
-        checkpoints do not name.
+        """Return whether the first rank's folder holds the weights of the best step.
+
+        Older checkpoints do not name that step.
         """
         if run.best_step is None:
             if math.isfinite(run.best_loss):
@@ -501,8 +508,9 @@ class RunCheckpoints:
         return self.folder_of(run.best_step)
 
     def restore_best(self, run: Run) -> int:
-        """Load the weights of the step with the lowest held-out loss, unless it is the last step;
-        return the step whose weights the model has now.
+        """Load the weights of the step with the lowest held-out loss, unless it is the last one.
+
+        It returns the step whose weights the model has now.
         """
         if run.best_step is None or run.best_step == run.step:
             return run.step

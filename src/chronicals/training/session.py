@@ -96,6 +96,10 @@ def prepare_session(
     6. FP8 copies of the joined weights; only such copies can wait in host memory.
 
     Args:
+        model: the loaded model, on its device.
+        config: configuration of the run.
+        objective: what is minimised.
+        ranks: all ranks of the run; None for a single process.
         resumed: checkpoint that the run resumes from.
         tokenizer: the model's tokenizer; an objective with frozen models or parameters of its own
             may need it.
@@ -158,8 +162,9 @@ def prepare_session(
 def decide_together(
     presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh
 ) -> tuple[Facts, dict[str, Decision]]:
-    """Return the facts of the run and the decisions on them, the same in all processes; log the
-    reasons.
+    """Return the facts of the run and the decisions on them, the same in all processes.
+
+    The reasons are logged.
 
     Memory policies of an earlier run are removed from the model first.
 
@@ -261,8 +266,9 @@ class Session:
 
     @contextmanager
     def stepping(self, hooks: StepHooks | None = None) -> Iterator[None]:
-        """Context manager in which ``train_once`` may be called; the model attends within
-        documents.
+        """Context manager in which ``train_once`` may be called.
+
+        The model attends within documents.
 
         Afterwards its weights are separate tensors again, to be saved or used.
         """

@@ -87,12 +87,14 @@ def train_step(
     The host does not wait for the device.
 
     Args:
+        step: micro-batches of the step.
         counts: result of ``counts_of``.
-        micro, update: as in ``TrainingStepParts``.
+        micro: as in ``TrainingStepParts``.
         reduce: replaces all gradients, and the scalars that it is given, by their sums over the
             ranks. It may start while gradients are computed, but has finished in stream order when
             it returns. It returns how many ranks had a gradient of each parameter, fp32
             ``[parameters]``, or None for one rank.
+        update: as in ``TrainingStepParts``.
         passed: called after each micro-batch is launched; the device may not have finished it.
 
     Returns:
@@ -145,10 +147,12 @@ class EagerStep:
         """Do nothing: weights change only in ``update``."""
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run forward and backward of a micro-batch, and add to the gradients."""
         moved = batch.to(self.precision.device, non_blocking=True)
         return micro_step(self.model, self.objective, moved, counts, self.precision)
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
+        """Clip, apply and drop the gradients."""
         if self.inspect is not None:
             self.inspect()
         scalars = update(
@@ -167,9 +171,11 @@ class GatheredStep(EagerStep):
     _left = 0
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Note the number of micro-batches, the last of which sums gradients over the copies."""
         self._left = micro_batches
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run a micro-batch; after the last one gradients are summed over the copies."""
         self._left -= 1
         last_micro_batch(self.model.model, self._left == 0)
         return super().micro(batch, counts, first)
@@ -188,9 +194,11 @@ class FrozenGatheredStep(EagerStep):
         self.gathers = gathers
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Forget which weights earlier passes gathered."""
         self.gathers.forget()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run a micro-batch in a pass that gathers its weights layer by layer."""
         with self.gathers.passing():
             return super().micro(batch, counts, first)
 
@@ -210,6 +218,12 @@ def known_before(
     These depend on all Batches of the step.
 
     Args:
+        step: the step.
+        counts: result of ``counts_of``.
+        model: the model, presented.
+        objective: what is minimised.
+        ranks: all ranks of the run.
+        precision: dtypes of the run.
         passed: as for ``train_step``.
     """
     if type(objective).before_step is Objective.before_step:
@@ -245,6 +259,9 @@ def values_before(
 
     Args:
         sums: sum of each term over this rank's Batches.
+        terms: terms of any Batch, for the names of their counts.
+        counts: counts of all Batches of all ranks.
+        ranks: all ranks of the run.
     """
     totals = ranks.sum(torch.stack(list(sums.values())))
     return {
@@ -315,6 +332,11 @@ def update(
     """Clip and apply the gradients, unless they are not finite.
 
     Args:
+        parameters: the trained parameters.
+        optimizer: optimizer of the parameters.
+        precision: loss scale of the run.
+        max_grad_norm: norm to which larger gradients are scaled down; None for no clipping.
+        norm: returns the norm of all gradients.
         holders: number of ranks that had a gradient of each parameter. If it is 0, the parameter is
             neither decayed nor moved, like one without a gradient on a single rank.
 
@@ -331,6 +353,7 @@ def update(
 
 
 def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

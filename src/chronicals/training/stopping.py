@@ -36,10 +36,14 @@ class Stop:
     def is_asked(
         self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool
     ) -> bool:
-        """Return whether the run is to end after this step: the same on all ranks, which must all
-        call it.
+        """Return whether the run is to end after this step, the same on all ranks.
+
+        All ranks must call it.
 
         Args:
+            ranks: all ranks of the run.
+            device: device of the run.
+            callbacks: callbacks of the run, one of which may have raised an exception.
             failed: whether this rank could not write a checkpoint; then, too, it is to end.
 
         Raises:
@@ -67,8 +71,9 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Return a context in which, in the main thread, the first Ctrl-C or SIGTERM asks the run
-        to end, and the second ends the process at once.
+        """Return a context in which the first Ctrl-C or SIGTERM asks the run to end.
+
+        The second ends the process at once. Both work in the main thread only.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -89,8 +89,9 @@ class Tracker(Callback, ABC):
         threading.Thread(target=self._import, daemon=True).start()
 
     def _import(self) -> None:
-        """Import what ``begin`` needs while model and data are prepared; errors are raised by
-        ``begin``.
+        """Import what ``begin`` needs, while model and data are prepared.
+
+        ``begin`` raises the errors.
         """
         with suppress(Exception):
             importlib.import_module(self.used or self.module)
@@ -117,8 +118,9 @@ class Tracker(Callback, ABC):
 
     @abstractmethod
     def store(self, points: list[Point]) -> None:
-        """Store points in ascending order of steps; after an exception the same points are passed
-        again.
+        """Store points in ascending order of steps.
+
+        After an exception the same points are passed again.
         """
 
     @abstractmethod
@@ -147,12 +149,15 @@ class Tracker(Callback, ABC):
         self.thread.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
+        """Hand the step's metrics to the thread."""
         self._offer("train", metrics.step, metrics.to_dict())
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Hand the evaluation to the thread."""
         self._offer("eval", step, evaluation.to_dict())
 
     def run_ended(self, run: Run) -> None:
+        """Tell the thread how the run ended, and wait for it, but not for ever."""
         self.arrivals.put(run.outcome)
         self.over.set()
         self.thread.join(SECONDS_TO_STORE_THE_REST)
@@ -225,6 +230,7 @@ class TensorBoard(Tracker):
     remedy = "make output_dir writable"
 
     def begin(self, run: Run) -> dict[str, int]:
+        """Open event files, or go on with those of the earlier part after its checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.output_dir / "tensorboard"
@@ -236,17 +242,20 @@ class TensorBoard(Tracker):
         return dict.fromkeys(PARTS, run.step) if earlier else {}
 
     def store(self, points: list[Point]) -> None:
+        """Write an event for each value."""
         for point in points:
             for name, value in point.values.items():
                 self.writer.add_scalar(name, value, point.step, walltime=point.time)
 
     def end(self, outcome: Outcome) -> None:
+        """Close the event files."""
         self.writer.close()
 
 
 class WeightsAndBiases(Tracker):
-    """A run in the W&B project; server and account are W&B's settings (``wandb login``,
-    ``WANDB_MODE``, ...).
+    """A run in the W&B project.
+
+    Server and account are W&B's settings (``wandb login``, ``WANDB_MODE``, ...).
 
     W&B accepts only ascending steps and cannot remove any. After a resume, steps that it already
     has keep their first values, and the run continues after them. Offline, each part is a folder in
@@ -261,6 +270,7 @@ class WeightsAndBiases(Tracker):
     """Exit code by outcome; 255 is what W&B itself reports for a program ended by Ctrl-C."""
 
     def begin(self, run: Run) -> dict[str, int]:
+        """Begin a run of W&B, or continue the one that ``trackers.json`` names."""
         import wandb
 
         earlier = earlier_id(run, self.name)
@@ -281,16 +291,19 @@ class WeightsAndBiases(Tracker):
         return {part: step for part, step, _ in _known(run)}
 
     def store(self, points: list[Point]) -> None:
+        """Log the values of each step."""
         for point in points:
             self.run.log(point.values, step=point.step)
 
     def end(self, outcome: Outcome) -> None:
+        """Finish the run with the outcome's exit code."""
         self.run.finish(exit_code=self.EXIT_CODES[outcome])
 
 
 class MLflow(Tracker):
-    """A run in the experiment ``project``, at MLflow's tracking URI (by default
-    ``sqlite:///mlflow.db``).
+    """A run in the experiment ``project`` of MLflow.
+
+    It is at MLflow's tracking URI, by default ``sqlite:///mlflow.db``.
 
     MLflow cannot remove values or change parameters. After a resume, steps that it already has keep
     their first values, and changed fields become tags ``resumed.FIELD``. An interrupted run is
@@ -313,6 +326,7 @@ class MLflow(Tracker):
     """Maximum number of values that MLflow accepts in one call."""
 
     def begin(self, run: Run) -> dict[str, int]:
+        """Begin a run of MLflow, or continue the one that ``trackers.json`` names."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
@@ -346,6 +360,7 @@ class MLflow(Tracker):
         return {}
 
     def store(self, points: list[Point]) -> None:
+        """Log the values, as many in a call as MLflow accepts."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -357,6 +372,7 @@ class MLflow(Tracker):
             self.client.log_batch(self.id, metrics=metrics[start : start + self.AT_ONCE])
 
     def end(self, outcome: Outcome) -> None:
+        """Set the run's status to the outcome's."""
         self.client.set_terminated(self.id, self.STATES[outcome])
 
 
@@ -366,8 +382,10 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
-    """Build the trackers that ``config.trackers`` names; TensorBoard if it is installed and the
-    field was not set.
+    """Build the trackers that ``config.trackers`` names.
+
+    If the field was not set, it is TensorBoard, if that is installed. A project or a name of the
+    run that no tracker shows is logged.
 
     Raises:
         ConfigurationError: one is not installed; the message names the extra.
@@ -411,8 +429,9 @@ def keep_id(run: Run, tracker: str, identity: str) -> None:
 
 
 def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yield the metrics of the earlier part that ``metrics.jsonl`` holds: ``train`` or ``eval``,
-    the step, and the values.
+    """Yield the metrics of the earlier part that ``metrics.jsonl`` holds.
+
+    They are ``train`` or ``eval``, the step, and the values.
     """
     for line in read_metrics(run.output_dir / "metrics.jsonl"):
         step = line.pop("step")

@@ -121,15 +121,17 @@ class ChronicalsTrainer:
         self._write_recipe = write_recipe
 
     def release_graphs(self) -> None:
-        """Release the memory of CUDA graphs. A callback may call it between steps; later steps are
-        captured anew.
+        """Release the memory of CUDA graphs.
+
+        A callback may call it between steps; later steps are captured anew.
         """
         if self._session is not None:
             self._session.release_graphs()
 
     def stop(self, save: bool = True) -> None:
-        """End the run after the current step: ``train`` writes a checkpoint and raises
-        ``Interrupted``.
+        """End the run after the current step.
+
+        ``train`` then writes a checkpoint and raises ``Interrupted``.
 
         It may be called from any thread, from callbacks, and on any rank; all ranks stop after the
         same step. It does nothing if ``train`` is not running.
