@@ -94,8 +94,6 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) 
 
     The default depends on whether adapters or all weights are trained, and is logged.
 
-    The default depends on whether adapters or all weights are trained.
-
     Args:
         config: configuration of the run.
         ranks: all ranks; the first one logs.

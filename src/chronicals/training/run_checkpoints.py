@@ -490,22 +490,17 @@ class RunCheckpoints:
                     run.best_loss,
                 )
             return False
-        damage = self.ranks.writer_does(
-            lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError
-        )
+        best = self.folder_of(run.best_step)
+        damage = self.ranks.writer_does(lambda: checkpoint.check_checkpoint(best), CheckpointError)
         if damage is not None:
             logger.warning(
                 "%s, with the lowest held-out loss so far (%.4f): %s; the best is looked for anew "
                 "from here on",
-                self._best(run),
+                best,
                 run.best_loss,
                 damage,
             )
         return damage is None
-
-    def _best(self, run: Run) -> Path:
-        assert run.best_step is not None
-        return self.folder_of(run.best_step)
 
     def restore_best(self, run: Run) -> int:
         """Load the weights of the step with the lowest held-out loss, unless it is the last one.
@@ -514,20 +509,21 @@ class RunCheckpoints:
         """
         if run.best_step is None or run.best_step == run.step:
             return run.step
+        best = self.folder_of(run.best_step)
 
         def load() -> bool:
-            damage = checkpoint.check_checkpoint(self._best(run))
+            damage = checkpoint.check_checkpoint(best)
             if damage:
                 logger.error(
                     "%s: %s; the model of the last step is written instead of the best",
-                    self._best(run),
+                    best,
                     damage,
                 )
                 return False
             if self._divided is not None:
                 return True
             try:
-                checkpoint.load_checkpoint_weights(self._best(run), self.model)
+                checkpoint.load_checkpoint_weights(best, self.model)
             except CheckpointError as error:  # raised before any weight is changed
                 logger.error("%s; the model of the last step is written instead of the best", error)
                 return False
@@ -537,9 +533,7 @@ class RunCheckpoints:
             return run.step
         if self._divided is not None:
             assert isinstance(self._optimizer, ShardedAdamW)
-            checkpoint.load_divided(
-                self._best(run), self.model, self._optimizer, self.ranks, states=False
-            )
+            checkpoint.load_divided(best, self.model, self._optimizer, self.ranks, states=False)
         else:
             self._send_weights()
         return run.best_step

@@ -288,7 +288,20 @@ class Session:
                     around.enter_context(policy.around_steps(self.model))
             self._parts = self._step_parts(around)
             if self.decisions["use_cuda_graphs"].runs:
-                self._graphed = self._graphed_step(around)
+                exchange = None
+                if gathers_of(self.model) is not None:
+                    exchange = HostExchange(self.ranks)
+                    around.callback(exchange.close)
+                around.callback(setattr, self, "_graphed", None)
+                around.callback(self.release_graphs)  # before that
+                self._graphed = GraphedStep(
+                    self._parts,
+                    self.model.parameters(),
+                    self.parameters,
+                    self.optimizer,
+                    with_update=not self.decisions["sharding"].runs,
+                    exchange=exchange,
+                )
             self._has_magnitudes = has_magnitudes(self.model)
             in_backward = self.decisions["optimizer_in_backward"].runs
             alone = self.ranks.context is None and self.decisions["sharding"].how != WEIGHTS
@@ -316,23 +329,6 @@ class Session:
         if gathers_of(self.model) is not None:
             return FrozenGatheredStep(*given, norm, self._sums.norm)
         return EagerStep(*given, norm, self._sums.norm)
-
-    def _graphed_step(self, around: ExitStack) -> GraphedStep:
-        """Return the step as CUDA graphs, which are dropped at the end."""
-        exchange = None
-        if gathers_of(self.model) is not None:
-            exchange = HostExchange(self.ranks)
-            around.callback(exchange.close)
-        around.callback(setattr, self, "_graphed", None)
-        around.callback(self.release_graphs)  # before that
-        return GraphedStep(
-            self._parts,
-            self.model.parameters(),
-            self.parameters,
-            self.optimizer,
-            with_update=not self.decisions["sharding"].runs,
-            exchange=exchange,
-        )
 
     def train_once(
         self, step: Step, inspect: Callable[[], None] | None = None
