@@ -8,7 +8,7 @@ import torch
 import tiny
 from chronicals.distributed import rank_agreement
 from chronicals.distributed.rank_agreement import fingerprint, fingerprint_over
-from chronicals.training.columns import model_config_digest
+from chronicals.training.start_columns import model_config_digest
 
 DTYPES = [
     torch.float32,

@@ -179,7 +179,7 @@ class Objective(ABC):
         """Declare columns of the data that frozen models compute before the run.
 
         Steps do not need those models. Called once a run, before the trained ``model`` is changed.
-        ``training/columns.py`` computes the values or reads them from the cache.
+        ``training/stored_columns.py`` computes the values or reads them from the cache.
 
         Raises:
             ConfigurationError: a frozen model cannot be found or does not fit; the message names

@@ -28,9 +28,9 @@ from chronicals.models import within_adapters
 from chronicals.moe.anchor import FILE as ANCHOR
 from chronicals.saving import MANIFEST, remove
 from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
-from chronicals.training.columns import REFERENCE_FILE
 from chronicals.training.errors import CheckpointError
 from chronicals.training.lock import LOCK_FILE
+from chronicals.training.start_columns import REFERENCE_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from chronicals.models import (
     present,
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
-from chronicals.training.columns import with_frozen_columns
-from chronicals.training.frozen import bring_frozen, frozen_attending
+from chronicals.training.frozen import bring_frozen, frozen_attending, with_frozen_columns
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
 from chronicals.training.step import asked_before, counts_of, nothing, values_before

@@ -30,19 +30,20 @@ from chronicals.policies.facts import WEIGHTS
 from chronicals.policies.weight_copies import with_sharding
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
-from chronicals.training.columns import StartColumns, with_frozen_columns
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.finish import about_data, finish
+from chronicals.training.frozen import with_frozen_columns
 from chronicals.training.guard import check_that_something_was_applied, saying_what_helps
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.loop import Loop
+from chronicals.training.loop import Loop, Stop
 from chronicals.training.preparation import (
     Source,
     check_class,
     check_precision,
     check_tokenizer,
+    fit_vocabulary,
     one_device,
     open_stores,
     teach_generation_to_stop,
@@ -54,9 +55,8 @@ from chronicals.training.routers import keep_anchor
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.session import Session, prepared
-from chronicals.training.stopping import Stop
+from chronicals.training.start_columns import StartColumns
 from chronicals.training.trackers import build_trackers
-from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:

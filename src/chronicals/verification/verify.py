@@ -43,11 +43,17 @@ from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
-from chronicals.training.columns import StartColumns, with_frozen_columns
+from chronicals.training.frozen import with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.preparation import Source, check_precision, one_device, open_stores
+from chronicals.training.preparation import (
+    Source,
+    check_precision,
+    fit_vocabulary,
+    one_device,
+    open_stores,
+)
 from chronicals.training.routers import prepare_routers
-from chronicals.training.vocabulary import fit_vocabulary
+from chronicals.training.start_columns import StartColumns
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import (
     ARM,
