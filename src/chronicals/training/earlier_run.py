@@ -145,7 +145,8 @@ def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) ->
         CheckpointError: the check failed; the message names the file.
     """
     said = f"output_dir={str(output_dir)!r} cannot be replaced (overwrite=True)"
-    if (foreign := next(foreign_files(output_dir), None)) is not None:
+    foreign = next(foreign_files(output_dir), None)
+    if foreign is not None:
         raise CheckpointError(
             f"{said}: no run wrote {str(foreign)!r}; move it, or choose another output_dir"
         )

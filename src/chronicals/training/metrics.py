@@ -49,7 +49,8 @@ class StepMetrics:
             ValueError: the objective calls something by a name that a step's metrics have.
         """
         own = {name: value for name, value in vars(self).items() if name != "others"}
-        if taken := own.keys() & self.others:
+        taken = own.keys() & self.others
+        if taken:
             raise ValueError(
                 f"the objective calls something {', '.join(sorted(taken))}, as metrics of a step "
                 "are; rename it"

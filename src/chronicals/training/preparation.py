@@ -172,7 +172,8 @@ def open_stores(
         store, rest = open_divided(**options("train_dataset", train))
     else:
         store = open_store(**options("train_dataset", train))
-    if shared := store.tokens_shared:
+    shared = store.tokens_shared
+    if shared:
         whole = shared + int(store.lengths.sum())
         logger.info(
             "answers share their prompts: %s of %s tokens are not computed again",

@@ -353,7 +353,8 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
             lw=1.2,
             label="training",
         )
-        if evaluations := [line for line in metrics if f"eval_{name}" in line]:
+        evaluations = [line for line in metrics if f"eval_{name}" in line]
+        if evaluations:
             axis.plot(
                 [e["step"] for e in evaluations],
                 [e[f"eval_{name}"] for e in evaluations],

@@ -114,7 +114,8 @@ def checkpoint_to_resume(
 
 
 def _refuse_to_overwrite(output_dir: Path) -> None:
-    if found := checkpoint.checkpoints(output_dir):
+    found = checkpoint.checkpoints(output_dir)
+    if found:
         raise CheckpointError(
             f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): "
             f"{how_to_resume(output_dir)}, replace it with "
@@ -142,23 +143,26 @@ def _named(folder: Path, output_dir: Path, overwrite: bool) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder to go on from")
     if (folder / MANIFEST).exists() or (folder / checkpoint.STATE_FILE).exists():
-        if damage := checkpoint.check_checkpoint(folder):
+        damage = checkpoint.check_checkpoint(folder)
+        if damage:
             raise CheckpointError(
                 f"{folder}: {damage}, so no run can go on from it; name another checkpoint"
             )
         chosen = folder
-    elif (newest := checkpoint.newest_valid(folder)) is not None:
-        chosen = newest
     else:
-        raise CheckpointError(
-            f"{folder}: is no checkpoint to go on from, and no run with a whole one"
-        )
+        newest = checkpoint.newest_valid(folder)
+        if newest is None:
+            raise CheckpointError(
+                f"{folder}: is no checkpoint to go on from, and no run with a whole one"
+            )
+        chosen = newest
     if chosen.resolve().parent != (output_dir / checkpoint.CHECKPOINTS).resolve():
         if not overwrite:
             _refuse_to_overwrite(output_dir)
         return chosen
     later = [other for other in checkpoint.checkpoints(output_dir) if other.name > chosen.name]
-    if whole := [other.name for other in later if checkpoint.check_checkpoint(other) is None]:
+    whole = [other.name for other in later if checkpoint.check_checkpoint(other) is None]
+    if whole:
         raise CheckpointError(
             f"output_dir={str(output_dir)!r} holds a later checkpoint than {chosen.name} "
             f"({whole[0]}), with which what is "

@@ -45,7 +45,8 @@ def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
             check_routers(model, settings)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-    if idle := choose_heads(model, settings):
+    idle = choose_heads(model, settings)
+    if idle:
         logger.info(
             "lookahead heads without a loss are not trained: %s",
             ", ".join(f"router.{name}" for name in idle),

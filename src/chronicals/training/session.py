@@ -172,7 +172,8 @@ def decide_together(
         ConfigurationError: what is asked for cannot run, or processes decided differently.
     """
     model = presented.model
-    if reason := why_neighbours_matter(model.config, config.max_seq_length):
+    reason = why_neighbours_matter(model.config, config.max_seq_length)
+    if reason:
         logger.warning("%s", reason)
     forget_policies(model)
     forget_recomputation(model)
