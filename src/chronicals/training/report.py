@@ -112,14 +112,13 @@ class Report:
             for line in self.metrics
             if line.get("tokens_per_second")
         )
-        told = [
-            datetime.fromtimestamp(line["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
-            for line in self.metrics
-            if "time" in line
-        ]
-        times = {"time in steps": str(timedelta(seconds=round(seconds)))}
+        times: dict[str, str] = {}
+        told = [line["time"] for line in self.metrics if "time" in line]
         if told:
-            times = {"first step": told[0], "finished": told[-1], **times}
+            for name, moment in (("first step", told[0]), ("finished", told[-1])):
+                local = datetime.fromtimestamp(moment).astimezone()
+                times[name] = local.strftime("%Y-%m-%d %H:%M %Z")
+        times["time in steps"] = str(timedelta(seconds=round(seconds)))
         versions = [f"Python {platform.python_version()}"]
         for package in _PACKAGES:
             with suppress(importlib.metadata.PackageNotFoundError):
