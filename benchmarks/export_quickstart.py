@@ -17,7 +17,7 @@ from llama_cpp import Llama
 
 from chronicals.benchmark.record import current_commit, versions
 from chronicals.export import export
-from chronicals.generation import answer, load_trained
+from chronicals.generation import generate_answer, load_trained
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         for line in held.read_text().splitlines()[: args.questions]
     ]
     trained = load_trained(args.quickstart)
-    expected = [answer(trained, question, max_new_tokens=60).strip() for question in asked]
+    expected = [generate_answer(trained, question, max_new_tokens=60).strip() for question in asked]
     result: dict = {
         "commit": current_commit(),
         "versions": versions(),

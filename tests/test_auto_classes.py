@@ -45,8 +45,8 @@ def test_registered_in_any_order(first):
 
 def test_nothing_is_imported_and_installed_once():
     program = (
-        "import sys, chronicals; from chronicals import auto_classes; auto_classes.install(); "
-        "auto_classes.install(); "
+        "import sys, chronicals; from chronicals import auto_classes; auto_classes.register_auto_classes(); "
+        "auto_classes.register_auto_classes(); "
         "assert not {'torch', 'transformers', 'chronicals.moe'} & set(sys.modules); "
         "print(sum(type(finder).__name__ == '_Finder' for finder in sys.meta_path))"
     )

@@ -26,7 +26,7 @@ def started(tmp_path, monkeypatch):
     def start(lines, arguments=(), facts=()):
         precompilation._processes.clear()
         (tmp_path / "works.py").write_text("import pathlib\n" + textwrap.dedent(lines))
-        precompilation.start("works", arguments, facts)
+        precompilation.start_precompilation("works", arguments, facts)
         return precompilation._processes.get("works", (None,))[0]
 
     return start

@@ -1,11 +1,9 @@
-"""Fine-tune large language models as fast as the hardware allows, and prove that they really
-trained.
-"""
+"""Fine-tune large language models as fast as the hardware allows, and prove that they trained."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from chronicals.auto_classes import install as _register_models
+from chronicals.auto_classes import register_auto_classes as _register_models
 from chronicals.versions import check_versions as _check_versions
 
 __version__ = "0.1.0"
@@ -33,7 +31,7 @@ _HOME = {
     "apply_lora": "chronicals.lora:apply_lora",
     "evaluate": "chronicals.training.evaluation:evaluate_data",
     "export": "chronicals.export:",
-    "generate": "chronicals.generation:answer",
+    "generate": "chronicals.generation:generate_answer",
     "load_model": "chronicals.models:load_model",
     "load_trained": "chronicals.generation:load_trained",
     "patch_model": "chronicals.patching:patch_model",

@@ -1,6 +1,6 @@
 """Register our models in transformers' Auto classes, without importing transformers.
 
-``install`` is called when chronicals is imported. Our classes are registered as soon as
+``register_auto_classes`` is called when chronicals is imported. Our classes are registered as soon as
 transformers' modules with the tables are imported and none of its modules is being imported. If
 that is not so yet, an import hook (a finder in front of Python's own) registers them after a module
 has run.
@@ -28,7 +28,7 @@ _waiting = {"configuration", "models"}
 """Tables in which our classes are not registered yet."""
 
 
-def install() -> None:
+def register_auto_classes() -> None:
     """Register our classes now, or as soon as possible. Calling it again changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

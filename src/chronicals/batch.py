@@ -37,6 +37,7 @@ class SharedKeys:
     max_seqlen: int
 
     def map(self, move: Callable[[Tensor], Tensor]) -> SharedKeys:
+        """Return the keys with ``move`` applied to every tensor."""
         return replace(
             self, index=move(self.index), cu_seqlens=move(self.cu_seqlens), places=move(self.places)
         )
@@ -115,6 +116,7 @@ class SplitDocuments:
     keys: SharedKeys | None = None
 
     def map(self, move: Callable[[Tensor], Tensor]) -> SplitDocuments:
+        """Return the documents with ``move`` applied to every tensor."""
         return replace(
             self,
             cu_seqlens=move(self.cu_seqlens),
@@ -127,8 +129,7 @@ class SplitDocuments:
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents laid end to end in ``batch_size`` packs of ``max_seq_length`` tokens, T tokens in
-    all.
+    """Documents laid end to end in packs: T = ``batch_size`` times ``max_seq_length`` tokens.
 
     Attributes:
         input_ids: int64 ``[T]``.
@@ -170,9 +171,11 @@ class Batch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the Batch with all tensors on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
+        """Return the Batch with all tensors in pinned memory, for copies to a GPU."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:

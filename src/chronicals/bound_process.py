@@ -1,9 +1,9 @@
-"""Processes that end with the process that started them, however that one ends: by an error, by
-SIGKILL, or out of memory.
+"""Processes that end with the process that started them, however that one ends.
 
-Between them is a pipe whose write end only the parent holds. The system closes it when the parent
-ends, and a guard at the other end then kills the command and all processes that it started. The
-guard is this file as a program of its own, a bare interpreter,
+It may end by an error, by SIGKILL, or out of memory. Between them is a pipe whose write end only
+the parent holds. The system closes it when the parent ends, and a guard at the other end then kills
+the command and all processes that it started. The guard is this file as a program of its own, a
+bare interpreter,
 
     python bound_process.py READ_END COMMAND [ARGUMENT ...]
 
@@ -60,8 +60,11 @@ class BoundProcess(subprocess.Popen):
 
 
 def guard(read_end: int, command: list[str]) -> None:
-    """Run the command and end with its exit status, or kill the whole process group when the write
-    end of the pipe is closed.
+    """Run the command and end with its exit status, or kill all when the pipe is closed.
+
+    Args:
+        read_end: read end of the pipe, whose write end only the parent holds.
+        command: program and arguments; it and what it starts are the process group.
     """
     own_pid = os.getpid()
     child = os.fork()

@@ -29,12 +29,13 @@ _processes: dict[str, tuple[BoundProcess, float]] = {}
 """Processes by module, with the time of their start."""
 
 
-def start(module: str, arguments: Sequence[str], facts: Sequence[str]) -> None:
+def start_precompilation(module: str, arguments: Sequence[str], facts: Sequence[str]) -> None:
     """Start the process of a module, unless an earlier run did its work.
 
     Only the first rank of a machine starts it.
 
     Args:
+        module: name of a module with a function ``main``.
         arguments: arguments of its ``main``.
         facts: whatever else decides if the cache can be used: versions, paths.
     """

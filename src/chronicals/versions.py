@@ -109,9 +109,7 @@ def transformers_before(version: str) -> bool:
 
 
 def remedy_for_routers() -> str:
-    """Return the end of an error about missing router logits; empty if no newer version records
-    them.
-    """
+    """Return the end of an error about missing router logits; empty if no version records them."""
     if not transformers_before(ROUTERS_RECORDED):
         return ""
     here = installed("transformers")

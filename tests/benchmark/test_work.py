@@ -461,6 +461,7 @@ def test_where_steps_differ_in_their_shapes_cudnn_makes_no_plans(lengths, leaves
     steps = [padded([document(length)], 4, torch.device("cpu")) for length in lengths]
     set_to = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
+    monkeypatch.setattr(loop, "device", lambda: torch.device("cpu"))
     assert not loop.disable_cudnn_for_varying_shapes(steps) and set_to == []
     monkeypatch.setattr(loop, "device", lambda: torch.device("cuda"))
     assert loop.disable_cudnn_for_varying_shapes(steps) == leaves and set_to == [False] * leaves

@@ -423,7 +423,7 @@ def test_an_answer_is_printed_as_it_is(within, monkeypatch):
     monkeypatch.setattr(
         "chronicals.generation.load_trained", lambda *_: types.SimpleNamespace(chats=True)
     )
-    monkeypatch.setattr("chronicals.generation.chat.answer", lambda *_, **__: SAID)
+    monkeypatch.setattr("chronicals.generation.answer.generate_answer", lambda *_, **__: SAID)
     assert within("generate", "out", "--prompt", "what?").stdout == SAID + "\n"
     assert within("generate", "out", typed="what?\n").stdout == SAID + "\n"
 

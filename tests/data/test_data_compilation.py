@@ -13,7 +13,7 @@ from numba.core import event
 from chronicals import precompilation
 from chronicals.data.packs import compilation, machine_code
 if {starts}:
-    precompilation.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
+    precompilation.start_precompilation(machine_code.COMPILING_MODULE, [], machine_code.facts())
 with event.install_recorder("numba:compile") as compiled:
     compilation.main()
 print(sum(made.is_start for _, made in compiled.buffer))

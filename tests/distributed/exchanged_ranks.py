@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from chronicals.distributed import Mesh
-from chronicals.distributed.exchanged_sums import ExchangedSums
+from chronicals.distributed.fsdp_extensions import ExchangedSums
 from chronicals.distributed.weight_shards import weight_mesh
 
 BACKWARD = 3

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chronicals.distributed import buckets as module
-from chronicals.distributed.buckets import IN_FLIGHT, buckets, sum_over_ranks
+from chronicals.distributed import mesh
+from chronicals.distributed.mesh import IN_FLIGHT, buckets, sum_over_ranks
 from mutants import mutant
 
 SHAPES = [(3, 5), (7,), (100, 30), (1,), (), (0, 4), (60,), (50, 50), (2, 2)]
@@ -109,12 +109,12 @@ def test_a_large_one_is_summed_where_it_is(ranks):
             "not found or gradient.nbytes > room",
         ),
         ("work.wait()", "pass"),
-        ("while flying:\n    ...", "pass"),
+        ("while waiting or flying:\n    ...", "while waiting:\n    ..."),
         ("[] if alone else bucket", "[]"),
     ],
 )
 def test_a_planted_fault_is_found(old, new, ranks):
-    wrong = mutant(module, old, new)
+    wrong = mutant(mesh, old, new)
     gradients = drawn()
     expected = [2 * gradient for gradient in gradients]
     wrong.sum_over_ranks(gradients, 80)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import two_processes
-from chronicals.distributed.exchanged_sums import ExchangedSums
+from chronicals.distributed.fsdp_extensions import ExchangedSums
 
 sys.path.insert(0, str(Path(__file__).parent))
 import exchanged_ranks

@@ -19,7 +19,7 @@ from chronicals.distributed import (
     gathers_of,
     shard_frozen,
 )
-from chronicals.distributed.frozen_shards import Gathers, LinearInShards
+from chronicals.distributed.frozen_shards import Gathers, LinearInShards, Unit
 from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.policies import divided_weights
 from chronicals.quantization import Linear4bit, Packed, PlainWeight
@@ -91,10 +91,11 @@ def gathered(monkeypatch):
     gathers = Asked(0, 2)
     linears = []
     for _ in range(4):
-        unit = gathers.unit()
+        unit = Unit(len(gathers.units), gathers)
+        gathers.units.append(unit)
         linear = LinearInShards(PlainWeight(torch.randn(2, 3)), unit, 4, torch.float32, None)
         rows = linear.rows.dense()
-        unit.close(torch.device("cpu"))
+        unit.own = torch.zeros(unit.size, dtype=torch.uint8)
         linear.settle()
         linears.append((linear, torch.cat([rows, rows])))
     return linears, order

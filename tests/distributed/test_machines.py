@@ -13,8 +13,8 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh, on_each_machine
 from chronicals.models import present
-from chronicals.policies import Facts, facts, weight_copies
-from chronicals.policies.weight_copies import ranks_per_copy, with_sharding
+from chronicals.policies import Facts, facts, sharding
+from chronicals.policies.sharding import ranks_per_copy, with_sharding
 from chronicals.training import session
 
 
@@ -105,8 +105,8 @@ def test_the_smallest_card_decides(tmp_path, monkeypatch):
     ranks = Told(0, 2, told=[1 << 40, 1 << 20])
     free = runs.config(tmp_path)
     monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
-    monkeypatch.setattr(weight_copies, "card_memory", lambda _: 1 << 40)
-    monkeypatch.setattr(weight_copies, "on_each_machine", lambda _: 2)
+    monkeypatch.setattr(sharding, "card_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(sharding, "on_each_machine", lambda _: 2)
     assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
     ranks.told[1] = 1 << 40
     assert with_sharding(free, tiny.llama(), ranks).sharding == "optimizer"

@@ -84,7 +84,7 @@ from chronicals.distributed.launch import Launch
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-mesh.MEETING = mesh.timedelta(seconds=2)
+mesh.MEETING_TIMEOUT = mesh.timedelta(seconds=2)
 mesh._join(Launch(0, COUNT, 0, "WORLD_SIZE=COUNT"))
 for group in (mesh.dist.group.WORLD, mesh.group_of([0])):
     print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
@@ -152,7 +152,9 @@ def test_few_patterns_of_gradients_are_kept():
     """Steps that take turns with a few copy nothing to the card, and new ones do not fill it."""
     ranks = Mesh(0, 2)
     device = torch.device("cpu")
-    patterns = [tuple(map(bool, map(int, f"{number:06b}"))) for number in range(3 * mesh.PATTERNS)]
+    patterns = [
+        tuple(map(bool, map(int, f"{number:06b}"))) for number in range(3 * mesh.CACHED_PATTERNS)
+    ]
     first = [ranks.held_by(pattern, device) for pattern in patterns[:3]]
     assert [found.tolist() for found in first] == [
         list(map(float, pattern)) for pattern in patterns[:3]
@@ -164,4 +166,7 @@ def test_few_patterns_of_gradients_are_kept():
     for pattern in patterns[3:]:
         ranks.held_by(pattern, device)
         ranks.held_by(patterns[0], device)
-    assert len(ranks._patterns) == mesh.PATTERNS and ranks.held_by(patterns[0], device) is first[0]
+    assert (
+        len(ranks._patterns) == mesh.CACHED_PATTERNS
+        and ranks.held_by(patterns[0], device) is first[0]
+    )

@@ -8,7 +8,7 @@ import torch
 
 import two_processes
 from chronicals.distributed import Mesh, shards
-from chronicals.distributed.shards import share_of, width_of
+from chronicals.distributed.shards import share_bounds, width_of
 from chronicals.kernels.master import join_master
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +28,7 @@ COUNTS = (2, 3, 4)
 @pytest.mark.parametrize("elements", [1, 255, 256, 257, 1024, 5000, 66690])
 def test_shares_are_the_whole(elements, count):
     """One behind the other, cut at blocks, the first the widest."""
-    shares = [share_of(elements, rank, count) for rank in range(count)]
+    shares = [share_bounds(elements, rank, count) for rank in range(count)]
     assert shares[0] == (0, min(width_of(elements, count), elements)) and shares[-1][1] == elements
     for (begin, end), (follows, _) in zip(shares, [*shares[1:], (elements, None)]):
         assert (
@@ -46,7 +46,7 @@ def test_gradients_are_spread_alike_by_rows_and_at_once(elements, count, monkeyp
     for rows in (0, 100):
         monkeypatch.setattr(shards, "ROWS", rows)
         place = torch.zeros(count, width_of(elements, count) + 7)[:, :-7]
-        shards._copy_each([shards._spread(place, gradient)])
+        torch._foreach_copy_(*shards._spread(place, gradient))
         found.append(place.reshape(-1))
     assert torch.equal(found[0][:elements], gradient) and not found[0][elements:].any()
     assert torch.equal(found[0], found[1])

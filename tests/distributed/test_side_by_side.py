@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from chronicals.distributed import side_by_side
+from chronicals.distributed import fsdp_extensions
 from chronicals.patching.fused_weights import are_side_by_side
 
 
@@ -25,7 +25,7 @@ def test_names_of_fsdp_that_are_not_public():
     assert all(callable(getattr(FSDPParam, name)) for name in methods)
     annotated = set(FSDPParam.__annotations__)
     assert {"_unsharded_param", "all_gather_outputs", "sharded_param", "_orig_size"} <= annotated
-    assert set(side_by_side.PRIVATE) == methods | {
+    assert set(fsdp_extensions.PRIVATE) == methods | {
         "_unsharded_param",
         "all_gather_outputs",
         "sharded_param",
@@ -48,7 +48,7 @@ class Part:
 
 def test_storage_is_one_and_comes_and_goes():
     parts = [Part(rows, 8) for rows in (6, 2, 4)]
-    laid = side_by_side.SideBySide(parts, torch.float32, torch.device("cpu"))
+    laid = fsdp_extensions.SideBySide(parts, torch.float32, torch.device("cpu"))
     assert laid.flat.untyped_storage().size() == 0
     for _ in range(2):
         for part in parts:
@@ -83,4 +83,4 @@ def test_another_fsdp_is_refused_by_name():
     with pytest.raises(
         RuntimeError, match=r"sharding='weights': torch .*init_unsharded_param missing"
     ):
-        side_by_side._check([Other(2, 2)])
+        fsdp_extensions.check_internals(Other(2, 2))

@@ -8,9 +8,9 @@ import torch
 import tiny
 from chronicals import ChronicalsConfig
 from chronicals.config import ConfigurationError
-from chronicals.distributed.weight_shards import rows_of
+from chronicals.distributed.weight_shards import rows_of_rank
 from chronicals.policies import Facts
-from chronicals.policies.weight_copies import ranks_per_copy
+from chronicals.policies.sharding import ranks_per_copy
 
 
 def test_rows_are_cut_as_torch_cuts_chunks():
@@ -19,7 +19,7 @@ def test_rows_are_cut_as_torch_cuts_chunks():
         count = random.randrange(1, 9)
         chunks = [list(chunk) for chunk in torch.arange(rows).chunk(count)]
         chunks += [[]] * (count - len(chunks))
-        assert [list(rows_of(rows, rank, count)) for rank in range(count)] == [
+        assert [list(rows_of_rank(rows, rank, count)) for rank in range(count)] == [
             [int(x) for x in chunk] for chunk in chunks
         ]
 

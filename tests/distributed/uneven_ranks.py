@@ -17,7 +17,6 @@ from chronicals.distributed import (
     Mesh,
     WeightShards,
     forget_broken_step,
-    last_micro_batch,
     shard_weights,
 )
 from chronicals.distributed.weight_shards import local, weight_mesh
@@ -98,7 +97,7 @@ def after_a_broken_step(ranks: Mesh, seed: int) -> list[list[Tensor]]:
         model, shards = divided(ranks, 1, torch.float32, seed)
         first, second = inputs(seed, ranks.rank, torch.float32)
         for x, is_last in ((first, False), (second, True)) if broken else ((second, True),):
-            last_micro_batch(model, is_last)
+            model.set_requires_all_reduce(is_last)
             getattr(model, AS_FORWARD)(
                 lambda model=model, x=x: model(x, USED[ranks.rank])
             ).backward()

@@ -2,9 +2,9 @@
 what is refused.
 """
 
+import importlib.util
 import shutil
 
-import httpx2
 import huggingface_hub
 import pytest
 import torch
@@ -19,6 +19,8 @@ from chronicals.export import Check, Proof, merge, push_saved
 from chronicals.export.hub import UploadError
 from chronicals.models import load_model
 from hub import Hub
+
+httpx = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
 
 TOKEN = "hf_secretSecretSecret"
 
@@ -142,9 +144,9 @@ def test_artefacts_go_with_their_proofs(run, hub, command, tmp_path):
 
 
 def refusal(status):
-    request = httpx2.Request("POST", "https://huggingface.co")
+    request = httpx.Request("POST", "https://huggingface.co")
     return HfHubHTTPError(
-        f"{status} for {TOKEN}\nmore", response=httpx2.Response(status, request=request)
+        f"{status} for {TOKEN}\nmore", response=httpx.Response(status, request=request)
     )
 
 
@@ -160,7 +162,7 @@ REFUSALS = {
     "others": (refusal(403), "the login may not write there: the name is somebody else's, or"),
     "name": (HFValidationError("no such name"), "no such name; give another name, as OWNER/NAME"),
     "server": (refusal(500), "the upload failed: 500 for …"),
-    "connection": (httpx2.ConnectError("no route"), "the upload failed: no route"),
+    "connection": (httpx.ConnectError("no route"), "the upload failed: no route"),
 }
 
 

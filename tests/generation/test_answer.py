@@ -6,7 +6,7 @@ import torch
 import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
-from chronicals.generation import answer, generate, load_trained
+from chronicals.generation import generate, generate_answer, load_trained
 from chronicals.generation.answer import Trained, computing_dtype
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
@@ -56,7 +56,7 @@ def overfitted(request, tmp_path_factory):
 def test_answers_and_stops(overfitted, place):
     trained = load_trained(overfitted / place)
     assert trained.chats
-    assert answer(trained, QUESTION, max_new_tokens=200) == ANSWER
+    assert generate_answer(trained, QUESTION, max_new_tokens=200) == ANSWER
     ids = Tokenizer(trained.tokenizer).render(
         [{"role": "user", "content": QUESTION}], generation=True
     )
@@ -139,9 +139,9 @@ def test_no_token_is_begun_after_the_time(overfitted):
 def test_generation_is_repeatable_and_leaves_the_random_state(overfitted):
     trained = load_trained(overfitted)
     state = torch.get_rng_state()
-    first = answer(trained, "hello", max_new_tokens=20, temperature=1.5, seed=3)
+    first = generate_answer(trained, "hello", max_new_tokens=20, temperature=1.5, seed=3)
     assert equal(state, torch.get_rng_state())
-    assert first == answer(trained, "hello", max_new_tokens=20, temperature=1.5, seed=3)
+    assert first == generate_answer(trained, "hello", max_new_tokens=20, temperature=1.5, seed=3)
 
 
 def test_evaluation_tokenises_as_training_did(overfitted, tmp_path):
@@ -184,7 +184,7 @@ def test_an_adapter_as_peft_saves_it_speaks_as_its_model_does(tmp_path, named):
         )
     trained = load_trained(folder, None if named else str(base))
     assert trained.chats and trained.tokenizer.get_vocab() == tiny.tokenizer().get_vocab()
-    assert isinstance(answer(trained, QUESTION, max_new_tokens=3), str)
+    assert isinstance(generate_answer(trained, QUESTION, max_new_tokens=3), str)
     own = tiny.tokenizer()
     own.chat_template = None
     own.save_pretrained(folder)
@@ -222,7 +222,7 @@ def test_plain_text_with_a_chat_template_that_never_stops(tmp_path):
     trained = load_trained(tmp_path / "run")
     assert not trained.chats
     assert trained.stops == [tokenizer.eos_token_id]
-    assert isinstance(answer(trained, "hello", max_new_tokens=3), str)
+    assert isinstance(generate_answer(trained, "hello", max_new_tokens=3), str)
 
 
 def likeliest(model, ids, count):
@@ -267,7 +267,7 @@ def test_a_stop_token_that_is_no_special_one_is_not_in_the_answer():
     stop = model.generation_config.eos_token_id
     assert stop not in tokenizer.all_special_ids and tokenizer.decode([stop]).strip()
     assert generate(trained, prompt) == [stop]
-    assert answer(trained, "hello") == ""
+    assert generate_answer(trained, "hello") == ""
 
 
 FOR_SOMETHING_ELSE = [
@@ -321,12 +321,12 @@ def endless(**settings):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_ends_before_a_stop_string_of_the_model(temperature):
     trained, question = endless()
-    free = answer(trained, question, 30, temperature, seed=2)
+    free = generate_answer(trained, question, 30, temperature, seed=2)
     stop = next(free[n : n + 2] for n in range(6, len(free)) if free[n : n + 2].isascii())
     trained.model.generation_config.stop_strings = ["never said", stop]
     parts = []
     assert (
-        answer(trained, question, 30, temperature, seed=2, say=parts.append)
+        generate_answer(trained, question, 30, temperature, seed=2, say=parts.append)
         == free[: free.index(stop)].strip()
     )
     assert "".join(parts) == free[: free.index(stop)].strip() and len(parts) > 1
@@ -340,10 +340,10 @@ def test_an_answer_ends_before_a_stop_string_of_the_model(temperature):
 
 def test_a_stop_string_is_no_end_for_a_model_that_learned_another():
     trained, question = endless()
-    free = answer(trained, question, 20)
+    free = generate_answer(trained, question, 20)
     trained.model.generation_config.stop_strings = [free[3:6]]
     on_texts = Trained(trained.model, trained.tokenizer, kinds=("text",))
-    assert answer(on_texts, question, 20) == free
+    assert generate_answer(on_texts, question, 20) == free
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
@@ -400,7 +400,7 @@ def test_a_repetition_penalty_holds_at_every_temperature():
 )
 def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        answer(endless()[0], "hello", 3, **settings)
+        generate_answer(endless()[0], "hello", 3, **settings)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def seen(monkeypatch):
             raise ValueError("too long")
         return f"answer {len(asked)}"
 
-    monkeypatch.setattr("chronicals.generation.chat.answer", answer)
+    monkeypatch.setattr("chronicals.generation.answer.generate_answer", answer)
     return asked
 
 

@@ -20,7 +20,7 @@ from chronicals.lora import (
 )
 from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
 from chronicals.lora.several import add_adapter, add_weighted_adapter, set_adapter
-from chronicals.optimizers.lora_plus import lora_plus_groups
+from chronicals.optimizers.learning_rates import lora_plus_groups
 from comparison import equal
 
 

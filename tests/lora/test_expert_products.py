@@ -198,3 +198,19 @@ def test_one_kernel_for_all_groups(rank, transposed):
     theirs = torch.autograd.grad(expected.square().sum(), [xd, wd])
     for a, b in ((got, expected), *zip(mine, theirs, strict=True)):
         assert (a.double() - b).norm() <= 2e-2 * b.norm()
+
+
+@pytest.mark.gpu
+def test_experts_may_lie_innermost():
+    """As in PEFT's B, ``[out, rank · experts]``, of which the product reads a view."""
+    ends = torch.tensor([3, 3, 43, 64], device="cuda")
+    groups = torch.repeat_interleave(
+        torch.arange(4, device="cuda"), torch.tensor([3, 0, 40, 21], device="cuda")
+    )
+    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+    stored = torch.randn(16, 32 * 4, device="cuda", dtype=torch.bfloat16)
+    up = stored.view(16, 32, 4).permute(2, 1, 0)  # [experts, rank, out]
+    assert up.stride(0) == 1
+    got = grouped_product(x, up, ends)
+    expected = torch.einsum("sk,skn->sn", x.double(), up.double()[groups])
+    assert (got.double() - expected).norm() <= 2e-2 * expected.norm()

@@ -30,7 +30,7 @@ from chronicals.lora import (
 from chronicals.lora.parameter_layer import LoRAParameter, innermost
 from chronicals.lora.targets import stacked_parameters
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
-from chronicals.optimizers.lora_plus import lora_plus_groups
+from chronicals.optimizers.learning_rates import lora_plus_groups
 from comparison import equal
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -2,13 +2,17 @@
 classes that cannot.
 """
 
+import traceback
+
 import pytest
 import torch
+import torch.utils.checkpoint
 import transformers
 
 import families
 import tiny
 from chronicals.memory import (
+    checkpoints_end_with_errors,
     decoder_layers,
     draws_numbers,
     enable_gradient_checkpointing,
@@ -102,3 +106,19 @@ def test_a_class_that_cannot_is_named():
     model.supports_gradient_checkpointing = False
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot recompute"):
         enable_gradient_checkpointing(model)
+
+
+def test_a_failed_forward_leaves_no_hooks_behind():
+    """As a notebook does, the test keeps the error; the graph made afterwards is as any other."""
+    weight = torch.randn(3, requires_grad=True)
+
+    def fails(x):
+        raise RuntimeError("in the layer")
+
+    with pytest.raises(RuntimeError, match="in the layer") as kept, checkpoints_end_with_errors():
+        torch.utils.checkpoint.checkpoint(fails, weight, use_reentrant=False)
+    (weight * weight).sum().backward()
+    assert torch.equal(weight.grad, 2 * weight.detach())
+    frames = [frame for frame, _ in traceback.walk_tb(kept.tb)]
+    ended = [f for f in frames if f.f_code.co_filename == torch.utils.checkpoint.__file__]
+    assert ended and not any(frame.f_locals for frame in ended)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chronicals.memory import tiled, tiling
+from chronicals.memory import recompute, tiled
 
 
 def parts():
@@ -54,7 +54,7 @@ def test_what_is_wide_exists_for_a_tile_alone(monkeypatch):
     """Tensors that autograd keeps over the forward pass are no wider than x; in the backward
     pass as wide as one tile.
     """
-    monkeypatch.setattr(tiling, "TILE", 5)
+    monkeypatch.setattr(recompute, "TILE", 5)
     mlp, x, _ = parts()
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):

@@ -95,7 +95,12 @@ def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
     ids = torch.randint(0, 300, (2, 9))
     again = peft.PeftModel.from_pretrained(load_model(tmp_path / "base", dtype), folder)
     again.to(model.get_input_embeddings().weight.device)
-    assert equal(logits(again, ids), logits(model, ids))
+    if torch.cuda.is_available():  # the trained model has fused kernels there
+        live = logits(model, ids)
+        bound = 2e-2 if precision == "bf16" else 1e-4
+        assert (logits(again, ids) - live).norm() <= bound * live.norm()
+    else:
+        assert equal(logits(again, ids), logits(model, ids))
     assert not equal(logits(again, ids), logits(load_model(tmp_path / "base", dtype), ids))
     stored = load_file(folder / "adapter_model.safetensors")
     assert all(

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora, without_adapters
-from chronicals.memory import ActivationOffload, enable_gradient_checkpointing, tiling
+from chronicals.memory import ActivationOffload, enable_gradient_checkpointing, recompute
 from chronicals.models import PresentedModel
 from chronicals.models.presentation import CACHES, packed_arguments
 from chronicals.patching import (
@@ -55,7 +55,7 @@ FAMILIES = [
 def fused(model):
     """``model`` patched; every layer must run fused in what follows."""
     report = patch_parts(model, whole_layers=True)
-    assert report.counts()[BY] == len(model.get_decoder().layers)
+    assert report.counts().get(BY) == len(model.get_decoder().layers), report
     return model
 
 
@@ -159,7 +159,7 @@ def test_a_policy_does_not_make_a_layer_another_kind(policy):
 
 
 def test_a_second_backward_of_layers_made_again(monkeypatch):
-    monkeypatch.setattr(tiling, "TILE", 7)
+    monkeypatch.setattr(recompute, "TILE", 7)
     model = families.build("llama")
     batch = families.documents_batch()
     fused(model)

@@ -16,7 +16,7 @@ from chronicals.kernels.amax import Amax
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.launch import interpreting
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import enable_gradient_checkpointing, tiling
+from chronicals.memory import enable_gradient_checkpointing, recompute
 from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
@@ -156,7 +156,7 @@ def test_layers_made_again_are_the_same(family, adapted, first, device):
 @pytest.mark.usefixtures("without_rounding")
 def test_tiles_are_the_same_but_for_rounding(family, adapted, device, monkeypatch):
     """A tile has a scale of its own."""
-    monkeypatch.setattr(tiling, "TILE", 16)
+    monkeypatch.setattr(recompute, "TILE", 16)
     model = fused(family, adapted, device)
     run_in_fp8(model)
     whole = found_in(model, batch(device))

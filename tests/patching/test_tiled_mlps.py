@@ -8,7 +8,7 @@ from torch import nn
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import enable_gradient_checkpointing, tiling
+from chronicals.memory import enable_gradient_checkpointing, recompute
 from chronicals.patching import (
     patch_parts,
     recompute_norms_and_units,
@@ -36,7 +36,7 @@ def adapted(model):
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
 def test_equals_the_class(family, runs, lora, tile, monkeypatch):
-    monkeypatch.setattr(tiling, "TILE", tile)
+    monkeypatch.setattr(recompute, "TILE", tile)
     model = families.build(family).double()
     model = adapted(model).double() if lora else model
     batch = families.documents_batch()
@@ -52,7 +52,7 @@ def test_equals_the_class(family, runs, lora, tile, monkeypatch):
 
 
 def test_rows_of_a_batch_are_rows(monkeypatch):
-    monkeypatch.setattr(tiling, "TILE", 7)
+    monkeypatch.setattr(recompute, "TILE", 7)
     model = families.build("llama")
     ids = torch.randint(0, families.VOCABULARY, (3, 11))
     expected = model(input_ids=ids).logits
@@ -63,7 +63,7 @@ def test_rows_of_a_batch_are_rows(monkeypatch):
 @pytest.mark.parametrize("whole_layers", [False, True])
 def test_only_a_tile_is_wide(whole_layers, monkeypatch):
     """Of what autograd keeps over the forward pass; the inner width is that of nothing else."""
-    monkeypatch.setattr(tiling, "TILE", 7)
+    monkeypatch.setattr(recompute, "TILE", 7)
     model = families.build("llama", intermediate_size=104)
     seen = []
     patch_parts(model, whole_layers=whole_layers)
@@ -84,7 +84,7 @@ def test_only_a_tile_is_wide(whole_layers, monkeypatch):
 
 
 def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
-    monkeypatch.setattr(tiling, "TILE", 7)
+    monkeypatch.setattr(recompute, "TILE", 7)
     model = families.build("llama")
     calls = []
     mlp = model.get_decoder().layers[0].mlp
@@ -96,7 +96,7 @@ def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
 
 
 def test_copied_and_undone(monkeypatch):
-    monkeypatch.setattr(tiling, "TILE", 7)
+    monkeypatch.setattr(recompute, "TILE", 7)
     model = families.build("llama")
     batch = families.documents_batch()
     before = families.states_and_gradients(model, batch)

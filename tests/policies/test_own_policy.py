@@ -10,9 +10,9 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import present
-from chronicals.policies import Facts, Policy, Stage, decide, register, summary
-from chronicals.policies.advice import ways_to_take_less
+from chronicals.policies import Facts, Policy, Stage, decide, register_policy, summary
 from chronicals.policies.exclusions import EXCLUSIONS, Exclusion
+from chronicals.policies.memory_check import ways_to_take_less
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import POLICIES, Remedy
 
@@ -59,7 +59,7 @@ class LeanStates(Policy):
 
 @pytest.fixture
 def lean():
-    policy = register(LeanStates())
+    policy = register_policy(LeanStates())
     EXCLUSIONS.append(
         Exclusion("lean_states", "tiled_mlp", "tiles need whole states; leave it out")
     )

@@ -25,7 +25,7 @@ import tiny
 from chronicals.distributed import Gathers, HostExchange, Mesh
 from chronicals.models import quantise_layers
 from chronicals.policies.cuda_graphs import CudaGraphs
-from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.policy import Decision
 from chronicals.policies.sharding import Sharding
 from chronicals.training import graphs, session, step
@@ -166,7 +166,7 @@ def train(arm: str, base: str, folder: Path) -> dict[str, Any]:
         if (change := ARMS[arm]) is not None:
             around.enter_context(change())
         if dist.get_world_size() == 1:
-            among_one = Decision("sharding", True, "among one", WEIGHTS, among=1)
+            among_one = Decision("sharding", True, "among one", DIVIDE_WEIGHTS, among=1)
             around.enter_context(patch.object(Sharding, "chosen", lambda *_: among_one))
         fields = {**FIELDS, "use_cuda_graphs": arm != "usual"}
         result = runs.train(folder / arm, tiny.chat_rows(), model=model, **fields)

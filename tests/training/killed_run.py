@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 KINDS = ("micro-batch", "sync", "rename", "replace", "remove")
@@ -69,15 +70,26 @@ def run(
 
 def in_a_process(*arguments) -> int:
     """Exit code of ``run`` in a fresh process; -9 if it was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "chronicals.training", "killed_run"])
+    if os.path.exists("/dev/nvidiactl"):  # CUDA outlives no fork
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        preload = ["torch", "transformers", "chronicals.training", "killed_run"]
+        context.set_forkserver_preload(preload)
     process = context.Process(target=_quiet_run, args=arguments)
     process.start()
     process.join(120)
     assert process.exitcode is not None, "the run hangs"
+    if process.exitcode > 0:  # pytest shows it beside the failure
+        print(Path(f"{arguments[0]}.log").read_text())
     return process.exitcode
 
 
-def _quiet_run(*arguments) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    run(*arguments)
+def _quiet_run(folder: str, *arguments) -> None:
+    sys.stdout = sys.stderr = open(f"{folder}.log", "w")  # noqa: SIM115
+    try:
+        run(folder, *arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise

@@ -16,7 +16,7 @@ from chronicals.models.loading import load_model
 from chronicals.policies import Facts, cuda_graphs, decide, facts
 from chronicals.policies.divided_weights import check_divisible
 from chronicals.policies.exclusions import conditions, why_excluded
-from chronicals.policies.weight_copies import choose_sharding, why_stays_whole
+from chronicals.policies.sharding import choose_sharding, why_stays_whole
 
 LORA = {"use_lora": True, "lora_rank": 4}
 SMALL = 1 << 20

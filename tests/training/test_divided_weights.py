@@ -16,7 +16,7 @@ from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.policies import Facts, decide
 from chronicals.policies.divided_weights import check_divisible
-from chronicals.policies.weight_copies import choose_sharding
+from chronicals.policies.sharding import choose_sharding
 from chronicals.training.session import prepare_session
 
 sys.path.insert(0, str(Path(__file__).parent))

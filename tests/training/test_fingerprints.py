@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from chronicals.distributed import rank_agreement
-from chronicals.distributed.rank_agreement import fingerprint, fingerprint_over
+from chronicals.distributed.rank_agreement import fingerprint_here, fingerprint_over
 from chronicals.training.start_columns import model_config_digest
 
 DTYPES = [
@@ -23,7 +23,7 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch):
-    monkeypatch.setattr(rank_agreement, "AT_A_TIME", 7)
+    monkeypatch.setattr(rank_agreement, "SUMMED_AT_A_TIME", 7)
 
 
 def drawn(dtype, *shape):
@@ -45,24 +45,28 @@ def test_two_elements_that_change_places_are_another_tensor(dtype):
         one = fingerprint_over([changed])
         two = fingerprint_over([exchanged])
         assert one.values == two.values and one.places != two.places
-    assert fingerprint([given]) == fingerprint([given.clone()]) != fingerprint([given, given])
+    assert (
+        fingerprint_here([given])
+        == fingerprint_here([given.clone()])
+        != fingerprint_here([given, given])
+    )
 
 
 def test_rows_and_whole_tensors_that_change_places_are_others():
     a = drawn(torch.float32, 4, 6)
     b = drawn(torch.float32, 4, 6)
-    assert fingerprint([a]) != fingerprint([a.flip(0)]) and fingerprint([a]) != fingerprint(
-        [a.t().contiguous().view(4, 6)]
-    )
-    assert fingerprint([a, b]) != fingerprint([b, a])
-    assert fingerprint([a.t()]) == fingerprint([a.t().contiguous()])
+    assert fingerprint_here([a]) != fingerprint_here([a.flip(0)]) and fingerprint_here(
+        [a]
+    ) != fingerprint_here([a.t().contiguous().view(4, 6)])
+    assert fingerprint_here([a, b]) != fingerprint_here([b, a])
+    assert fingerprint_here([a.t()]) == fingerprint_here([a.t().contiguous()])
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3, 24, 1000])
 def test_it_is_the_same_however_many_elements_are_summed_at_a_time(at_a_time, monkeypatch):
     given = [drawn(torch.float32, 4, 6), drawn(torch.bfloat16, 23), torch.zeros(0)]
     expected = fingerprint_over(given)
-    monkeypatch.setattr(rank_agreement, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(rank_agreement, "SUMMED_AT_A_TIME", at_a_time)
     assert fingerprint_over(given) == expected
 
 

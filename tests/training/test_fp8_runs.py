@@ -9,7 +9,7 @@ import torch
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.memory import tiling
+from chronicals.memory import recompute
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
 from chronicals.policies import facts, fp8
@@ -67,7 +67,7 @@ def test_policies_change_nothing_under_full_fine_tuning(
     memory, tmp_path, fused_anywhere, monkeypatch
 ):
     """Where what is kept is in 8 bits; a tile has a scale of its own."""
-    monkeypatch.setattr(tiling, "TILE", 48)
+    monkeypatch.setattr(recompute, "TILE", 48)
     options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **CALM}
     for name, policies in (("kept", []), ("lean", memory)):
         runs.train(tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=policies, **options)

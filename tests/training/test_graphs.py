@@ -11,7 +11,7 @@ from emulated_graphs import EmulatedStep
 import runs
 import tiny
 from chronicals.batch import Batch
-from chronicals.memory import offload, tiling
+from chronicals.memory import offload, recompute
 from chronicals.patching import fp8_layers
 from chronicals.policies.cuda_graphs import CudaGraphs
 from chronicals.training import (
@@ -105,8 +105,8 @@ def run(folder, graphed, **changes):
 @pytest.mark.parametrize("arm", ARMS)
 def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 1)
-    monkeypatch.setattr(offload, "AT_A_TIME", 1000 if "nothing" in arm else 1)
-    monkeypatch.setattr(tiling, "TILE", 48)
+    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1000 if "nothing" in arm else 1)
+    monkeypatch.setattr(recompute, "TILE", 48)
     monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
     monkeypatch.setattr(in_backward, "HELD", 1 << 12)
     with caplog.at_level(logging.WARNING):

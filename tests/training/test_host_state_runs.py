@@ -17,8 +17,8 @@ from chronicals.models import present
 from chronicals.optimizers import buffer_bytes, host_states
 from chronicals.policies import Facts, decide, needed_memory
 from chronicals.policies import host_states as policy
-from chronicals.policies.advice import what_helps
 from chronicals.policies.cuda_graphs import CudaGraphs
+from chronicals.policies.memory_check import what_helps
 from chronicals.training import Callback, session
 from comparison import equal
 

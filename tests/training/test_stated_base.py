@@ -42,13 +42,13 @@ def answers(model):
     return model.eval()(input_ids=IDS.to(next(model.parameters()).device)).logits.float().cpu()
 
 
-def by_bitsandbytes(place, **options):
+def by_bitsandbytes(place, device="cpu", **options):
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     asked = BitsAndBytesConfig(**{"load_in_4bit": True, **options})
     model = AutoModelForCausalLM.from_pretrained(
-        place, dtype=torch.float32, device_map={"": "cpu"}, quantization_config=asked
+        place, dtype=torch.float32, device_map={"": device}, quantization_config=asked
     )
     return model.train()
 
@@ -134,7 +134,8 @@ def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
 
 
 def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
-    model = by_bitsandbytes(place, load_in_4bit=False, load_in_8bit=True)
+    there = 0 if torch.cuda.is_available() else "cpu"
+    model = by_bitsandbytes(place, there, load_in_4bit=False, load_in_8bit=True)
     result = train(tmp_path, model=model, use_lora=True, **QUICK)
     saved = SavedModel.find(result.model_dir)
     live = answers(model)

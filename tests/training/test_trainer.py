@@ -3,6 +3,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -854,3 +855,12 @@ def test_the_models_card_becomes_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     preparation.one_device(tiny.llama(), Mesh())
     assert current == [torch.device("cuda", 1)]
+
+
+def test_a_model_in_8_bits_is_not_moved():
+    """bitsandbytes would multiply by codes that stay where they were."""
+    model = tiny.llama()
+    model.is_loaded_in_8bit = True
+    card = SimpleNamespace(count=1, device=torch.device("cuda", 0))
+    with pytest.raises(ConfigurationError, match=r'8 bits lie on cpu, .*device_map=\{"": 0\}'):
+        preparation.one_device(model, card)

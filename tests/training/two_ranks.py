@@ -23,7 +23,7 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.config.config import laid_over
 from chronicals.distributed import Mesh, ShardedAdamW, Shards
-from chronicals.distributed.rank_agreement import fingerprint
+from chronicals.distributed.rank_agreement import fingerprint_here
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
@@ -160,7 +160,7 @@ def weights(rank: int, folder: Path):
     made = trainer(own_folder(folder, rank), seed=rank, max_steps=2)
     result = made.train(tiny.chat_rows())
     return {
-        "weights": fingerprint(made.model.parameters()),
+        "weights": fingerprint_here(made.model.parameters()),
         "held out": result.evaluation.to_dict(),
     }
 
@@ -248,7 +248,7 @@ def resumed(rank: int, folder: Path):
     result = made.train(tiny.chat_rows(), resume=True)
     return {
         "steps": result.steps,
-        "weights": fingerprint(made.model.parameters()),
+        "weights": fingerprint_here(made.model.parameters()),
         "model": result.model_step,
     }
 

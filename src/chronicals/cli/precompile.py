@@ -21,7 +21,7 @@ FLASH_ATTENTION_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl
 def compile_data_functions() -> None:
     """Start a process that compiles the data functions with numba, if they are not compiled yet."""
     if machine_code.source_hash():
-        precompilation.start(machine_code.COMPILING_MODULE, [], machine_code.facts())
+        precompilation.start_precompilation(machine_code.COMPILING_MODULE, [], machine_code.facts())
 
 
 def compile_attention(model: str, config: ChronicalsConfig) -> None:
@@ -41,7 +41,7 @@ def compile_attention(model: str, config: ChronicalsConfig) -> None:
     heads = [str(number) for number in (shape.heads, shape.kv_heads, shape.head_dim, softcap)]
     if config.use_flash_attention and config.mixed_precision in ("bf16", "fp16"):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision]
-        precompilation.start(
+        precompilation.start_precompilation(
             "chronicals.attention.compilation",
             [dtype, str(config.max_seq_length), *heads],
             versions,

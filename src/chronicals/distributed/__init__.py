@@ -1,13 +1,11 @@
 """Training with several processes: launch, collectives, sharding, and detection of lost ranks."""
 
-from chronicals.distributed.alone import alone
 from chronicals.distributed.embedding_shards import (
     EmbeddingInShards,
     looking_up_as_many,
     shard_embedding,
     why_embedding_stays_whole,
 )
-from chronicals.distributed.even_gradients import forget_broken_step
 from chronicals.distributed.frozen_shards import (
     Gathers,
     LinearInShards,
@@ -19,31 +17,29 @@ from chronicals.distributed.frozen_shards import (
     put_whole,
     shard_frozen,
 )
-from chronicals.distributed.host_exchange import HostExchange
+from chronicals.distributed.fsdp_extensions import forget_broken_step
+from chronicals.distributed.host_signals import HostExchange, WorkEnded
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
-from chronicals.distributed.machines import on_each_machine
-from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.mesh import Mesh, on_each_machine
 from chronicals.distributed.presence import WAITING
 from chronicals.distributed.rank_agreement import (
-    fingerprint,
+    fingerprint_here,
     fingerprint_over,
     prove_alike,
     shared_settings,
 )
 from chronicals.distributed.rank_files import RankFiles
+from chronicals.distributed.refused_collectives import refusing_collectives
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
 from chronicals.distributed.shards import Shards
-from chronicals.distributed.told import Told
 from chronicals.distributed.watch import RankWatch
 from chronicals.distributed.weight_shards import (
     VALUE,
     WeightShards,
-    codes_here,
     copies_of,
     divide_again,
     divided_among,
     is_divided,
-    last_micro_batch,
     local,
     shard_weights,
     stay_gathered,
@@ -66,27 +62,25 @@ __all__ = [
     "ShardedAdam8bit",
     "ShardedAdamW",
     "Shards",
-    "Told",
     "Unit",
     "WeightShards",
-    "alone",
+    "WorkEnded",
     "can_be_cut",
-    "codes_here",
     "copies_of",
     "divide_again",
     "divided_among",
-    "fingerprint",
+    "fingerprint_here",
     "fingerprint_over",
     "forget_broken_step",
     "frozen_linears",
     "gathers_of",
     "is_divided",
-    "last_micro_batch",
     "local",
     "looking_up_as_many",
     "on_each_machine",
     "prove_alike",
     "put_whole",
+    "refusing_collectives",
     "require_one_process",
     "shard_embedding",
     "shard_frozen",

@@ -58,7 +58,7 @@ class EmbeddingInShards(nn.Module):
         group: Any = None,
     ):
         super().__init__()
-        (self.num_embeddings, self.embedding_dim) = embedding.weight.shape
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.padding_idx = embedding.padding_idx
         self.count = count
         self.group = group
@@ -75,9 +75,13 @@ class EmbeddingInShards(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings ``[..., D]`` of ``ids``, int64 of any shape."""
         sent = ids.reshape(-1)
         if not self.equal_lengths:
-            sent = F.pad(sent, (0, self._longest(len(sent), ids.device) - len(sent)))
+            lengths = torch.empty(self.count, dtype=torch.int64, device=ids.device)
+            own_length = torch.tensor([len(sent)], device=ids.device)
+            dist.all_gather_into_tensor(lengths, own_length, group=self.group)
+            sent = F.pad(sent, (0, int(lengths.max()) - len(sent)))  # waits for the device
         everyone = sent.new_empty(self.count * len(sent))
         dist.all_gather_into_tensor(everyone, sent.contiguous(), group=self.group)
         parts = F.embedding(everyone, self.weight)
@@ -87,14 +91,6 @@ class EmbeddingInShards(nn.Module):
         found = rows.unflatten(0, ids.shape)
         return found if self.embed_scale is None else found * self.embed_scale.to(found.dtype)
 
-    def _longest(self, length: int, device: torch.device) -> int:
-        """Return the largest number of ids that any rank looks up; waits for the device."""
-        lengths = torch.empty(self.count, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(
-            lengths, torch.tensor([length], device=device), group=self.group
-        )
-        return int(lengths.max())
-
     def _save_to_state_dict(self, *_: Any) -> None:
         """Adapters are saved; their base is where it was loaded from."""
 
@@ -102,6 +98,7 @@ class EmbeddingInShards(nn.Module):
         """Load nothing: the columns were read by ``__init__``."""
 
     def extra_repr(self) -> str:
+        """Return the sizes of the table and this rank's share, for ``print(model)``."""
         return f"{self.num_embeddings}, {self.embedding_dim}, 1/{self.count} of the columns here"
 
 
@@ -124,15 +121,11 @@ def why_embedding_stays_whole(model: Any, count: int) -> str | None:
         "it has hooks, or a forward that is not its class's": lambda: is_hooked(layer),
         f"{type(layer).__name__} is more than a table of rows": lambda: not is_embedding(layer),
         "it has rows that its base lacks, and is saved with the adapter": lambda: bool(
-            _saved_with_the_adapter(model)
+            embeddings_to_store(model, lasting(model.config._name_or_path) or None)
         ),
         f"its {width} columns cannot be divided by {count}": lambda: bool(width % count),
     }
     return next((reason for reason, there in reasons.items() if there()), None)
-
-
-def _saved_with_the_adapter(model: Any) -> list[str]:
-    return embeddings_to_store(model, lasting(model.config._name_or_path) or None)
 
 
 def shard_embedding(
@@ -141,7 +134,9 @@ def shard_embedding(
     """Divide the frozen input embedding of a model among ranks, in place.
 
     Args:
-        rank, count: this rank and the number of ranks that share a copy.
+        model: a Hugging Face model.
+        rank: this rank among those that share a copy.
+        count: number of ranks that share a copy.
         device: device of this rank's columns.
         group: process group of these ranks, by default all ranks.
 
@@ -151,7 +146,8 @@ def shard_embedding(
     layer = model.get_input_embeddings()
     if isinstance(layer, EmbeddingInShards):  # divided by an earlier run
         return None
-    if (reason := why_embedding_stays_whole(model, count)) is None:
+    reason = why_embedding_stays_whole(model, count)
+    if reason is None:
         path = next(path for path, module in model.named_modules() if module is layer)
         model.set_submodule(
             path, EmbeddingInShards(layer, rank, count, device, group).train(layer.training)

@@ -52,8 +52,7 @@ Place = tuple[int, int, torch.dtype]
 
 
 class Gathers:
-    """The units of a model in the order of the forward pass, and two buffers that they are gathered
-    into in turn.
+    """The units of a model in order of the forward pass, and two buffers to gather them in turn.
 
     Args:
         rank, count: this rank among those that share a copy of the model, and their number.
@@ -69,10 +68,6 @@ class Gathers:
         self._holds: list[Unit | None] = [None, None]
         self._flying: list[Any] = [None, None]
         self._now: tuple[Unit, bool] | None = None
-
-    def unit(self) -> Unit:
-        self.units.append(Unit(len(self.units), self))
-        return self.units[-1]
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -90,9 +85,7 @@ class Gathers:
             self._hold_none()
 
     def forget(self) -> None:
-        """Wait for gathers that an evaluation or an interrupted pass started, and empty the
-        buffers.
-        """
+        """Empty the buffers, after gathers that an evaluation or an interrupted pass started."""
         for flying in self._flying:
             if flying is not None:
                 flying.wait()
@@ -165,25 +158,24 @@ class Unit:
     """The frozen weights of one decoder layer.
 
     Attributes:
-        own: this rank's bytes, uint8; empty until ``close``.
+        number: index of the unit in the order of the forward pass.
+        gathers: the units of the model.
+        own: this rank's bytes, uint8; empty until all rows have a place.
+        size: bytes of all rows that have a place.
     """
 
     number: int
     gathers: Gathers
     own: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    _size: int = 0
+    size: int = 0
 
     def place(self, rows: PackedWeight) -> dict[str, Place]:
         """Reserve space for a weight's rows; return the place of each of their tensors by name."""
         places = {}
         for name, tensor in rows.divided.items():
-            places[name] = self._size, tensor.nbytes, tensor.dtype
-            self._size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            places[name] = self.size, tensor.nbytes, tensor.dtype
+            self.size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return places
-
-    def close(self, device: torch.device) -> None:
-        """Allocate ``own``; no rows can be placed after it."""
-        self.own = torch.zeros(self._size, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True)
@@ -208,6 +200,7 @@ class FrozenRows(PackedWeight):
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
+        """The bytes of this rank, which are the layer's parameter."""
         return {"codes": self.codes}
 
     @property
@@ -221,6 +214,7 @@ class FrozenRows(PackedWeight):
         shape: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
+        """Return this weight with other bytes, and with another shape or dtype if one is given."""
         codes = tensors["codes"]
         assert codes is not None
         return replace(self, codes=codes, shape=shape or self.shape, dtype=dtype or self.dtype)
@@ -241,10 +235,12 @@ class FrozenRows(PackedWeight):
 
     @property
     def recipe(self) -> Any:
+        """The recipe of the rows, which other ranks have in the same format."""
         return self.here.to(self.dtype).recipe
 
     @property
     def label(self) -> str:
+        """The format of the rows and this rank's share, for ``print(model)``."""
         return f"{self.here.short_label}, 1/{self.unit.gathers.count} of the rows here"
 
     @property
@@ -256,6 +252,7 @@ class FrozenRows(PackedWeight):
     def base(
         cls, packed: Sequence[FrozenRows], columns: int = 0, ranks: Sequence[int] = ()
     ) -> FrozenBase:
+        """Return the products of merged layers with these weights."""
         return FrozenBase(packed, columns, ranks)
 
 
@@ -302,7 +299,7 @@ class LinearInShards(PackedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Copy the rows into the unit's bytes. Call it once, after ``Unit.close``."""
+        """Copy the rows into the unit's bytes. Call it once, after ``Unit.own`` is allocated."""
         for name, tensor in self.rows.divided.items():
             begin, size, _ = self.places[name]
             self.unit.own[begin : begin + size].copy_(tensor.contiguous().view(torch.uint8))
@@ -315,11 +312,13 @@ class LinearInShards(PackedLinear):
 
     @property
     def packed(self) -> FrozenRows:
+        """The weight, of which this rank holds some rows."""
         shape = self.out_features, self.in_features
         return FrozenRows(self.weight, self.rows, self.unit, self.places, shape, self.dtype)
 
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
+        """Return the squared norm of each row of the whole weight, in fp32 or wider; gathers."""
         exact = torch.promote_types(self.dtype, torch.float32)
         return torch.linalg.vector_norm(self.packed.dense(), dim=1, dtype=exact).square_()
 
@@ -397,14 +396,15 @@ class RowsRead(nn.Module):
         dtype: torch.dtype,
         quantization: str | None,
     ) -> Callable[[nn.Linear, Tensor], RowsRead]:
-        """Return a function of a linear layer and its weight, as read from the file, that makes the
-        placeholder.
+        """Return a function that makes the placeholder of a linear layer from its weight in a file.
 
         The weight is moved to ``device`` and quantised there if asked. Only one weight is whole at
         a time.
 
         Args:
+            ranks: the ranks of the run.
             sharing: number of neighbouring ranks that share a copy.
+            device: device of this rank's rows.
             dtype: dtype of weights that are not packed.
             quantization: name of a recipe in ``RECIPES``, or None.
         """
@@ -477,6 +477,8 @@ def shard_frozen(
     """Divide the frozen linear layers of decoder layers among ranks, in place, layer by layer.
 
     Args:
+        layers: decoder layers, in the order of the forward pass.
+        ranks: the ranks of the run.
         sharing: number of neighbouring ranks that share a copy.
         device: device of this rank's rows.
         dtype: dtype of weights that are not packed, and of products.
@@ -486,13 +488,18 @@ def shard_frozen(
     Raises:
         ValueError: no layer can be divided.
     """
-    group = _group_of(ranks, sharing)
+    group = None  # of all ranks
+    if sharing != ranks.count:
+        firsts = range(0, ranks.count, sharing)
+        # All ranks take part in making every group.
+        groups = [group_of(range(first, first + sharing)) for first in firsts]
+        group = groups[ranks.rank // sharing]
     rows_of = rows_of or rows_of_layer
     gathers = Gathers(ranks.rank % sharing, sharing, group)
     whole = list[str]()
     cut = 0
     for layer in layers:
-        unit = gathers.unit()
+        unit = Unit(len(gathers.units), gathers)
         replaced = list[LinearInShards]()
         for path, child in frozen_linears([layer]):
             rows = rows_of(child, gathers.rank, sharing, dtype)
@@ -505,9 +512,9 @@ def shard_frozen(
             )
             layer.set_submodule(path, replaced[-1])
         if not replaced:
-            gathers.units.pop()
             continue
-        unit.close(device)
+        gathers.units.append(unit)
+        unit.own = torch.zeros(unit.size, dtype=torch.uint8, device=device)
         for linear in replaced:
             linear.settle()
         cut += len(replaced)
@@ -528,11 +535,3 @@ def shard_frozen(
         )
     gathers.lay()
     return gathers
-
-
-def _group_of(ranks: Mesh, sharing: int) -> Any:
-    """Return the process group of this rank's copy, None for all; all ranks must call it."""
-    if sharing == ranks.count:
-        return None
-    groups = [group_of(range(first, first + sharing)) for first in range(0, ranks.count, sharing)]
-    return groups[ranks.rank // sharing]

@@ -56,7 +56,12 @@ class Launch:
             if not environment.get(size_name):
                 continue
             count = _number(size_name, environment)
-            if size_name == "SLURM_NTASKS" and not _in_slurm_step(environment):
+            # A batch script and an interactive shell (``salloc``) have SLURM_NTASKS of the job too,
+            # but are single processes; only ``srun`` starts one process of several.
+            interactive = environment.get("SLURM_JOB_NAME") in ("interactive", "bash")
+            batch_script = environment.get("ENVIRONMENT") == "BATCH"
+            in_slurm_step = "SLURM_PROCID" in environment and not interactive and not batch_script
+            if size_name == "SLURM_NTASKS" and not in_slurm_step:
                 continue
             if count > 1:
                 rank, local_rank = _place(rank_name, local_name, size_name, count, environment)
@@ -196,17 +201,6 @@ def _place(
         )
     local_from = next((local for _, local in alike if local in environment), None)
     return rank, None if local_from is None else _number(local_from, environment)
-
-
-def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Return whether ``srun`` started this process.
-
-    A batch script and an interactive shell (``salloc``) have SLURM_NTASKS of the job too, but are
-    single processes.
-    """
-    interactive = environment.get("SLURM_JOB_NAME") in ("interactive", "bash")
-    batch_script = environment.get("ENVIRONMENT") == "BATCH"
-    return "SLURM_PROCID" in environment and not interactive and not batch_script
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int:

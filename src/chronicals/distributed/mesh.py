@@ -10,7 +10,9 @@ import itertools
 import json
 import logging
 import os
+import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,30 +24,35 @@ from torch import Tensor
 
 from chronicals.batch import Context
 from chronicals.config import LONGEST_TIMEOUT, ConfigurationError
-from chronicals.distributed.buckets import sum_over_ranks
 from chronicals.distributed.launch import Launch
 from chronicals.distributed.presence import WAITING, Presence
 from chronicals.kernels.gradient_norm import gradient_norm
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+WriterResult = TypeVar("WriterResult")
 
-PART = 1 << 22
+STORE_PART = 1 << 22
 """Maximum characters of one value in the store; JSON is ASCII, so this is bytes too."""
 
-MEETING = timedelta(minutes=30)
+MEETING_TIMEOUT = timedelta(minutes=30)
 """Time that processes wait until all that were launched have arrived."""
 
-PATIENCE = timedelta(seconds=LONGEST_TIMEOUT)
+COLLECTIVE_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT)
 """Timeout of torch's collectives.
 
 It is longer than ``rank_timeout``, after which ``RankWatch`` ends all processes and names the one
 that hangs.
 """
 
-PATTERNS = 8
+CACHED_PATTERNS = 8
 """Number of patterns of parameters with a gradient that are cached on the device."""
+
+BUCKET = 1 << 26
+"""Maximum bytes of a bucket."""
+
+IN_FLIGHT = 3
+"""Maximum number of buckets in memory at a time."""
 
 _announcements = itertools.count()
 """Counter for the keys of ``writer_does``; equal on all ranks, which call it in the same order."""
@@ -104,10 +111,10 @@ class Mesh:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
     def sharing_packs(self, number: int, inner: int | None = None) -> Mesh:
-        """Return this mesh with ``number`` neighbouring ranks sharing each pack; all ranks must
-        call it.
+        """Return this mesh with neighbouring ranks that share each pack; all ranks must call it.
 
         Args:
+            number: number of ranks that share a pack.
             inner: number of these ranks, a divisor of ``number``, that exchange heads; by default
                 all.
 
@@ -182,7 +189,9 @@ class Mesh:
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(sent)
             with WAITING.within():
-                self._arrive()
+                # Collectives of nccl may still run; those of gloo end before the call returns.
+                if self._device_sent_from.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
@@ -210,10 +219,9 @@ class Mesh:
         return beside[len(scalars) :]
 
     def held_by(self, pattern: tuple[bool, ...], device: torch.device) -> Tensor:
-        """Return fp32 ``[len(pattern)]`` on the device: 1 for each parameter that has a gradient
-        here.
+        """Return 1 for each parameter that has a gradient here, fp32 ``[len(pattern)]``, on the device.
 
-        The last ``PATTERNS`` results are cached, since steps alternate between few patterns.
+        The last ``CACHED_PATTERNS`` results are cached, since steps alternate between few patterns.
         """
         found = self._patterns.pop(pattern, None)
         if found is None:
@@ -222,7 +230,7 @@ class Mesh:
                 device, non_blocking=on_card
             )
         self._patterns[pattern] = found
-        if len(self._patterns) > PATTERNS:
+        if len(self._patterns) > CACHED_PATTERNS:
             del self._patterns[next(iter(self._patterns))]
         return found
 
@@ -267,7 +275,7 @@ class Mesh:
             for other, length in zip(self.gather(padded), lengths)
         ]
 
-    def writer_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
+    def writer_does(self, work: Callable[[], WriterResult], error: type[Exception]) -> WriterResult:
         """Run ``work`` on rank 0 and return its result (plain JSON) on all ranks.
 
         The other ranks wait for as long as it takes. They poll the store instead of a collective,
@@ -294,16 +302,9 @@ class Mesh:
         _say(store, key, json.dumps([result, None]))
         return result
 
-    def _arrive(self) -> None:
-        """Wait for the collectives of nccl; those of gloo have finished when the call returns."""
-        if self._device_sent_from.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
     @property
     def _device_sent_from(self) -> torch.device:
-        """The device from which tensors are sent: GPU for nccl, CPU for gloo even if there are
-        GPUs.
-        """
+        """The device from which tensors are sent: GPU for nccl, CPU for gloo even with GPUs."""
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
@@ -311,25 +312,27 @@ def _join(launch: Launch) -> None:
     """Create the process group of all processes that were launched (nccl with GPUs, else gloo).
 
     Raises:
-        ConfigurationError: not all of them arrive within ``MEETING``.
+        ConfigurationError: not all of them arrive within ``MEETING_TIMEOUT``.
     """
     keys = [f"chronicals/here/{rank}" for rank in range(launch.count)]
     try:
-        store, *_ = next(dist.rendezvous("env://", launch.rank, launch.count, timeout=MEETING))
+        store, *_ = next(
+            dist.rendezvous("env://", launch.rank, launch.count, timeout=MEETING_TIMEOUT)
+        )
         store.set(keys[launch.rank], "")
-        store.wait(keys, MEETING)
+        store.wait(keys, MEETING_TIMEOUT)
     except dist.DistError as error:
         raise ConfigurationError(
             f"{launch.told_by}: not all of the {launch.count} processes that train together came "
             "to "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
-            f"{MEETING.total_seconds():g} seconds ({error}); "
+            f"{MEETING_TIMEOUT.total_seconds():g} seconds ({error}); "
             "look at what each of them wrote"
         ) from error
-    store.set_timeout(PATIENCE)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.count, timeout=PATIENCE
+        backend, store=store, rank=launch.rank, world_size=launch.count, timeout=COLLECTIVE_TIMEOUT
     )
 
 
@@ -337,15 +340,85 @@ def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
     """Return a process group of some ranks; all ranks must create every group, in the same order.
 
     Args:
+        ranks: ranks of the group.
         backend: the default group's backend if None.
     """
     with WAITING.within():
-        return dist.new_group(list(ranks), timeout=PATIENCE, backend=backend)
+        return dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, backend=backend)
+
+
+def on_each_machine(ranks: Mesh) -> int:
+    """Return the number of ranks on each machine; all ranks must call it and get the same result.
+
+    This is LOCAL_WORLD_SIZE if it is set and equal on all ranks (torchrun sets it; srun and mpirun
+    do not), else it follows from the host names. If machines have different numbers of ranks, or
+    the ranks of a machine are not consecutive, all ranks count as one machine.
+    """
+    told = ranks.gather_values([os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()])
+    (size, _), names = told[0], [name for _, name in told]
+    if size is not None and all(other == size for other, _ in told):
+        return int(size)
+    sizes = [len(list(neighbours)) for _, neighbours in itertools.groupby(names)]
+    if len(set(sizes)) == 1 and len(sizes) == len(set(names)):
+        return sizes[0]
+    if ranks.writer:
+        logger.info(
+            "%d machines have %s processes in turn: all are taken for neighbours",
+            len(set(names)),
+            sizes,
+        )
+    return ranks.count
+
+
+def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor]]:
+    """Group gradients into buckets, in order: neighbours of one dtype, at most ``size`` bytes each.
+
+    A gradient larger than ``size`` has a bucket of its own.
+    """
+    found = list[list[Tensor]]()
+    room = 0
+    for gradient in gradients:
+        if not found or gradient.nbytes > room or gradient.dtype != found[-1][0].dtype:
+            found.append([])
+            room = size
+        found[-1].append(gradient)
+        room -= gradient.nbytes
+    return found
+
+
+@torch.no_grad()
+def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
+    """Replace every gradient by its sum over the ranks, in stream order and in few collectives.
+
+    Every collective costs a launch, and a model with adapters has hundreds of small gradients. A
+    bucket costs one copy in and one copy out at memory bandwidth, which is many times the bandwidth
+    between GPUs. A gradient that fills a bucket by itself is summed in place.
+
+    Args:
+        gradients: the same number, order, shapes and dtypes on all ranks.
+        size: maximum bytes of a bucket.
+    """
+    waiting = deque(buckets(gradients, size))
+    flying: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
+    while waiting or flying:
+        if waiting and len(flying) < IN_FLIGHT:
+            bucket = waiting.popleft()
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
+            flying.append(([] if alone else bucket, flat, dist.all_reduce(flat, async_op=True)))
+            continue
+        bucket, flat, work = flying.popleft()
+        work.wait()
+        if bucket:
+            sums = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(
+                bucket, [part.view(gradient.shape) for part, gradient in zip(sums, bucket)]
+            )
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:
     """Set a text in the store for ``_heard``, in parts: the store refuses values above 8 MiB."""
-    parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
+    parts = [text[begin : begin + STORE_PART] for begin in range(0, len(text), STORE_PART)]
     for number, part in enumerate(parts):
         store.set(f"{key}/{number}", part)
     store.set(key, str(len(parts)))

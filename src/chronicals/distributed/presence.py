@@ -121,9 +121,7 @@ class Presence:
         atexit.register(cls.current.end)
 
     def end(self) -> None:
-        """Stop the thread when the interpreter exits, and record an uncaught exception for the
-        others.
-        """
+        """Stop the thread, as the interpreter exits, and tell the others an uncaught exception."""
         self._over.set()
         self._thread.join(GRACE)
         error = getattr(sys, "last_value", None)  # the interpreter sets it if nobody caught one
@@ -147,21 +145,15 @@ class Presence:
                 return
             waiting = None if WAITING.in_run else WAITING.since
             if self._first is None:
-                self._first = self._look(beat, waiting is not None)
+                try:
+                    self._post(beat)
+                    self._first = None if waiting is None else self._gone()
+                except RuntimeError as failure:  # the store ends with rank 0
+                    how = "is gone, and with it the store of the processes"
+                    self._first = Gone(0, how, str(failure))
                 found_at = time.monotonic()
             elif waiting is not None and time.monotonic() - max(found_at, waiting) > GRACE:
                 self._leave(self._first.said())
-
-    def _look(self, beat: int, waits: bool) -> Gone | None:
-        """Post, and if this process waits, return a process that is gone.
-
-        The store ends with rank 0, so an unreachable store means that rank 0 is gone.
-        """
-        try:
-            self._post(beat)
-            return self._gone() if waits else None
-        except RuntimeError as failure:
-            return Gone(0, "is gone, and with it the store of the processes", str(failure))
 
     def _post(self, beat: int) -> None:
         now = time.monotonic()
@@ -174,7 +166,7 @@ class Presence:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        self._own.set(_key(self.rank), json.dumps(about))
+        self._own.set(f"chronicals/present/{self.rank}", json.dumps(about))
 
     def _gone(self) -> Gone | None:
         """Return a process that is gone, or None.
@@ -182,10 +174,11 @@ class Presence:
         Rank 0 looks at every other process and the others at rank 0, so that the store is asked
         only a few times a second.
         """
-        if (first := Gone.first(self._own)) is not None:
+        first = Gone.first(self._own)
+        if first is not None:
             return first
         for other in range(1, self.count) if self.rank == 0 else [0]:
-            about = present(self._own, other)
+            about = last_post(self._own, other)
             (beat, at) = self._heard[other]
             if about is None or about["beat"] != beat:
                 self._heard[other] = (-1 if about is None else about["beat"]), time.monotonic()
@@ -203,10 +196,7 @@ class Presence:
         os._exit(1)
 
 
-def _key(rank: int) -> str:
-    return f"chronicals/present/{rank}"
-
-
-def present(store: dist.Store, rank: int) -> dict[str, Any] | None:
+def last_post(store: dist.Store, rank: int) -> dict[str, Any] | None:
     """Return the last post of a process outside of a run, or None if it never posted."""
-    return json.loads(store.get(_key(rank))) if store.check([_key(rank)]) else None
+    key = f"chronicals/present/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else None

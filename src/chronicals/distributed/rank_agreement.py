@@ -15,14 +15,14 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed.mesh import Mesh
-from chronicals.distributed.weight_shards import codes_here, copies_of
+from chronicals.distributed.weight_shards import CODES, copies_of, local
 
 MACHINE_FIELDS = frozenset(
     {"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"}
 )
 """Fields of the configuration that may differ from rank to rank."""
 
-AT_A_TIME = 1 << 20
+SUMMED_AT_A_TIME = 1 << 20
 """Elements that are summed at a time; torch takes 16 bytes for each, 8 of them for its position."""
 
 INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,21 +72,22 @@ class Fingerprint:
     divided: int
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> str:
+def fingerprint_here(tensors: Iterable[Tensor]) -> str:
     """Return a digest of the bits and positions of this rank's tensors. Waits for the device."""
     return fingerprint_over(tensors).places
 
 
 def fingerprint_over(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> Fingerprint:
-    """Return the fingerprint of tensors that may be divided among ``ranks``, which must all call
-    this. Waits for the device.
+    """Return the fingerprint of tensors that may be divided among ``ranks``; waits for the device.
+
+    All of these ranks must call it.
     """
     tensors = list(tensors)
     ranks = ranks or Mesh()
     if not tensors:
         return Fingerprint(_digest(torch.zeros(0)), _digest(torch.zeros(0)), 1)
     # [tensors, 2]
-    sums = torch.stack([_sums_of_bits(codes_here(tensor)) for tensor in tensors]).cpu()
+    sums = torch.stack([_sums_of_bits(tensor) for tensor in tensors]).cpu()
     # Copies of each tensor among the ranks; 0 if every rank has all of it.
     copies = [copies_of(tensor, ranks.count) for tensor in tensors]
     sums_by_rank = torch.stack(ranks.gather(sums)) if ranks.count > 1 else sums[None]
@@ -104,19 +105,20 @@ def _digest(numbers: Tensor) -> str:
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:
-    """Return int64 ``[2]``: the sum of all bytes, and the sum of elements as integers times
-    positions.
+    """Return int64 ``[2]``, of what this rank holds of a tensor: two sums, which wrap around.
 
-    Positions are from 1, and sums wrap around.
+    They are the sum of all bytes, and the sum of elements as integers times positions from 1.
     """
-    flat = tensor.reshape(-1)
+    here = local(tensor.detach())
+    codes = getattr(tensor, CODES, None)
+    flat = (here if codes is None else here[:codes]).reshape(-1)  # of packed ones without scales
     words = flat.view(
         torch.uint8 if flat.dtype == torch.bool else INTEGER_DTYPES[flat.element_size()]
     )
-    places = torch.arange(1, min(len(words), AT_A_TIME) + 1, device=flat.device)
+    places = torch.arange(1, min(len(words), SUMMED_AT_A_TIME) + 1, device=flat.device)
     sums = [torch.zeros(2, dtype=torch.int64, device=flat.device)]
-    for begin in range(0, len(words), AT_A_TIME):
-        piece = words[begin : begin + AT_A_TIME]
+    for begin in range(0, len(words), SUMMED_AT_A_TIME):
+        piece = words[begin : begin + SUMMED_AT_A_TIME]
         placed = (piece.long() * places[: len(piece)]).sum() + begin * piece.sum(dtype=torch.int64)
         sums.append(torch.stack([piece.view(torch.uint8).sum(dtype=torch.int64), placed]))
     return torch.stack(sums).sum(0)

@@ -22,13 +22,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from chronicals.distributed.mesh import Mesh, awaited
 
-PIECE = 1 << 22
+SENT_PIECE = 1 << 22
 """Bytes that are sent at a time.
 
 torch's store refuses values of more than 8 MiB and then drops the connection.
@@ -43,7 +42,7 @@ _folders = itertools.count()
 Write = Callable[[Path], None]
 """Function that writes this rank's files into a folder."""
 
-Share = Callable[[Path, int, int], None]
+WriteShare = Callable[[Path, int, int], None]
 """Function of a folder, an index from 0 and a count: writes that share of the further files."""
 
 
@@ -84,7 +83,7 @@ class RankFiles:
             self._receive(rank, folder)
         token.unlink()
 
-    def share(self, folder: Path, write: Share) -> None:
+    def share(self, folder: Path, write: WriteShare) -> None:
         """Write rank 0's share, while the other ranks that see the folder write theirs.
 
         Called on rank 0 after ``collecting``. Returns when all shares are written.
@@ -103,7 +102,7 @@ class RankFiles:
             self._store.set(f"{self._key}/{what}", json.dumps(None))
         self._store.set(f"{self._key}/over", "yes")
 
-    def deliver(self, write: Write, share: Share | None = None) -> None:
+    def deliver(self, write: Write, share: WriteShare | None = None) -> None:
         """Write this rank's files into the folder of rank 0, or send them there; not on rank 0.
 
         Then write a share, if this rank sees the folder and rank 0 calls ``share``.
@@ -157,12 +156,14 @@ class RankFiles:
         for file in sorted(aside.iterdir()):
             with file.open("rb") as content:
                 piece: bytes | None = None
-                while piece is None or len(piece) == PIECE:  # one empty piece for an empty file
-                    piece = content.read(PIECE)
+                while (
+                    piece is None or len(piece) == SENT_PIECE
+                ):  # one empty piece for an empty file
+                    piece = content.read(SENT_PIECE)
                     self._say({"file": file.name}, piece)
 
-    def _heard(self, rank: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yield the messages of a rank, each with its content."""
+    def _receive(self, rank: int, folder: Path) -> None:
+        """Read the messages of a rank until it is done, and write its files into ``folder``."""
         key = f"{self._key}/{rank}"
         while True:
             said = json.loads(awaited(self._store, key))
@@ -171,10 +172,6 @@ class RankFiles:
                 content = self._store.get(f"{key}/content")
                 self._store.delete_key(f"{key}/content")
             self._store.delete_key(key)
-            yield said, content
-
-    def _receive(self, rank: int, folder: Path) -> None:
-        for said, content in self._heard(rank):
             if "failed" in said:
                 raise self.error(f"rank {rank} could not write its part: {said['failed']}")
             if "done" in said:

@@ -1,5 +1,6 @@
-"""AdamW with ZeRO sharding: methods take whole weights, updates and states are of this rank's
-shares (``Shards``).
+"""AdamW with ZeRO sharding.
+
+Methods take whole weights; updates and states are of this rank's shares (``Shards``).
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ class ShardedAdamW(FusedAdamW):
         apply: Tensor | None = None,
         used: Mapping[Tensor, Tensor] | None = None,
     ) -> float | None:
+        """Update this rank's shares from their gradients, and send them to all ranks.
+
+        Args:
+            closure: computes the loss, as in torch.
+            factor: scalar tensor by which every gradient is multiplied.
+            apply: scalar bool tensor; if False, no share and no state changes.
+            used: scalar bool tensor for each weight; if False, its share does not change.
+
+        Returns:
+            The loss of ``closure``, or None.
+        """
         self.shards.adopt()
         of_shares = (
             None
@@ -57,14 +69,17 @@ class ShardedAdamW(FusedAdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients of the weights to None, whatever ``set_to_none`` says."""
         self.shards.drop_gradients()
 
     def weights_moved(self) -> None:
+        """Note that the weights were moved; the first call makes the buckets."""
         self.shards.settle()
         super().weights_moved()
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
+        """Set a weight and this rank's share of it to a whole fp32 value."""
         share = self.shards.shares[parameter]
         if share.dtype != parameter.dtype:
             share.data = share.data.to(parameter.dtype)
@@ -73,6 +88,7 @@ class ShardedAdamW(FusedAdamW):
 
     @property
     def weights(self) -> list[Tensor]:
+        """The whole weights, not the shares that the groups hold."""
         return self.shards.weights
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -102,6 +118,7 @@ class ShardedAdamW(FusedAdamW):
         return found
 
     def empty_states(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return empty tensors like the whole states of a weight, to be filled and loaded."""
         found = {}
         for name, own in self.state_of(parameter).items():
             shape = own.shape if name == "step" else self.shards.shape_of(parameter, _unit(name))

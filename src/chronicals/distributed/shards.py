@@ -2,7 +2,7 @@
 
 ZeRO (Rajbhandari et al., 2020), section 5: every rank holds all weights, but only 1/W of the summed
 gradients and optimizer states, for W ranks. Rank r holds the r-th of W equal ranges of each weight,
-in whole blocks of 256 elements (``share_of``), so that 8-bit states have the same blocks for any
+in whole blocks of 256 elements (``share_bounds``), so that 8-bit states have the same blocks for any
 number of ranks. Bytes a step and rank, for N weights: 4 N (W − 1) / W for gradients in fp32, plus
 the weights' own size times (W − 1) / W. An all-reduce sends 8 N.
 
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chronicals.distributed.buckets import BUCKET, IN_FLIGHT
-from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.mesh import BUCKET, IN_FLIGHT, Mesh
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK
 from chronicals.kernels.gradient_norm import gradient_norm
 
@@ -29,7 +28,7 @@ ROWS = 16
 """Maximum number of ranks for which shares are copied row by row (``_spread``)."""
 
 
-def share_of(elements: int, rank: int, count: int) -> tuple[int, int]:
+def share_bounds(elements: int, rank: int, count: int) -> tuple[int, int]:
     """Return begin and end of a rank's share of a weight; equal if the share is empty."""
     most = width_of(elements, count)
     return min(rank * most, elements), min((rank + 1) * most, elements)
@@ -57,7 +56,62 @@ class Bucket:
     gradients: Tensor
 
 
-class Shards:
+class RankShares:
+    """Base of a rank's shares of trained weights, for ``Shards`` and ``WeightShards``.
+
+    Args:
+        ranks: the ranks of the run.
+        weights: the trained weights; the same number, order, shapes and dtypes on all ranks.
+
+    Attributes:
+        keeps: True if this rank's shares are written to checkpoints.
+    """
+
+    keeps = True
+
+    def __init__(self, ranks: Mesh, weights: Sequence[Tensor]):
+        self.ranks = ranks
+        self.weights = list(weights)
+        self._norm: Tensor | None = None
+
+    def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
+        """Return the shape of a whole state with one element for ``unit`` elements of a weight.
+
+        That is the weight's shape for ``unit`` 1, else ``[n]``.
+        """
+        return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
+
+    def add_up(self, square: Tensor, scalars: Sequence[Tensor], held: tuple[bool, ...]) -> Tensor:
+        """Sum scalars over the ranks in place, together with the squared norm of the gradients.
+
+        Args:
+            square: squared norm of the gradients of this rank's shares, fp32.
+            scalars: scalars on a device of the collectives.
+            held: for each parameter, whether it had a gradient on this rank.
+
+        Returns:
+            fp32 ``[len(held)]``: the number of ranks that had a gradient of each parameter.
+        """
+        numbers = torch.stack(
+            [*(scalar.float() for scalar in scalars), square.to(scalars[0].device)]
+        )
+        beside = torch.cat([numbers, self.ranks.held_by(held, numbers.device)])
+        dist.all_reduce(beside)
+        for scalar, total in zip(scalars, beside):
+            scalar.copy_(total)
+        self._norm = beside[len(scalars)].sqrt()
+        return beside[len(scalars) + 1 :]
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the gradients of the last ``reduce``, an fp32 scalar.
+
+        Nothing is communicated.
+        """
+        assert self._norm is not None, "reduce comes first"
+        return self._norm
+
+
+class Shards(RankShares):
     """This rank's shares of the trained weights, and their communication.
 
     Args:
@@ -69,55 +123,40 @@ class Shards:
     """
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor], size: int = BUCKET):
-        self.ranks = ranks
-        self.weights = list(weights)
+        super().__init__(ranks, weights)
         self.size = size
         self.shares = {
             weight: _as(weight, self.own_part(weight)).clone() for weight in self.weights
         }
         self.buckets: list[Bucket] = []
         self._flying = deque[tuple[Any, Tensor, Tensor, Bucket]]()
-        self._norm: Tensor | None = None
         self._stamps: dict[Tensor, tuple[int, int]] = {}
 
     def own_part(self, weight: Tensor, value: Tensor | None = None, unit: int = 1) -> Tensor:
         """Return this rank's share of ``value``, ``[n]``; of the weight itself if None.
 
         Args:
+            weight: a trained weight.
+            value: a whole tensor of the weight, or of a state of it.
             unit: number of weight elements for each element of ``value``.
         """
-        begin, end = share_of(weight.numel(), self.ranks.rank, self.ranks.count)
+        begin, end = share_bounds(weight.numel(), self.ranks.rank, self.ranks.count)
         return (
             (weight if value is None else value)
             .detach()
             .reshape(-1)[-(-begin // unit) : -(-end // unit)]
         )
 
-    def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
-        """Return the shape of a whole state of a weight with one element for ``unit`` of the
-        weight's.
-
-        That is the weight's shape for ``unit`` 1, else ``[n]``.
-        """
-        return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
-
-    @property
-    def keeps(self) -> bool:
-        """True if this rank's shares are written to checkpoints, which is always so."""
-        return True
-
     def begin(self, weight: Tensor) -> int:
         """Return the index of the first element of this rank's share."""
-        return share_of(weight.numel(), self.ranks.rank, self.ranks.count)[0]
+        return share_bounds(weight.numel(), self.ranks.rank, self.ranks.count)[0]
 
     def settle(self) -> None:
         """Note that the weights were moved or written; the first call makes the buckets."""
         self.remember() if self.buckets else self.lay()
 
     def drop_gradients(self) -> None:
-        """Set the weights' gradients to None; those of shares are overwritten by the next
-        ``reduce``.
-        """
+        """Set the weights' gradients to None; the next ``reduce`` overwrites those of shares."""
         for weight in self.weights:
             weight.grad = None
 
@@ -130,25 +169,21 @@ class Shards:
         for weight, share in self.shares.items():
             if share.dtype != weight.dtype or share.device != weight.device:
                 share.data = _as(weight, self.own_part(weight)).clone()
-        self.buckets = [self._bucket(weights) for weights in self._together()]
-        self.remember()
-
-    def _together(self) -> list[list[Tensor]]:
-        """Group the weights by bucket, in order: neighbours of one dtype, at most ``size`` bytes of
-        gradients.
-        """
-        found = list[list[Tensor]]()
+        # Neighbours of one dtype, with at most ``size`` bytes of gradients.
+        together = list[list[Tensor]]()
         room = 0
         for weight in self.weights:
             needed = 4 * self.ranks.count * width_of(weight.numel(), self.ranks.count)
-            if not found or needed > room or weight.dtype != found[-1][0].dtype:
-                found.append([])
+            if not together or needed > room or weight.dtype != together[-1][0].dtype:
+                together.append([])
                 room = self.size
-            found[-1].append(weight)
+            together[-1].append(weight)
             room -= needed
-        return found
+        self.buckets = [self._bucket(weights) for weights in together]
+        self.remember()
 
     def _bucket(self, weights: list[Tensor]) -> Bucket:
+        """Return a bucket, and make the shares of its weights views of the bucket's memory."""
         widths = [width_of(weight.numel(), self.ranks.count) for weight in weights]
         own = weights[0].new_zeros(sum(widths), requires_grad=False)
         gradients = torch.zeros(len(own), dtype=torch.float32, device=own.device)
@@ -162,10 +197,9 @@ class Shards:
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
-        """Sum gradients and scalars over the ranks like ``Mesh.reduce``, but gradients only into
-        this rank's shares.
+        """Sum gradients and scalars over the ranks, the gradients only into this rank's shares.
 
-        The sums are the ``grad`` of the shares. The gradients of the weights are not changed.
+        It is like ``Mesh.reduce``. The sums are the ``grad`` of the shares. The gradients of the weights are not changed.
         """
         for bucket in self.buckets:
             self.scatter(bucket)
@@ -182,6 +216,8 @@ class Shards:
         """Do the rest of ``reduce`` once ``scatter`` was called for all buckets.
 
         Args:
+            parameters: the trained weights.
+            scalars: scalars to sum, in place.
             held: the parameters that had a gradient on this rank.
         """
         self._land(0)
@@ -189,34 +225,29 @@ class Shards:
         square = gradient_norm(
             [share.grad for share in self.shares.values() if share.grad is not None]
         ).square()
-        numbers = torch.stack(
-            [*(scalar.float() for scalar in scalars), square.to(scalars[0].device)]
-        )
-        pattern = tuple(parameter in held for parameter in parameters)
-        beside = torch.cat([numbers, self.ranks.held_by(pattern, numbers.device)])
-        dist.all_reduce(beside)
-        for scalar, total in zip(scalars, beside):
-            scalar.copy_(total)
-        self._norm = beside[len(scalars)].sqrt()
-        return beside[len(scalars) + 1 :]
+        return self.add_up(square, scalars, tuple(parameter in held for parameter in parameters))
 
     @torch.no_grad()
     def scatter(self, bucket: Bucket, add: bool = False) -> None:
-        """Start to sum a bucket's gradients over the ranks; all ranks must use the same order of
-        buckets.
+        """Start to sum a bucket's gradients over the ranks, which all use one order of buckets.
 
         Args:
+            bucket: one of ``buckets``.
             add: add to the bucket's sums of earlier micro-batches instead of replacing them.
         """
         self._land(IN_FLIGHT - 1)
         sent = torch.zeros(
             self.ranks.count, sum(bucket.widths), dtype=torch.float32, device=bucket.own.device
         )
-        places = [
-            (place, weight.grad)
-            for weight, place in zip(bucket.weights, sent.split(bucket.widths, dim=1))
-        ]
-        _copy_each([_spread(place, gradient) for place, gradient in places if gradient is not None])
+        there = list[Tensor]()
+        given = list[Tensor]()
+        for weight, place in zip(bucket.weights, sent.split(bucket.widths, dim=1)):
+            if weight.grad is not None:
+                places, parts = _spread(place, weight.grad)
+                there += places
+                given += parts
+        if there:
+            torch._foreach_copy_(there, given)
         sums = torch.empty_like(bucket.gradients) if add else bucket.gradients
         self._flying.append(
             (dist.reduce_scatter_tensor(sums, sent.view(-1), async_op=True), sent, sums, bucket)
@@ -229,13 +260,6 @@ class Shards:
             work.wait()
             if sums is not bucket.gradients:
                 bucket.gradients.add_(sums)
-
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the gradients of the last ``reduce``, an fp32 scalar; no
-        communication.
-        """
-        assert self._norm is not None, "reduce comes first"
-        return self._norm
 
     @torch.no_grad()
     def bring_gradients(self) -> Iterator[None]:
@@ -314,12 +338,6 @@ def _spread(place: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]
         there.append(place[whole, :rest])
         given.append(flat[whole * width :])
     return there, given
-
-
-def _copy_each(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
-    there, given = ([one for pair in pairs for one in pair[side]] for side in (0, 1))
-    if there:
-        torch._foreach_copy_(there, given)
 
 
 def _stamp(weight: Tensor) -> tuple[int, int]:

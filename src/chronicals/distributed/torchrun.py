@@ -1,5 +1,6 @@
-"""torchrun that gives its processes time to save: ``python -m chronicals.distributed.torchrun
-ARGUMENTS``.
+"""torchrun that gives its processes time to save.
+
+Usage: ``python -m chronicals.distributed.torchrun ARGUMENTS``, with torchrun's own arguments.
 
 torchrun itself passes Ctrl-C and SIGTERM on to its processes and kills them 30 seconds later, even
 in a long step or while they write a checkpoint. It also ends with a traceback of its own.
@@ -10,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-PATIENCE = 3600
+TIME_TO_END = 3600
 """Seconds that processes may take to end after a signal: to finish a step and to write a
 checkpoint.
 
@@ -19,8 +20,7 @@ A second signal ends them at once.
 
 
 def wait_for_processes(context: Any, interruption: type[Any]) -> None:
-    """Make ``context.close`` wait ``PATIENCE`` seconds, and pass further signals on to the
-    processes.
+    """Make ``context.close`` wait ``TIME_TO_END`` seconds, and pass further signals on.
 
     Args:
         context: the class ``torch.distributed.elastic.multiprocessing.api.PContext``.
@@ -32,14 +32,14 @@ def wait_for_processes(context: Any, interruption: type[Any]) -> None:
     def patiently(self: Any, death_sig: Any = None, timeout: int = 0) -> None:
         while True:
             try:
-                return close(self, death_sig, max(timeout, PATIENCE))
+                return close(self, death_sig, max(timeout, TIME_TO_END))
             except interruption as again:
                 death_sig = again.sigval
 
     context.close = patiently
 
 
-def main() -> None:
+def run_torchrun() -> None:
     """Run torchrun; after a signal, exit with 128 plus its number, as shells do."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
@@ -52,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_torchrun()

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from chronicals.distributed.mesh import Mesh
-from chronicals.distributed.presence import GRACE, LOST, PAUSE, WAITING, Gone, present
+from chronicals.distributed.presence import GRACE, LOST, PAUSE, WAITING, Gone, last_post
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +69,15 @@ class RankWatch:
         self._over.set()
         self._thread.join()
         WAITING.in_run = False
-        if isinstance(error, Exception) and _is_of_a_collective(error):
+        # A collective or the store raised it; gloo raises RuntimeError.
+        by_gloo = type(error) is RuntimeError and "gloo" in str(error)
+        if isinstance(error, dist.DistError) or by_gloo:
             raise self.error(self._reason(error)) from error
-        if error is None:
-            self._part()
-        else:
+        if error is not None:
             self._announce(f"{kind.__name__ if kind else ''}: {error}")
-        return False
-
-    def _part(self) -> None:
-        """Wait at the end until all ranks are done, since the store ends with rank 0.
-
-        Other ranks may still be reading rank 0's last post.
-        """
+            return False
+        # Rank 0 waits until all ranks are done: the store ends with it, and others may still be
+        # reading its last post.
         try:
             self._store.set(f"{self._key}/parted/{self.ranks.rank}", "yes")
             ends = time.monotonic() + GRACE
@@ -90,14 +86,21 @@ class RankWatch:
                 time.sleep(0.02)
         except RuntimeError as failure:
             logger.debug("the other processes had gone: %s", failure)
+        return False
 
-    def _reason(self, failure: Exception) -> str:
+    def _reason(self, failure: BaseException) -> str:
         """Return why a collective failed: how another rank ended, or what all ranks are doing."""
         try:
-            told = self._first_error(wait=GRACE)
+            first = self._first_error(wait=GRACE)
         except RuntimeError:
-            told = None
-        return told or f"another process is gone: {self._table()}; {failure}"
+            first = None
+        if first:
+            return first
+        try:
+            doing = _told(self._posts())
+        except RuntimeError:
+            doing = "the other processes cannot be asked where they stand"
+        return f"another process is gone: {doing}; {failure}"
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -129,9 +132,7 @@ class RankWatch:
 
     @contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Context manager within a step around work of this rank only; the others wait without a
-        limit.
-        """
+        """Context manager in a step around work of this rank, for which others wait with no limit."""
         before = self._place
         limited = self._limited
         self._place = (doing, time.monotonic())
@@ -196,10 +197,9 @@ class RankWatch:
         return WAITING.since if self._limited is None else max(self._place[1], self._passed_at)
 
     def _hung(self) -> str | None:
-        """Return a message if all ranks have waited for each other for more than ``patience``, else
-        None.
+        """Return a message if all ranks have waited for each other longer than ``patience``.
 
-        A rank that is alive and does something else, such as a callback or writing a file, is
+        None if not. A rank that is alive and does something else, such as a callback or writing a file, is
         waited for without a limit. The posts of the others are read only once this rank has waited
         for too long, and again when all ranks may have.
         """
@@ -209,7 +209,10 @@ class RankWatch:
         table = self._posts()
         now = time.monotonic()
         for rank, about in table.items():
-            if self._is_waited_for(about):
+            # Outside of steps a rank that has not posted yet is waited for: a script may have
+            # created the process group and still be loading.
+            busy = self._limited is None if about is None else about["waits"] is None
+            if busy:
                 if self._all_waiting_since < since:  # for the first time
                     logger.warning(
                         "rank_timeout=%g: waiting on: rank %d %s",
@@ -229,24 +232,15 @@ class RankWatch:
             f"longer: {_told(table)}"
         )
 
-    def _is_waited_for(self, about: dict[str, Any] | None) -> bool:
-        """Return whether a rank is alive and busy with something else.
-
-        Outside of steps this includes a rank that has not posted yet: a script may have created the
-        process group and still be loading.
-        """
-        return self._limited is None if about is None else about["waits"] is None
-
     def _lost(self) -> str | None:
-        """Return a message about a rank that has not posted for ``LOST`` seconds and announce it;
-        else None.
+        """Announce a rank that has not posted for ``LOST`` seconds, and return the message.
 
-        Rank 0 looks at every other rank and the others at rank 0, so that the store is asked only a
-        few times a second.
+        None if there is no such rank. Rank 0 looks at every other rank and the others at rank 0, so
+        that the store is asked only a few times a second.
         """
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
-            (beat, at) = self._heard[rank]
-            found = self._posted(rank) or present(self._store, rank)
+            beat, at = self._heard[rank]
+            found = self._posted(rank) or last_post(self._store, rank)
             if found is None:
                 continue
             if found["beat"] != beat:
@@ -262,15 +256,9 @@ class RankWatch:
 
     def _posts(self) -> dict[int, dict[str, Any] | None]:
         return {
-            rank: self._posted(rank) or present(self._store, rank)
+            rank: self._posted(rank) or last_post(self._store, rank)
             for rank in range(self.ranks.count)
         }
-
-    def _table(self) -> str:
-        try:
-            return _told(self._posts())
-        except RuntimeError:
-            return "the other processes cannot be asked where they stand"
 
     def _leave(self, reason: str) -> None:
         """End this process at once, since its main thread is blocked."""
@@ -294,8 +282,9 @@ class RankWatch:
             logger.debug("the other processes could not be told: %s", failure)
 
     def _first_error(self, wait: float = 0.0) -> str | None:
-        """Return the error of the first rank that stopped, in this run or before it; None if no
-        other did.
+        """Return the error of the first other rank that stopped, in this run or before it.
+
+        None if none did.
 
         Args:
             wait: seconds to wait for the error. The connections of a killed process break before it
@@ -332,11 +321,4 @@ def _described(about: dict[str, Any]) -> str:
     return (
         f"has been {about['place']} for {about['for']:.0f} s ({about['host']}, process "
         f"{about['pid']})"
-    )
-
-
-def _is_of_a_collective(error: Exception) -> bool:
-    """Return whether a collective or the store raised the error; gloo raises RuntimeError."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and "gloo" in str(error)
     )

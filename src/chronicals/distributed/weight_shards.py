@@ -19,7 +19,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -30,11 +29,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from chronicals.distributed.even_gradients import sum_evenly, take_used
-from chronicals.distributed.exchanged_sums import ExchangedSums
+from chronicals.distributed.fsdp_extensions import (
+    ExchangedSums,
+    lay_side_by_side,
+    sum_evenly,
+    take_used,
+)
 from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.presence import WAITING
-from chronicals.distributed.side_by_side import lay_side_by_side
+from chronicals.distributed.shards import RankShares
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models.presentation import AS_FORWARD
 from chronicals.models.rows import PART
@@ -43,7 +46,7 @@ from chronicals.saving import Piece
 STAYS = "_chronicals_stays"
 """Attribute of a unit: whether it stays gathered from its forward to its backward pass."""
 
-Products = Sequence[tuple[nn.Module, tuple[str, ...]]]
+ProductGroups = Sequence[tuple[nn.Module, tuple[str, ...]]]
 Read = Callable[[str, Tensor, range], Tensor]
 """Function of a weight's name, the weight (perhaps on the meta device) and a range of rows.
 
@@ -61,7 +64,7 @@ def is_divided(weight: Tensor) -> bool:
     return isinstance(weight, DTensor)
 
 
-def rows_of(rows: int, rank: int, count: int) -> range:
+def rows_of_rank(rows: int, rank: int, count: int) -> range:
     """Return the rows of a weight that a rank holds, as ``torch.chunk`` cuts them.
 
     All ranks have the same number of rows, except the last ones, which have fewer or none.
@@ -89,18 +92,19 @@ def weight_mesh(ranks: Mesh, sharing: int) -> DeviceMesh:
 def shard_weights(
     model: Any,
     layers: Sequence[nn.Module],
-    products: Products,
+    products: ProductGroups,
     mesh: DeviceMesh,
     dtype: torch.dtype,
     read: Read,
 ) -> int:
-    """Divide all weights of a model among the ranks, layer by layer, so that only one layer is
-    whole at a time.
+    """Divide all weights of a model among the ranks, with only one layer whole at a time.
 
     Args:
+        model: a Hugging Face model, perhaps on the meta device.
         layers: units. All parameters outside of them, embedding and head, are one more unit, which
             stays gathered.
         products: groups of linear layers that are computed as one product.
+        mesh: result of ``weight_mesh``.
         dtype: dtype of the gathered weights.
         read: returns the rows of a weight.
 
@@ -138,19 +142,15 @@ def shard_weights(
     setattr(model, AS_FORWARD, MethodType(lambda _, compute: compute(), model))
     register_fsdp_forward_method(model, AS_FORWARD)
     gathered = getattr(model, AS_FORWARD)
-    setattr(
-        model,
-        AS_FORWARD,
-        MethodType(lambda model, compute: _released(model, gathered(compute)), model),
-    )
+
+    def as_forward(model: Any, compute: Callable[[], Any]) -> Any:
+        result = gathered(compute)
+        if not torch.is_grad_enabled():  # no backward pass follows
+            divide_again(model)
+        return result
+
+    setattr(model, AS_FORWARD, MethodType(as_forward, model))
     return laid
-
-
-def _released(model: Any, result: Any) -> Any:
-    """Return ``result``; if no backward pass follows, divide the gathered units again."""
-    if not torch.is_grad_enabled():
-        divide_again(model)
-    return result
 
 
 def divide_again(model: nn.Module) -> None:
@@ -159,15 +159,15 @@ def divide_again(model: nn.Module) -> None:
     After it, weights may be written into the shards.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule) and (stays := vars(module).get(STAYS)) is not None:
+        stays = vars(module).get(STAYS)
+        if isinstance(module, FSDPModule) and stays is not None:
             _let_stay(module, False)  # in a broken forward pass reshard() skips units that stay
             module.reshard()
             _let_stay(module, stays)
 
 
 def stay_gathered(layers: Sequence[nn.Module], count: int) -> None:
-    """Let the last ``count`` layers stay gathered from forward to backward; divide the others
-    between.
+    """Let the last ``count`` layers stay gathered from forward to backward, and divide the others.
 
     Call it after ``shard_weights``.
     """
@@ -210,7 +210,9 @@ def _fill(
                         f"sharding='weights': {names[id(parameter)]} has no rows; set "
                         "sharding='optimizer'"
                     )
-                value = read(names[id(parameter)], parameter, rows_of(len(parameter), place, count))
+                value = read(
+                    names[id(parameter)], parameter, rows_of_rank(len(parameter), place, count)
+                )
                 kept = torch.float32 if parameter.requires_grad else dtype
                 made[id(parameter)] = nn.Parameter(value.to(device, kept), parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
@@ -220,11 +222,11 @@ VALUE = "weight"
 """Name in checkpoints, next to the states, of a weight's values; fp32 if it is trained."""
 
 
-class WeightShards:
-    """This rank's rows of trained weights and their summed gradients, with the interface of
-    ``Shards``.
+class WeightShards(RankShares):
+    """This rank's rows of trained weights and their summed gradients, used like ``Shards``.
 
     Args:
+        ranks: the ranks of the run.
         weights: the trained weights after ``shard_weights``.
 
     Attributes:
@@ -232,19 +234,16 @@ class WeightShards:
     """
 
     def __init__(self, ranks: Mesh, weights: Sequence[Tensor]):
-        self.ranks = ranks
-        self.weights = list(weights)
+        super().__init__(ranks, weights)
         self.mesh: DeviceMesh = weights[0].device_mesh  # type: ignore[attr-defined]
         self.place = self.mesh["shard"].get_local_rank()
         self.count = self.mesh["shard"].size()
         self.copies = ranks.count // self.count
+        self.keeps = ranks.rank < self.count  # only the first copy's rows are written
         self.shares = {weight: local(weight.detach()) for weight in self.weights}
-        self._norm: Tensor | None = None
 
     def values(self, names: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """Return this rank's rows of weights, trained or frozen, as pieces of the whole weights, by
-        name.
-        """
+        """Return this rank's rows of weights, trained or frozen, as pieces of the whole by name."""
         if not self.keeps:
             return {}
         return {
@@ -257,35 +256,26 @@ class WeightShards:
     @torch.no_grad()
     def set_value(self, weight: Tensor, value: Tensor) -> None:
         """Copy this rank's rows of a whole tensor into the weight."""
-        rows = rows_of(len(weight), self.place, self.count)
+        rows = rows_of_rank(len(weight), self.place, self.count)
         local(weight.detach()).copy_(value[rows.start : rows.stop])
-
-    @property
-    def keeps(self) -> bool:
-        """True if this rank's rows are written to checkpoints, which only the first copy's are."""
-        return self.ranks.rank < self.count
 
     def begin(self, weight: Tensor) -> int:
         """Return the index of this rank's first element in the flattened weight."""
-        return rows_of(len(weight), self.place, self.count).start * (weight.numel() // len(weight))
+        return rows_of_rank(len(weight), self.place, self.count).start * (
+            weight.numel() // len(weight)
+        )
 
     def own_part(self, weight: Tensor, value: Tensor, unit: int = 1) -> Tensor:
         """Return this rank's elements of a whole tensor, ``[n]``.
 
         Args:
+            weight: a trained weight.
+            value: a whole tensor of the weight, or of a state of it.
             unit: number of weight elements for each element of ``value``.
         """
         begin = self.begin(weight)
         end = begin + local(weight.detach()).numel()
         return value.detach().reshape(-1)[-(-begin // unit) : -(-end // unit)]
-
-    def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
-        """Return the shape of a whole state of a weight with one element for ``unit`` of the
-        weight's.
-
-        That is the weight's shape for ``unit`` 1, else ``[n]``.
-        """
-        return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
@@ -298,33 +288,19 @@ class WeightShards:
         )
         for weight, share in self.shares.items():
             share.grad = None if weight.grad is None or not share.numel() else local(weight.grad)
-        # Every copy has the same sums, and the all-reduce below adds up all copies.
+        # Every copy has the same sums, and ``add_up`` adds up all copies.
         square = (
             gradient_norm([x.grad for x in self.shares.values() if x.grad is not None]).square()
             / self.copies
         )
-        numbers = torch.stack(
-            [*(scalar.float() for scalar in scalars), square.to(scalars[0].device)]
-        )
-        beside = torch.cat([numbers, self.ranks.held_by(held, numbers.device)])
-        dist.all_reduce(beside)
-        for scalar, total in zip(scalars, beside):
-            scalar.copy_(total)
-        self._norm = beside[len(scalars)].sqrt()
-        return beside[len(scalars) + 1 :]
-
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the gradients of the last ``reduce``, an fp32 scalar; no
-        communication.
-        """
-        assert self._norm is not None, "reduce comes first"
-        return self._norm
+        return self.add_up(square, scalars, held)
 
     def bring_gradients(self) -> Iterator[None]:
         """Yield once: each weight's ``grad`` is there already, sharded like the weight."""
         yield
 
     def drop_gradients(self) -> None:
+        """Set the gradients of weights and shares to None."""
         for weight, share in self.shares.items():
             weight.grad = share.grad = None
             take_used(weight)
@@ -356,12 +332,6 @@ CODES = "_chronicals_codes"
 """
 
 
-def codes_here(weight: Tensor) -> Tensor:
-    """Return what this rank holds of a weight; of a packed one only codes, without scales."""
-    here = local(weight.detach())
-    return here if (codes := getattr(weight, CODES, None)) is None else here[:codes]
-
-
 def divided_among(module: Any) -> int:
     """Return the number of ranks that share a layer's frozen weight; 1 if it is not divided."""
     among: int = getattr(getattr(module, "weight", None), PART, 1)
@@ -369,18 +339,8 @@ def divided_among(module: Any) -> int:
 
 
 def copies_of(weight: Tensor, ranks: int) -> int:
-    """Return the number of copies of a divided weight among ``ranks`` ranks; 0 if it is not
-    divided.
-    """
+    """Return the number of copies of a divided weight among ``ranks`` ranks; 0 if it is whole."""
     if isinstance(weight, DTensor):
         return ranks // weight.device_mesh["shard"].size()
     among: int = getattr(weight, PART, 0)
     return ranks // among if among else 0
-
-
-def last_micro_batch(model: Any, last: bool) -> None:
-    """Set whether the next backward pass is the last of a step.
-
-    FSDP then all-reduces the gradient sums among the copies of the weights.
-    """
-    model.set_requires_all_reduce(last)

@@ -1,9 +1,8 @@
 """Generate answers with a trained model."""
 
-from chronicals.generation.answer import Trained, answer, generate, load_trained
-from chronicals.generation.chat import Chat
+from chronicals.generation.answer import Chat, Trained, generate, generate_answer, load_trained
 
-__all__ = ["Chat", "Trained", "answer", "generate", "load_trained"]
+__all__ = ["Chat", "Trained", "generate", "generate_answer", "load_trained"]
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
-"""Generate text with the prompt format of the training: the same tokenisation, and the stop token
-that was trained.
+"""Answers of a trained model, and conversations with it, in the prompt format of its training.
+
+The tokenisation is the same, and an answer ends with the stop token that was trained.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
-from chronicals.generation.ending import Ending
+from chronicals.generation.ending import Ending, Stream
 from chronicals.generation.sampling import Sampling
-from chronicals.generation.streaming import Stream
 from chronicals.models import in_evaluation, input_device, last_position
 from chronicals.saving import SavedModel
 
@@ -45,8 +45,9 @@ class Trained:
 
     @property
     def chats(self) -> bool:
-        """True if the chat template is used: the model was trained on chats, or it has a template
-        and chronicals did not train it.
+        """True if the chat template is used.
+
+        The model was trained on chats, or it has a template and chronicals did not train it.
         """
         if not self.kinds:
             return self.tokenizer.chat_template is not None
@@ -54,8 +55,10 @@ class Trained:
 
     @property
     def stops(self) -> list[int]:
-        """Token ids that end an answer: those that were trained, or else the EOS tokens of the
-        generation config and the tokenizer.
+        """Token ids that end an answer.
+
+        They are those that were trained, or else the EOS tokens of the generation config and the
+        tokenizer.
         """
         if self.kinds:
             return stop_token_ids(self.tokenizer, self.chats)
@@ -66,8 +69,9 @@ class Trained:
 
     @property
     def ending(self) -> Ending:
-        """Stop tokens, and for a model that chronicals did not train the stop strings of its
-        generation config.
+        """Stop tokens and stop strings.
+
+        A model that chronicals did not train has the stop strings of its generation config.
         """
         configured = None
         if not self.kinds:
@@ -106,8 +110,9 @@ def load_trained(
 
 
 def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
-    """Return the dtype in which a saved model computes: bf16, or fp32 if it was trained in fp32 or
-    no card has bf16.
+    """Return the dtype in which a saved model computes.
+
+    It is bf16, or fp32 if the model was trained in fp32 or no card has bf16.
 
     Args:
         about: fields of ``chronicals.json``; older runs, which do not name the dtype, were in 16
@@ -117,7 +122,7 @@ def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
     return torch.bfloat16 if has_bf16 and about.get("mixed_precision") != "fp32" else torch.float32
 
 
-def answer(
+def generate_answer(
     trained: Trained,
     question: str | list[Message],
     max_new_tokens: int = 256,
@@ -239,11 +244,14 @@ def generate(
 def _after_each(
     ending: Ending, begin: int, each: Callable[[list[int]], None] | None
 ) -> list[Callable[..., Tensor]]:
-    """Return stopping criteria for transformers' ``generate``, which call ``each`` and stop after a
-    complete stop string.
+    """Return stopping criteria for transformers' ``generate``.
+
+    They call ``each`` and stop after a complete stop string.
 
     Args:
+        ending: stop strings of the answer.
         begin: number of tokens of the prompt.
+        each: called with all new token ids; None for none.
     """
 
     def ends(ids: Tensor, _: Any, **kwargs: Any) -> Tensor:
@@ -256,9 +264,7 @@ def _after_each(
 
 
 def _refuse_non_finite(_: Tensor, scores: Tensor) -> Tensor:
-    """Raise ValueError if the logits are not finite; a logits processor of transformers'
-    ``generate``.
-    """
+    """Raise ValueError if the logits are not finite, as a logits processor of transformers."""
     # other processors set single tokens to minus infinity, so only the largest logit is tested
     if not scores.amax().isfinite():
         raise ValueError(
@@ -270,8 +276,9 @@ def _refuse_non_finite(_: Tensor, scores: Tensor) -> Tensor:
 
 @contextmanager
 def _empty_generation_config(model: Any) -> Iterator[None]:
-    """Give the model an empty generation config for the length of a block; transformers'
-    ``generate`` would fill unset settings from its own.
+    """Context manager in which the model has an empty generation config.
+
+    transformers' ``generate`` would fill unset settings from the model's own.
     """
     own = model.generation_config
     model.generation_config = GenerationConfig()
@@ -279,3 +286,51 @@ def _empty_generation_config(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
+
+
+class Chat:
+    """A conversation.
+
+    A model that was trained on plain text has no turns: it continues each question as a separate
+    text.
+
+    Args:
+        trained: the model.
+        system: system message before the first question; none by default.
+        settings: keyword arguments of ``generate_answer``.
+
+    Attributes:
+        messages: the conversation so far.
+
+    Raises:
+        ValueError: there is a system message, but the model was not trained on chats.
+    """
+
+    def __init__(self, trained: Trained, system: str | None = None, **settings: Any):
+        if system is not None and not trained.chats:
+            raise ValueError(
+                f"system={system!r}: this model continues plain text and has no system prompt; "
+                "leave it out"
+            )
+        self.trained = trained
+        self.settings = settings
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Delete all messages but the system message."""
+        self.messages = [*self._opening]
+
+    def ask(self, question: str, say: Callable[[str], None] | None = None) -> str:
+        """Return the answer to the next question, and append both to the conversation.
+
+        Args:
+            question: the question.
+            say: called with each new part of the answer.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        prompt = asked if self.trained.chats else question
+        reply = generate_answer(self.trained, prompt, say=say, **self.settings)
+        if self.trained.chats:
+            self.messages = [*asked, {"role": "assistant", "content": reply}]
+        return reply

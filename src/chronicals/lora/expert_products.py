@@ -207,7 +207,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
         if more_K or more_N:  # a rank that is no multiple of 8
             x_SK = F.pad(x_SK, (0, more_K))
             w_EKN = F.pad(w_EKN, (0, more_N, 0, more_K))
-        if w_EKN.requires_grad or 1 not in w_EKN.stride():
+        # One of the two last dimensions must be contiguous; PEFT's B has its experts last.
+        if w_EKN.requires_grad or 1 not in w_EKN.stride()[1:]:
             w_EKN = w_EKN.contiguous()
         y_SN: Tensor = F.grouped_mm(x_SK.contiguous(), w_EKN, offs=ends_E.int())
         return y_SN[:, : y_SN.shape[1] - more_N]

@@ -14,15 +14,17 @@ from chronicals.memory.peak import (
     estimate,
 )
 from chronicals.memory.recompute import (
+    checkpoints_end_with_errors,
     decoder_layers,
     disable_gradient_checkpointing,
     draws_numbers,
     enable_gradient_checkpointing,
     enters_again,
+    makes_tiles,
     recomputes,
     runs_again,
+    tiled,
 )
-from chronicals.memory.tiling import makes_tiles, tiled
 
 __all__ = [
     "CHEAP",
@@ -34,6 +36,7 @@ __all__ = [
     "StepShape",
     "WeightBytes",
     "card_memory",
+    "checkpoints_end_with_errors",
     "decoder_layers",
     "disable_gradient_checkpointing",
     "draws_numbers",

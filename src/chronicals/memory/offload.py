@@ -31,7 +31,7 @@ LARGEST_RATIO = 4
 All tensors in the storage move with it. From a larger storage only that tensor is copied out.
 """
 
-AT_A_TIME = 3
+WINDOW_TENSORS = 3
 """Default window in units of the largest tensor: one being copied, one waiting, one just computed.
 
 That is about what a layer of an 8B model saves; a recomputed layer saves only its input.
@@ -47,7 +47,7 @@ class ActivationOffload:
     Args:
         module: for example a model's decoder; recomputed layers in it offload their inputs.
         smallest: bytes of the smallest tensor that is offloaded; ``SMALLEST`` by default.
-        window: most bytes being copied in one direction at a time; ``AT_A_TIME`` times the largest
+        window: most bytes being copied in one direction at a time; ``WINDOW_TENSORS`` times the largest
             tensor by default.
     """
 
@@ -68,7 +68,7 @@ class ActivationOffload:
     @property
     def window(self) -> int:
         """Most bytes that are being copied in one direction at a time."""
-        return AT_A_TIME * self.largest if self._window is None else self._window
+        return WINDOW_TENSORS * self.largest if self._window is None else self._window
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -86,7 +86,13 @@ class ActivationOffload:
     def _enter(self, module: nn.Module, _args: object) -> None:
         hooks = None
         if torch.is_grad_enabled():
-            self._follow(next(module.parameters()).device)
+            device = next(module.parameters()).device
+            if device != self.device:  # the module has moved, or this is its first pass
+                self.device = device
+                self.free = {}
+                self.streams = None
+                if device.type == "cuda":
+                    self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.moved = 0
             tape = _Tape(self, {p.untyped_storage().data_ptr() for p in module.parameters()})
             hooks = saved_tensors_hooks(tape.pack, tape.unpack)
@@ -97,17 +103,6 @@ class ActivationOffload:
         hooks = self._passes.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
-
-    def _follow(self, device: torch.device) -> None:
-        """Create copy streams if the module has moved to another device."""
-        if device != self.device:
-            self.device = device
-            self.free = {}
-            self.streams = (
-                (torch.cuda.Stream(device), torch.cuda.Stream(device))
-                if device.type == "cuda"
-                else None
-            )
 
     def take(self, size: int) -> Tensor:
         """Return a uint8 host buffer of at least ``size`` bytes, pinned if the device is a GPU.
@@ -155,6 +150,7 @@ class _Saved:
         weakref.finalize(self, owner.free[memory.nbytes].append, memory).atexit = False
 
     def free_device_memory(self) -> None:
+        """Free the bytes on the device, after a last look whether they were modified."""
         self.check()
         self.here = self.first = None
 
@@ -180,10 +176,6 @@ class _Place:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
-
-    def tensor(self) -> Tensor:
-        assert self.memory.here is not None
-        return self.memory.here.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class _Tape:
@@ -211,33 +203,29 @@ class _Tape:
     # --- forward pass ---
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
-        """Start to copy a tensor that autograd saves, and return its stand-in or the tensor
-        itself.
+        """Start to copy a tensor that autograd saves, and return its stand-in.
+
+        Weights, small tensors and those that are not floating-point are returned as they are.
         """
-        if not self._moves(tensor):
+        if (
+            type(tensor) is not Tensor
+            or not tensor.is_floating_point()
+            or tensor.device != self.device
+        ):
+            return tensor
+        memory = tensor.untyped_storage()
+        size = min(tensor.nbytes, memory.nbytes())
+        if size < self.owner.smallest or memory.data_ptr() in self.weights:
             return tensor
         saved = next((other for other in self.leaving if other.holds(tensor)), None)
         if saved is None:
-            if tensor.untyped_storage().nbytes() > LARGEST_RATIO * tensor.nbytes:
+            if memory.nbytes() > LARGEST_RATIO * tensor.nbytes:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             saved = _Saved(self.owner, len(self.saved), tensor)
             self.saved.append(weakref.ref(saved))
             self._copy_out(saved)
         saved.uses += 1
         return _Place(saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def _moves(self, tensor: Tensor) -> bool:
-        if (
-            type(tensor) is not Tensor
-            or not tensor.is_floating_point()
-            or tensor.device != self.device
-        ):
-            return False
-        memory = tensor.untyped_storage()
-        return (
-            min(tensor.nbytes, memory.nbytes()) >= self.owner.smallest
-            and memory.data_ptr() not in self.weights
-        )
 
     def _copy_out(self, saved: _Saved) -> None:
         self.leaving.append(saved)
@@ -268,7 +256,10 @@ class _Tape:
         if isinstance(packed, Tensor):
             return packed
         saved = packed.memory
-        self._join_at_the_end()
+        if not self.joins and torch._C._current_graph_task_id() != -1:
+            # The current stream waits for the copy streams when the backward pass ends.
+            self.joins = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._join)  # type: ignore[attr-defined]
         self._prefetch(saved)
         for number in range(saved.number - 1, -1, -1):
             if sum(self.coming.values()) > self.owner.window:
@@ -286,7 +277,10 @@ class _Tape:
                 "after it was saved; "
                 "without activation_offload autograd says by which operation"
             )
-        tensor = packed.tensor()
+        assert saved.here is not None
+        tensor = saved.here.view(packed.dtype).as_strided(
+            packed.shape, packed.stride, packed.offset
+        )
         saved.uses -= 1
         if saved.uses <= 0 and saved not in self.leaving:
             saved.free_device_memory()
@@ -315,12 +309,6 @@ class _Tape:
             if saved.uses <= 0:
                 saved.free_device_memory()
         self.leaving.clear()
-
-    def _join_at_the_end(self) -> None:
-        """Make the current stream wait for the copy streams when the backward pass ends."""
-        if not self.joins and torch._C._current_graph_task_id() != -1:
-            self.joins = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._join)  # type: ignore[attr-defined]
 
     def _join(self) -> None:
         self.joins = False

@@ -18,12 +18,12 @@ query and of key heads, F inner width of the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from chronicals.memory.offload import AT_A_TIME
+from chronicals.memory.offload import WINDOW_TENSORS
 from chronicals.model_shape import ModelShape
 
 RESERVE = 0.9
@@ -165,10 +165,6 @@ class Estimate:
         """True if a plan fits into ``RESERVE`` of the GPU's memory, or if there is no GPU."""
         return not self.total or self.needed(*self.choice()) <= RESERVE * self.total
 
-    def beside(self, size: int) -> Estimate:
-        """Return the estimate with ``size`` more bytes in the constant part."""
-        return replace(self, fixed=self.fixed + size)
-
     def words(self) -> str:
         """Return the expected memory and the recomputation plan in words, for the log."""
         if not self.total:
@@ -199,7 +195,7 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
     parameters = list(model.parameters())
     device = parameters[0].device
     floats = [p for p in parameters if p.is_floating_point()]
-    head = _head_of(model)
+    head = _stored(model.get_output_embeddings())
     tables = {id(_stored(model.get_input_embeddings())), id(head)}
     fixed = 0.0
     for parameter in floats:
@@ -298,7 +294,7 @@ class _LayerElements:
         # A window of copies to the host, one of copies from it, and the tensor in use.
         largest = max(2 * in_mlp, queries + 2 * keys, width)
         window = {
-            policy: (2 * AT_A_TIME + 1) * (width if policy == LAYERS else largest)
+            policy: (2 * WINDOW_TENSORS + 1) * (width if policy == LAYERS else largest)
             for policy in kept
         }
         return cls(
@@ -312,47 +308,30 @@ def _quantised(model: Any, layers: int, size: int) -> int:
     The layers are dequantised one after the other.
 
     Args:
+        model: a model, some of whose weights may be packed.
         layers: number of decoder layers.
         size: bytes of a dense weight.
     """
-    packed = [
-        m
-        for m in model.modules()
-        if any(not p.is_floating_point() for p in m.parameters(recurse=False))
-    ]
-    codes = sum(
-        p.nbytes for m in packed for p in m.parameters(recurse=False) if not p.is_floating_point()
-    )
-    beside = sum(buffer.nbytes for m in packed for buffer in m.buffers(recurse=False))
-    beside += sum(_scales_of(p) for m in packed for p in m.parameters(recurse=False))
-    values = sum(
-        _values_in(m, p)
-        for m in packed
-        for p in m.parameters(recurse=False)
-        if not p.is_floating_point()
-    )
+    codes = 0
+    beside = 0
+    values = 0
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        packed = [p for p in parameters if not p.is_floating_point()]
+        if not packed:
+            continue
+        linear = hasattr(module, "out_features") and hasattr(module, "in_features")
+        for parameter in packed:
+            codes += parameter.nbytes
+            # Outside of linear layers, such as in stacks of experts, a byte holds two weights.
+            values += module.out_features * module.in_features if linear else 2 * parameter.nbytes
+        beside += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
+        for parameter in parameters:
+            state = getattr(parameter, "quant_state", None)  # of bitsandbytes
+            for scales in (state, getattr(state, "state2", None)):
+                if scales is not None:
+                    beside += scales.absmax.nbytes + scales.code.nbytes
     return codes + beside + values // layers * size
-
-
-def _values_in(layer: Any, codes: Any) -> int:
-    """Return the number of weights that codes represent; two a byte outside linear layers."""
-    linear = hasattr(layer, "out_features") and hasattr(layer, "in_features")
-    return int(layer.out_features * layer.in_features if linear else 2 * codes.nbytes)
-
-
-def _scales_of(weight: Any) -> int:
-    """Return the bytes of the scales in a bitsandbytes weight; 0 for any other."""
-    state = getattr(weight, "quant_state", None)
-    states = (
-        []
-        if state is None
-        else [state, *([state.state2] if getattr(state, "state2", None) is not None else [])]
-    )
-    return sum(kept.absmax.nbytes + kept.code.nbytes for kept in states)
-
-
-def _head_of(model: Any) -> torch.Tensor:
-    return _stored(model.get_output_embeddings())
 
 
 def _stored(layer: Any) -> torch.Tensor:

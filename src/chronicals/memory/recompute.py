@@ -1,4 +1,9 @@
-"""Recomputation of activations in the backward pass (Chen et al., 2016, section 4)."""
+"""Recomputation of activations in the backward pass (Chen et al., 2016, section 4).
+
+Decoder layers are recomputed whole. ``tiled`` computes a row-wise function in tiles, each of which
+is recomputed: sequence tiling (Bekman et al., 2025). The inner activations of an MLP are several
+times as wide as the model; with tiles they exist for one tile at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,15 @@ import inspect
 import re
 import sys
 import threading
-from contextlib import AbstractContextManager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -20,6 +30,7 @@ def enable_gradient_checkpointing(
     """Recompute decoder layers of a Hugging Face model in the backward pass.
 
     Args:
+        model: the model, with or without adapters.
         whole_layers: the layers run fused, and their recomputation skips what the backward pass
             does not read.
         first: number of first layers to recompute; all by default, or if the decoder has no list of
@@ -171,3 +182,59 @@ def _source_draws(name: str) -> bool:
         return bool(DRAWS.search(inspect.getsource(sys.modules[name])))
     except (OSError, TypeError):
         return True
+
+
+@contextmanager
+def checkpoints_end_with_errors() -> Iterator[None]:
+    """Context manager under which a failed forward leaves nothing of torch's checkpoints behind.
+
+    torch 2.11 takes back the hooks of a checkpoint on saved tensors only when its frame is
+    collected. Whoever keeps the error, as a notebook does, keeps the frame, and every graph that is
+    made afterwards would save its tensors through the failed layer.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frame.clear()
+        raise
+
+
+TILE = 4096
+"""Rows of a tile: enough for matrix products to run at full speed."""
+
+
+def makes_tiles(rows: int) -> bool:
+    """Return True if ``rows`` rows are more than one tile."""
+    return rows > TILE
+
+
+def tiled(
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    draws: bool = False,
+    tells: bool = False,
+    tile: int | None = None,
+) -> Tensor:
+    """Compute ``function(x)``, ``[T, ...]``, in tiles of rows.
+
+    Args:
+        function: maps ``[n, D]`` to ``[n, ...]``; each output row depends on its input row only.
+        x: ``[T, D]``.
+        draws: the function draws random numbers, and its recomputation must draw the same ones.
+        tells: ``runs_again`` is set inside the function while it is recomputed; torch.compile
+            cannot trace that.
+        tile: most rows at a time; ``TILE`` by default.
+    """
+    tile = tile or TILE
+    if len(x) <= tile:
+        with first_and_again()[0] if tells else nullcontext():
+            return function(x)
+    parts = x.split(tile)
+    if not torch.is_grad_enabled():
+        return torch.cat([function(part) for part in parts])
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+    if tells:
+        options["context_fn"] = first_and_again
+    return torch.cat([checkpoint(function, part, **options) for part in parts])

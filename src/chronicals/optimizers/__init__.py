@@ -8,8 +8,12 @@ from chronicals.optimizers.adam_8bit import (
 )
 from chronicals.optimizers.adamw import FusedAdamW
 from chronicals.optimizers.host_states import HostStates, buffer_bytes, states_in_host_memory
-from chronicals.optimizers.lora_plus import create_lora_plus_optimizer, lora_plus_groups
-from chronicals.optimizers.schedules import SCHEDULES, learning_rate_factor
+from chronicals.optimizers.learning_rates import (
+    SCHEDULES,
+    create_lora_plus_optimizer,
+    learning_rate_factor,
+    lora_plus_groups,
+)
 
 __all__ = [
     "SCHEDULES",

@@ -53,26 +53,10 @@ def _is_large(parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and parameter.numel() >= MIN_8BIT_ELEMENTS
 
 
-def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of embedding weights, including tied heads, adapters of embeddings and trained
-    tokens.
-    """
-    tables = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters(recurse=False)
-    }
-    return tables | {
-        id(p)
-        for name, p in model.named_parameters()
-        if "lora_embedding" in name or "lora_tokens" in name
-    }
-
-
 def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split each group in two: weights with 8-bit moments, and weights whose moments ``Adam8bit``
-    keeps in fp32, namely the embeddings and small weights of ``model``.
+    """Split each group in two: weights with 8-bit moments, and weights with fp32 moments.
+
+    ``Adam8bit`` keeps fp32 moments of the embeddings and small weights of ``model``.
     """
     narrow = {id(p) for p in moments_in_8_bits(model)}
     halves = []
@@ -90,15 +74,24 @@ def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> lis
 
 def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
     """Return the trained weights of ``model`` that have 8-bit moments by ``keep_full_moments``."""
-    tables = _embeddings(model)
+    # Embeddings, with tied heads, adapters of embeddings and trained tokens.
+    tables = {
+        id(p)
+        for name, p in model.named_parameters()
+        if "lora_embedding" in name or "lora_tokens" in name
+    }
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            tables |= {id(p) for p in module.parameters(recurse=False)}
     return [
         p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables
     ]
 
 
 def moment_bytes(model: nn.Module, weights: Iterable[Tensor]) -> int:
-    """Return the bytes of both moments of some trained weights of ``model``, scales included, if
-    their groups are from ``keep_full_moments``.
+    """Return the bytes of both moments of some trained weights of ``model``, scales included.
+
+    Their groups must be from ``keep_full_moments``.
     """
     narrow = {id(p) for p in moments_in_8_bits(model)}
     return sum(

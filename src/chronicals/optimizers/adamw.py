@@ -170,15 +170,36 @@ class FusedAdamW(torch.optim.Optimizer):
                     self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
 
     def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
-        """Return the kernel launches for the parameters that have a gradient, each with the number
-        of its group, the group and the tensors.
+        """Return the launches for the parameters that have a gradient.
+
+        Each is the number of a group, the group, and the tensors of one launch: those of one
+        device and the same dtypes of weight, gradient and moments, with or without a master.
         """
         wanted = {id(parameter) for parameter in parameters}
-        launches = []
+        launches: dict[tuple[object, ...], tuple[int, dict[str, Any], Tensors]] = {}
         for number, group in enumerate(self.param_groups):
-            members = [parameter for parameter in group["params"] if id(parameter) in wanted]
-            launches += [(number, group, tensors) for tensors in self._by_type(members).values()]
-        return launches
+            for parameter in group["params"]:
+                if id(parameter) not in wanted or parameter.grad is None:
+                    continue
+                state = self._states(parameter)
+                moments = state["exp_avg"].dtype
+                dtypes = parameter.dtype, parameter.grad.dtype, moments
+                key = number, parameter.device, dtypes, "low" in state
+                if key not in launches:
+                    made = QuantizedTensors() if moments == torch.uint8 else Tensors()
+                    launches[key] = number, group, made
+                tensors = launches[key][2]
+                tensors.weights.append(parameter)
+                tensors.gradients.append(parameter.grad)
+                tensors.means.append(state["exp_avg"])
+                tensors.squares.append(state["exp_avg_sq"])
+                tensors.steps.append(state["step"])
+                if "low" in state:
+                    tensors.lows.append(state["low"])
+                if isinstance(tensors, QuantizedTensors):
+                    tensors.mean_scales.append(state["exp_avg_amax"])
+                    tensors.square_scales.append(state["exp_avg_sq_amax"])
+        return list(launches.values())
 
     def refresh_rates(self) -> None:
         """Copy every group's ``lr`` to the device scalar that updates read.
@@ -214,6 +235,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return tables
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all states, after the copies of the last update to host memory have ended."""
         self._wait()
         self.settle()
         return super().state_dict()
@@ -238,32 +260,6 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
-    def _by_type(self, parameters: list[Tensor]) -> dict[tuple[object, ...], Tensors]:
-        """Group the parameters that have a gradient by device, the dtypes of weight, gradient and
-        moments, and whether they have a master.
-        """
-        groups: dict[tuple[object, ...], Tensors] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            state = self._states(parameter)
-            dtype = state["exp_avg"].dtype
-            key = parameter.device, parameter.dtype, parameter.grad.dtype, dtype, "low" in state
-            tensors = groups.setdefault(
-                key, QuantizedTensors() if dtype == torch.uint8 else Tensors()
-            )
-            tensors.weights.append(parameter)
-            tensors.gradients.append(parameter.grad)
-            tensors.means.append(state["exp_avg"])
-            tensors.squares.append(state["exp_avg_sq"])
-            tensors.steps.append(state["step"])
-            if "low" in state:
-                tensors.lows.append(state["low"])
-            if isinstance(tensors, QuantizedTensors):
-                tensors.mean_scales.append(state["exp_avg_amax"])
-                tensors.square_scales.append(state["exp_avg_sq_amax"])
-        return groups
-
     @property
     def weights(self) -> list[Tensor]:
         """All weights of all groups."""
@@ -280,11 +276,10 @@ class FusedAdamW(torch.optim.Optimizer):
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of a weight, created at first use: ``step``, the moments, and ``low``
-        if it has a master.
+        """Return the states of a weight, created at first use.
 
-        Waits for the last update, so that states in host memory can be read and written until the
-        next one.
+        They are ``step``, the moments, and ``low`` if the weight has a master. Waits for the last
+        update, so that states in host memory can be read and written until the next one.
         """
         if self.state[parameter]:
             self._wait()
@@ -316,8 +311,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def _filled(
         self, parameter: Tensor, like: Tensor, value: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return a dense tensor of one value, shaped like ``like``, in the memory of the weight's
-        states: on its device, or in host memory.
+        """Return a dense tensor of one value, shaped like ``like``, for the states of a weight.
+
+        It is on the weight's device, or in host memory.
         """
         if self.host is not None and self.host.takes(parameter):
             return self.host.full(like.shape, value, dtype or like.dtype, parameter.device)

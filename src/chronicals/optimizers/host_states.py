@@ -75,10 +75,10 @@ Move = tuple[Tensor, Tensor]
 
 
 class HostStates:
-    """Keeper of the states of an optimizer's large weights in host memory, pinned if the weights
-    are on a card.
+    """Keeper of the states of an optimizer's large weights in host memory.
 
-    Without a card, states pass through the same parts and buffers, by synchronous copies.
+    The memory is pinned if the weights are on a card. Without a card, states pass through the same
+    parts and buffers, by synchronous copies.
 
     Args:
         smallest: elements of the smallest weight whose states are in host memory;
@@ -184,7 +184,7 @@ class HostStates:
             [(w.numel(), self.takes(w)) for w in tensors.weights],
             size,
             sum(rows.values()),
-            lane.room,
+            len(lane.buffers[0]),
         ):
             part = replace(whole, tensor=cuts[0].number, begin=cuts[0].begin, chunk=chunk)
             slices, moves = self._slices(tensors, cuts, lane.next())
@@ -194,9 +194,7 @@ class HostStates:
     def _slices(
         self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor
     ) -> tuple[Tensors, list[Move]]:
-        """Return slices of the tensors, with states from host memory placed in ``buffer``, and the
-        copies to make.
-        """
+        """Return slices of the tensors with states in ``buffer``, and the copies to make."""
         slices = type(tensors)()
         moves = list[Move]()
         offset = 0
@@ -240,18 +238,13 @@ class _Lane:
         self.emptied: list[torch.cuda.Event | None] = [None] * BUFFER_COUNT
         self.streams = _streams(device) if device.type == "cuda" else None
 
-    @property
-    def room(self) -> int:
-        """The bytes of one buffer."""
-        return len(self.buffers[0])
-
     def provide(self, largest: int) -> None:
         """Allocate buffers of at most ``largest`` bytes each, together not more than all states.
 
         Existing buffers are replaced only if they are too small and no update is running.
         """
         size = max(MIN_BUFFER_BYTES, min(largest, -(-self.held // BUFFER_COUNT)))
-        if not self.buffers or (self.room < size and not self.turn):
+        if not self.buffers or (len(self.buffers[0]) < size and not self.turn):
             self._smaller += self.buffers  # kept, since a captured graph may use them
             self.buffers = [
                 torch.empty(size, dtype=torch.uint8, device=self.device)

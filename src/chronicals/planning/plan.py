@@ -40,11 +40,11 @@ from torch import nn
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
-from chronicals.policies import Facts, fit
-from chronicals.policies.facts import WEIGHTS, trains_layers
+from chronicals.policies import Facts, fit_to_memory
+from chronicals.policies.facts import DIVIDE_WEIGHTS, trains_layers
 from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding
-from chronicals.policies.weight_copies import choose_sharding
 from chronicals.quantization import packed_modules
 
 _BACKWARD = 2 / 3
@@ -153,7 +153,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     facts, sharding = settle_sharding(facts)
     config = facts.config
     frees, memory = expected_memory(facts)
-    fitted = fit(facts, sharding, memory)
+    fitted = fit_to_memory(facts, sharding, memory)
     again = fitted.layers_again
     stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
@@ -164,7 +164,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         * _flops_a_token(model, config, again / max(memory.layers, 1))
         / machines.flops
     )
-    if config.sharding == WEIGHTS and gpus > 1:
+    if config.sharding == DIVIDE_WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
         exposed, hidden = _exposed(sent, machines.rate(gpus), computing if frees else 0.0)

@@ -42,7 +42,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models import embedding_table
 from chronicals.policies.context_parallel import exchanging
 from chronicals.policies.divided_weights import frozen_bytes
-from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, WEIGHTS, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, GATHERED_TYPES, PRODUCT_TYPES, trains_layers
 
 _NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
@@ -107,13 +107,13 @@ def traffic(
     micro_batches = config.gradient_accumulation_steps
     context = config.context_parallel
     found = dict.fromkeys(("reduce_scatter", "all_gather", "all_reduce"), 0.0)
-    if config.sharding == WEIGHTS:
+    if config.sharding == DIVIDE_WEIGHTS:
         among = config.sharding_ranks or ranks
         sent = _of_passes(model, config, among, stay)
         found = {name: sent[name] for name in found}
         found["reduce_scatter"] += sent["all_to_all"]
         found["embedding"] = _of_embedding(model, config, among)
-    if config.sharding != WEIGHTS or not trains_layers(model):
+    if config.sharding != DIVIDE_WEIGHTS or not trains_layers(model):
         with counted_among(ranks) as sent:
             _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
         found |= {

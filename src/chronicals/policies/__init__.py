@@ -6,18 +6,18 @@
   ``around_steps``), its words (``title``, ``words``) and its advice (``spares``, ``remedies``).
 - ``exclusions`` is the table of what excludes what; no policy names another one elsewhere.
 - ``needed_memory`` adds the bytes of all policies up to an estimate, which is fitted to the card.
-- ``solver.decide`` asks every policy in turn, for the trainer; ``solver.fit`` fits the memory, for
-  the trainer and for plans; ``memory_check`` refuses what cannot fit, with the length that does.
+- ``solver.decide`` asks every policy in turn, for the trainer; ``solver.fit_to_memory`` fits the memory, for
+  the trainer and for plans; ``memory_check`` refuses what cannot fit_to_memory, with the length that does.
 - ``advice`` asks every policy what it saves, for the words after a card is full.
-- A new policy is one file of this folder that calls ``register``: each file is imported.
+- A new policy is one file of this folder that calls ``register_policy``: each file is imported.
 """
 
 import importlib
 import pkgutil
 
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Decision, Policy, Stage, apply_policies, register
-from chronicals.policies.solver import decide, fit, summary
+from chronicals.policies.policy import Decision, Policy, Stage, apply_policies, register_policy
+from chronicals.policies.solver import decide, fit_to_memory, summary
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -29,8 +29,8 @@ __all__ = [
     "Stage",
     "apply_policies",
     "decide",
-    "fit",
-    "register",
+    "fit_to_memory",
+    "register_policy",
     "summary",
 ]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import ActivationOffload
-from chronicals.policies.facts import WEIGHTS, Facts
-from chronicals.policies.policy import Load, Policy, register
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
+from chronicals.policies.policy import MemoryLoad, Policy, register_policy
 
 
 class OffloadActivations(Policy):
@@ -17,29 +17,27 @@ class OffloadActivations(Policy):
 
     name = "activation_offload"
     title = "activation offload"
+    runs_as = "as asked, beside the computation"
     setting = "activation_offload=True cannot be honoured here, nor memory=['offload_activations']"
     only_time = True
 
-    def asked(self, config: ChronicalsConfig) -> bool:
-        return "offload_activations" in config.memory_policies
-
     def why_not(self, facts: Facts) -> str | None:
+        """Return that the activations are in host memory anyway, without a card."""
         if facts.on_card:
             return None
         return "activations are in host memory anyway; leave it out"
 
-    def words(self, facts: Facts) -> str:
-        return "as asked, beside the computation"
-
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with only a window of the activations on the GPU."""
         return replace(load, step=replace(load.step, offloads=True))
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
+        """Return the context that moves saved tensors of the decoder."""
         return ActivationOffload(model.get_decoder())
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
-        return ranks == 1 or config.sharding != WEIGHTS or config.use_lora
+        """Return False for trained weights that are divided, with which it does not run."""
+        return ranks == 1 or config.sharding != DIVIDE_WEIGHTS or config.use_lora
 
 
-register(OffloadActivations())
+register_policy(OffloadActivations())

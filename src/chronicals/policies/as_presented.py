@@ -5,7 +5,7 @@ from __future__ import annotations
 from chronicals.attention import FLASH
 from chronicals.config import ChronicalsConfig
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Policy, Switch, register
+from chronicals.policies.policy import Course, Decision, Policy, Switch, register_policy
 from chronicals.quantization import packed_words
 
 
@@ -16,10 +16,12 @@ class FlashAttention(Switch):
     title = "FlashAttention"
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return what a FlashAttention backend needs, if none was chosen."""
         runs = facts.packed and not facts.one_by_one and facts.backend in FLASH
         return None if runs else "needs a card, bf16 or fp16, and packs"
 
     def words(self, facts: Facts) -> str:
+        """Return the name of the backend."""
         return facts.backend
 
 
@@ -28,13 +30,12 @@ class FusedLoss(Switch):
 
     name = "use_fused_kernels"
     title = "loss without whole logits"
+    runs_as = "from the hidden states"
     matters = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that the head is unknown, if hidden states cannot give the loss."""
         return None if facts.head_is_read else "unknown kind of head"
-
-    def words(self, facts: Facts) -> str:
-        return "from the hidden states"
 
 
 class SequencePacking(Switch):
@@ -42,16 +43,15 @@ class SequencePacking(Switch):
 
     name = "use_sequence_packing"
     title = "sequence packing"
+    runs_as = "documents do not affect each other"
     matters = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that documents are padded, if the model does not take packs."""
         return None if facts.packed else "documents become padded rows"
 
-    def words(self, facts: Facts) -> str:
-        return "documents do not affect each other"
 
-
-class PackedBase(Policy):
+class PackedBaseWeights(Policy):
     """Base weights in a packed format, which the model was loaded with."""
 
     name = "quantization"
@@ -59,16 +59,18 @@ class PackedBase(Policy):
     before_memory = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether the base is to be quantised."""
         return config.quantization is not None
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide by the weights that the model has, which was loaded before."""
         words = packed_words(facts.model)
         if not words:
             return Decision(self.name, False, "not asked for")
         return Decision(self.name, True, f"{words}, dequantised for each product")
 
 
-register(FlashAttention())
-register(FusedLoss())
-register(SequencePacking())
-register(PackedBase())
+register_policy(FlashAttention())
+register_policy(FusedLoss())
+register_policy(SequencePacking())
+register_policy(PackedBaseWeights())

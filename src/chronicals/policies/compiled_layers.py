@@ -7,7 +7,7 @@ from typing import Any
 from chronicals.memory import decoder_layers
 from chronicals.models import unfused_kind
 from chronicals.policies.facts import ONE_BY_ONE, Facts
-from chronicals.policies.policy import Decision, Stage, Switch, register
+from chronicals.policies.policy import Decision, Stage, Switch, register_policy
 
 
 class CompiledLayers(Switch):
@@ -15,9 +15,11 @@ class CompiledLayers(Switch):
 
     name = "use_torch_compile"
     title = "torch.compile"
+    runs_as = "decoder layers"
     stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return why layers are not compiled by themselves; None if they can be."""
         model = facts.model
         if not (facts.on_card and facts.packed):
             return "only packs on a card are compiled for"
@@ -31,14 +33,12 @@ class CompiledLayers(Switch):
             return "adapters run through PEFT's own modules"
         return None
 
-    def words(self, facts: Facts) -> str:
-        return "decoder layers"
-
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Compile each decoder layer by itself, at its first call."""
         for layer in decoder_layers(model):
             # One recompilation follows: the number of document bounds becomes dynamic when it
             # first changes.
             layer.compile()
 
 
-register(CompiledLayers())
+register_policy(CompiledLayers())

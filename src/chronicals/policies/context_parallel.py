@@ -1,4 +1,8 @@
-"""Packs shared by several processes (``context_parallel``); long documents are split among them."""
+"""Packs shared by several processes (``context_parallel``); long documents are split among them.
+
+``prove_context`` checks that a model computes the same hidden states for parts of a document as for
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,45 @@ import logging
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from chronicals.attention import why_not_divided
+from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import TokenStore
-from chronicals.distributed import Mesh
+from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.parts import SPLIT
+from chronicals.distributed import WAITING, Mesh
 from chronicals.model_shape import ModelShape
-from chronicals.models import PresentedModel, why_neighbours_matter
+from chronicals.models import (
+    PresentedModel,
+    embedding_table,
+    in_evaluation,
+    why_neighbours_matter,
+)
 from chronicals.objectives import Objective
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Load, Policy, register
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, register_policy
 
 logger = logging.getLogger(__name__)
+
+PROOF_TOKENS = 32
+"""Tokens of each rank's part of the split document."""
+
+LEAST_DEVIATION = 0.02
+"""Relative deviation of a token's hidden state that is always allowed."""
+
+NOISE_FACTOR = 5.0
+"""Allowed multiple of the model's own numerical noise.
+
+The noise is measured by the deviation after reordering the documents.
+"""
 
 
 class ContextParallel(Policy):
@@ -31,6 +59,7 @@ class ContextParallel(Policy):
     before_memory = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether several processes share a pack."""
         return config.context_parallel > 1
 
     def why_not(self, facts: Facts) -> str | None:
@@ -53,6 +82,7 @@ class ContextParallel(Policy):
         return undivided and f"{undivided}; context_heads=1 divides none"
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide by the number of processes that share a pack, once the model is checked."""
         self.check(facts)
         if facts.context == 1:
             return Decision(self.name, False, "not asked for")
@@ -70,12 +100,12 @@ class ContextParallel(Policy):
                 f"context_parallel={facts.context}: {reason}; leave it out (or set it to 1)"
             )
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with a process's part of the tokens of a forward pass."""
         return replace(load, step=replace(load.step, tokens=load.step.tokens // facts.context))
 
 
-CONTEXT_PARALLEL = register(ContextParallel())
+CONTEXT_PARALLEL = register_policy(ContextParallel())
 
 
 def check_frozen_context(facts: Facts, frozen: Iterable[PresentedModel]) -> None:
@@ -181,4 +211,72 @@ def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfi
         long,
         len(totals),
         width,
+    )
+
+
+@torch.no_grad()
+def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
+    """Check that ranks which share documents compute the hidden states of whole documents.
+
+    One of the documents is split. All ranks must call it, inside the context in which the model attends within documents.
+
+    Raises:
+        ConfigurationError: a hidden state differs, because layers mix tokens in other ways than
+            attention; raised on every rank.
+    """
+    context = ranks.context
+    if context is None:
+        return
+    model = presented.model
+    count = context.count
+    first = count * PROOF_TOKENS - 5
+    second = PROOF_TOKENS // 3
+    rest = count * (PROOF_TOKENS + second) - first - second
+    device = embedding_table(model).device
+    shared = np.array([SPLIT, count - 1, NOBODY])
+    whole, turned, more = (
+        _documents(presented, lengths)
+        for lengths in ((first, second), (second, first), (first, second, rest))
+    )
+    rows = share_of(more.cu_seqlens.numpy(), shared, context).rows
+    with in_evaluation(model), WAITING.within():
+        expected, swapped, found = (
+            presented.as_forward(partial(presented.hidden_states, batch.to(device)))
+            for batch in (whole, turned, part_of(more, shared, context))
+        )
+        noise = _largest(swapped.roll(first, 0), expected)
+        there = torch.as_tensor(rows >= 0, device=device)
+        error = _largest(found[there], expected[torch.as_tensor(rows[rows >= 0], device=device)])
+    told = ranks.gather_values([error, noise])
+    if not all(error <= max(LEAST_DEVIATION, NOISE_FACTOR * noise) for error, noise in told):
+        raise ConfigurationError(
+            f"context_parallel={context.count}: {type(model).__name__} computes something else of "
+            "a part of a document than of "
+            "the whole: its layers mix tokens otherwise than by attention; leave it out"
+        )
+
+
+def _largest(found: Tensor, expected: Tensor) -> float:
+    """Return the largest relative deviation of a token's hidden state; both are ``[T, D]``."""
+    found = found.float()
+    expected = expected.float()
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def _documents(presented: PresentedModel, lengths: tuple[int, ...]) -> Batch:
+    """Return a Batch of random documents of these lengths.
+
+    A document depends only on its length, so it is the same in any order and on every rank.
+    """
+    table = embedding_table(presented.model)
+    texts = [
+        torch.randint(0, len(table), (length,), generator=torch.Generator().manual_seed(length))
+        for length in lengths
+    ]
+    return Batch(
+        torch.cat(texts),
+        torch.full((sum(lengths),), IGNORED),
+        torch.cat([torch.arange(length) for length in lengths]),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from chronicals.attention import FLASH
 from chronicals.models import unfused_kind
 from chronicals.policies.facts import ONE_BY_ONE, Facts
-from chronicals.policies.policy import Load, Switch, register
+from chronicals.policies.policy import MemoryLoad, Switch, register_policy
 
 
 class CudaGraphs(Switch):
@@ -17,8 +17,10 @@ class CudaGraphs(Switch):
 
     name = "use_cuda_graphs"
     title = "CUDA graphs"
+    runs_as = "micro-step and update are replayed"
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return what would ask the host within a step; None if nothing does."""
         by_gloo = facts.divides_weights and dist.is_initialized() and dist.get_backend() != "nccl"
         if not facts.on_card:
             return "not on a card"
@@ -38,12 +40,9 @@ class CudaGraphs(Switch):
             return "adapters run through PEFT's own modules, which may ask the host"
         return None
 
-    def words(self, facts: Facts) -> str:
-        return "micro-step and update are replayed"
-
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with gradients that stay allocated, since graphs write to them."""
         return replace(load, gradients_stay=True)
 
 
-register(CudaGraphs())
+register_policy(CudaGraphs())

@@ -6,11 +6,9 @@ Trained weights are divided by FSDP, the frozen base of adapters as bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
@@ -18,7 +16,7 @@ from chronicals.distributed import (
     Mesh,
     can_be_cut,
     divided_among,
-    fingerprint,
+    fingerprint_here,
     frozen_linears,
     gathers_of,
     is_divided,
@@ -37,9 +35,8 @@ from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts, trains_layers
-from chronicals.policies.needed_memory import adapts_output
-from chronicals.policies.policy import Load, policies
-from chronicals.policies.state_bytes import master_bytes
+from chronicals.policies.needed_memory import adapts_output, master_bytes
+from chronicals.policies.policy import MemoryLoad, policies
 from chronicals.quantization import packed_layers
 
 logger = logging.getLogger(__name__)
@@ -128,20 +125,7 @@ def why_not_cut(facts: Facts, among: int) -> str | None:
     return None
 
 
-def check_whole(model: Any, config: ChronicalsConfig) -> None:
-    """Check that weights which an earlier run divided are to be divided in this run too.
-
-    Raises:
-        ConfigurationError: they are not.
-    """
-    if len(list(whole_parts(model.parameters()))) < len(list(model.parameters())):
-        raise ConfigurationError(
-            f"sharding={config.sharding!r}: a run before divided the weights of this model among "
-            "the processes; set sharding='weights', or load the model again"
-        )
-
-
-def load_of_shares(facts: Facts, among: int, load: Load) -> Load:
+def load_of_shares(facts: Facts, among: int, load: MemoryLoad) -> MemoryLoad:
     """Return ``load`` for divided weights: shares, two gathered layers, and what stays whole.
 
     For trained weights this includes the gradients of one layer before and after their sum, and
@@ -215,6 +199,7 @@ def frozen_bytes(module: Any, element: int) -> int:
     """Return the bytes of a frozen linear layer's weight, summed over the ranks that divide it.
 
     Args:
+        module: any module; one without a frozen weight has none.
         element: bytes of a value that is not packed.
     """
     parameters = list(module.parameters(recurse=False))
@@ -229,6 +214,9 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     """Divide the weights of a model with its kernels, before the optimizer is created.
 
     Args:
+        model: the model with its kernels.
+        config: the configuration of the run.
+        ranks: the ranks of the run.
         sharing: number of neighbouring ranks that share a copy.
     """
     layers = decoder_layers(model)
@@ -237,7 +225,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
         gathers = gathers_of(model)
         if gathers is None:
             # Each rank keeps only its own rows, so a difference would never be noticed.
-            prove_alike(ranks, {"weights": fingerprint(model.parameters())})
+            prove_alike(ranks, {"weights": fingerprint_here(model.parameters())})
             product = PRODUCT_TYPES[config.mixed_precision]
             gathers = shard_frozen(layers, ranks, sharing, device, product)
         reason = shard_embedding(model, gathers.rank, gathers.count, device, gathers.group)
@@ -251,7 +239,14 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     products = list(names_of_products(model))
     dtype = GATHERED_TYPES[config.mixed_precision]
     stored: StoredRows | None = getattr(model, STORED, None)
-    read = _in_memory(ranks, device) if stored is None else stored.read
+
+    def read_in_memory(name: str, weight: Tensor, rows: range) -> Tensor:
+        """Return a weight that every process holds, with the values of rank 0."""
+        value = weight.detach().to(device)
+        ranks.same_weights([value])
+        return value
+
+    read = read_in_memory if stored is None else stored.read
     laid = shard_weights(model, layers, products, weight_mesh(ranks, sharing), dtype, read)
     if laid < len(products) and ranks.writer:
         logger.warning(
@@ -261,14 +256,3 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
             len(products),
             sharing,
         )
-
-
-def _in_memory(ranks: Mesh, device: torch.device) -> Callable[[str, Tensor, range], Tensor]:
-    """Return a reader of rows for weights that every process holds; those of rank 0 are used."""
-
-    def read(name: str, weight: Tensor, rows: range) -> Tensor:
-        value = weight.detach().to(device)
-        ranks.same_weights([value])
-        return value
-
-    return read

@@ -9,8 +9,8 @@ from chronicals.config import ChronicalsConfig
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Load, Policy, Remedy, register
-from chronicals.policies.state_bytes import state_bytes
+from chronicals.policies.needed_memory import state_bytes
+from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
 
 
 class EightBitStates(Policy):
@@ -21,9 +21,11 @@ class EightBitStates(Policy):
     setting = "use_8bit_optimizer=True cannot be honoured here"
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether ``use_8bit_optimizer`` is set."""
         return config.use_8bit_optimizer
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that no trained matrix is large enough, if so."""
         if not facts.trained or any(p.numel() for p in moments_in_8_bits(facts.model)):
             return None
         return (
@@ -32,6 +34,7 @@ class EightBitStates(Policy):
         )
 
     def words(self, facts: Facts) -> str:
+        """Return the share of the trained weights whose moments are in 8 bits."""
         trained = sum(p.numel() for p in facts.trained)
         share = sum(p.numel() for p in moments_in_8_bits(facts.model)) / max(trained, 1)
         return (
@@ -39,7 +42,8 @@ class EightBitStates(Policy):
             f"and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
         )
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` with the mean bytes of states, of which some are in 8 bits."""
         trained = facts.trained
         states = state_bytes(facts.config, facts.model, trained)
         return replace(load, states=states / max(sum(p.numel() for p in trained), 1))
@@ -57,4 +61,4 @@ class EightBitStates(Policy):
             yield Remedy(other, "states are rounded to 8 bits")
 
 
-register(EightBitStates())
+register_policy(EightBitStates())

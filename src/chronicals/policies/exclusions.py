@@ -84,6 +84,7 @@ def why_excluded(policy: str, standing: Collection[str], facts: Facts) -> str | 
     Args:
         policy: name of a policy or a condition.
         standing: names of the policies that run and the conditions that hold.
+        facts: of the run, which reasons may name.
     """
     for row in EXCLUSIONS:
         if row.policy == policy and row.beside in standing:

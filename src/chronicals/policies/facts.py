@@ -16,7 +16,7 @@ from chronicals.models import PresentedModel, input_device
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 
-WEIGHTS = "weights"
+DIVIDE_WEIGHTS = "weights"
 """Value of ``sharding`` where weights are divided."""
 
 GATHERED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -121,12 +121,7 @@ class Facts:
     @property
     def divides_weights(self) -> bool:
         """True if every process has a share of the weights."""
-        return self.ranks > 1 and self.config.sharding == WEIGHTS
-
-    @property
-    def pads_attended(self) -> bool:
-        """True if attention leaves room for an adapter's columns behind what it returns."""
-        return self.backend == "flash-attn-4"
+        return self.ranks > 1 and self.config.sharding == DIVIDE_WEIGHTS
 
     @property
     def trains_layers(self) -> bool:

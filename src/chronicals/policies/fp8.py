@@ -16,7 +16,7 @@ from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import MIN_FP8_WIDTH
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Decision, Load, Policy, Stage, register
+from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
 from chronicals.quantization import FP8
 
 logger = logging.getLogger(__name__)
@@ -27,14 +27,17 @@ class ProductsInFP8(Policy):
 
     name = "use_fp8"
     title = "FP8"
+    runs_as = "as asked, frozen weights quantised once, trained ones at each use"
     setting = "use_fp8=True cannot be honoured here"
     before_memory = True
     stage = Stage.WEIGHTS
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether ``use_fp8`` is set."""
         return config.use_fp8
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return what the card, the number of tokens or the model lacks for FP8."""
         lacks = lacks_fp8(input_device(facts.model))
         if lacks:
             return f"{lacks}; leave it out"
@@ -52,10 +55,7 @@ class ProductsInFP8(Policy):
             )
         return None
 
-    def words(self, facts: Facts) -> str:
-        return "as asked, frozen weights quantised once, trained ones at each use"
-
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Frozen weights are there in FP8 too; trained products keep their inputs in 8 bits."""
         step = replace(load.step, in_fp8=facts.in_fp8)
         return replace(load, step=step, frozen=FP8.bytes_a_value(load.step.element))
@@ -105,7 +105,7 @@ class ProductsInFP8(Policy):
             )
 
 
-register(ProductsInFP8())
+register_policy(ProductsInFP8())
 
 
 def has_fused_experts(facts: Facts) -> bool:

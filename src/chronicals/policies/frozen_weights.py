@@ -9,7 +9,7 @@ from typing import Any
 from chronicals.config import ConfigurationError
 from chronicals.patching import offload_frozen_experts, offload_frozen_weights
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Decision, Load, Policy, Stage, register
+from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
 from chronicals.quantization import FP8InHost
 
 logger = logging.getLogger(__name__)
@@ -20,13 +20,12 @@ class OffloadFrozenWeights(Policy):
 
     name = "offload_frozen_weights"
     title = "frozen weights in host memory"
+    runs_as = "as asked, of products in FP8"
     setting = "memory=['offload_frozen_weights']"
     stage = Stage.WEIGHTS
 
-    def words(self, facts: Facts) -> str:
-        return "as asked, of products in FP8"
-
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` without the 16-bit weights that have FP8 copies."""
         return replace(load, frozen=FP8InHost.bytes_a_value(load.step.element))
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
@@ -43,4 +42,4 @@ class OffloadFrozenWeights(Policy):
         logger.info("offload_frozen_weights: %.1f GiB wait in host memory", moved / 2**30)
 
 
-register(OffloadFrozenWeights())
+register_policy(OffloadFrozenWeights())

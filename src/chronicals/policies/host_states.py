@@ -8,10 +8,10 @@ from dataclasses import replace
 from chronicals.config import ChronicalsConfig
 from chronicals.kernels.host_memory import available_memory
 from chronicals.optimizers import buffer_bytes, host_states, states_in_host_memory
-from chronicals.policies.advice import agreeing_switches, leanest_memory
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Load, Policy, Remedy, register
-from chronicals.policies.state_bytes import state_bytes
+from chronicals.policies.memory_check import agreeing_switches, leanest_memory
+from chronicals.policies.needed_memory import state_bytes
+from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
 
 
 class OffloadOptimizerStates(Policy):
@@ -22,6 +22,7 @@ class OffloadOptimizerStates(Policy):
     setting = "memory=['offload_optimizer_states']"
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that no states are large enough, or that host memory is too small."""
         moved = states_in_host_memory(facts.model)
         if any(p.numel() for p in facts.trained) and not moved:
             return (
@@ -39,6 +40,7 @@ class OffloadOptimizerStates(Policy):
         )
 
     def words(self, facts: Facts) -> str:
+        """Return the share of the weights, and the bytes that come and go."""
         moved = states_in_host_memory(facts.model)
         share = sum(p.numel() for p in moved) / max(sum(p.numel() for p in facts.trained), 1)
         size = state_bytes(facts.config, facts.model, moved) / 2**30
@@ -48,7 +50,7 @@ class OffloadOptimizerStates(Policy):
             f"every update{where}"
         )
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with buffers instead of the states that moved to host memory."""
         moved = states_in_host_memory(facts.model)
         away = {id(p) for p in moved}
@@ -58,10 +60,11 @@ class OffloadOptimizerStates(Policy):
         return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1))
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield all that costs only time together with this policy."""
         if config.use_lora or self.asked(config):
             return
         memory = sorted(leanest_memory(config, ranks) | {self.name})
         yield Remedy({"memory": memory, **agreeing_switches(config)})
 
 
-register(OffloadOptimizerStates())
+register_policy(OffloadOptimizerStates())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from chronicals.config import ChronicalsConfig
 from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
+from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
-from chronicals.policies.policy import Load, policies
-from chronicals.policies.state_bytes import full_state_bytes
+from chronicals.policies.policy import MemoryLoad, policies
 from chronicals.quantization import Dense
 
 
@@ -33,6 +37,7 @@ def asked_for(facts: Facts, frees: bool) -> set[str]:
     """Return the names of the policies that the configuration asks for or permits.
 
     Args:
+        facts: of the run.
         frees: True if gradients are summed and freed in the backward pass; memory may require it
             even if nobody asks for it.
     """
@@ -42,7 +47,12 @@ def asked_for(facts: Facts, frees: bool) -> set[str]:
 
 
 def _estimated(facts: Facts, frees: bool) -> Estimate:
-    load = load_of(facts, frees)
+    """Return the estimate of a run with all policies that it asks for."""
+    names = asked_for(facts, frees)
+    load = _plain_load(facts)
+    for policy in sorted(policies(), key=lambda policy: policy.shares):
+        if policy.name in names:
+            load = policy.bytes(facts, load)
     stays = load.gradient if load.gradients_stay else 0
     weights = WeightBytes(load.frozen, load.weight + load.states + stays, load.gradient - stays)
     memory = estimate(facts.model, load.step, weights)
@@ -54,23 +64,14 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     )
 
 
-def load_of(facts: Facts, frees: bool) -> Load:
-    """Return the bytes of a run with all policies that it asks for."""
-    names = asked_for(facts, frees)
-    load = _plain_load(facts)
-    for policy in sorted(policies(), key=lambda policy: policy.shares):
-        if policy.name in names:
-            load = policy.bytes(facts, load)
-    return load
-
-
-def _plain_load(facts: Facts) -> Load:
+def _plain_load(facts: Facts) -> MemoryLoad:
     """Return the bytes of a run without any policy."""
     config = facts.config
     element = PRODUCT_TYPES[config.mixed_precision].itemsize
     count = sum(p.numel() for p in facts.trained)
     several = config.gradient_accumulation_steps > 1 or facts.ranks > 1
-    copies = adapts_output(facts.model) and not facts.pads_attended
+    # FlashAttention 4 leaves room for an adapter's columns behind what it returns.
+    copies = adapts_output(facts.model) and facts.backend != "flash-attn-4"
     step = StepShape(
         tokens=config.batch_size * config.max_seq_length,
         fused=facts.fuses_whole_layers,
@@ -79,7 +80,7 @@ def _plain_load(facts: Facts) -> Load:
         magnitudes=has_magnitudes(facts.model),
         copies_attended=facts.fuses_whole_layers and copies,
     )
-    return Load(
+    return MemoryLoad(
         step=step,
         frozen=Dense.bytes_a_value(element),
         weight=2 if facts.splits_weights else 4,
@@ -113,3 +114,23 @@ def gathered_bytes(facts: Facts) -> int:
     """Return the bytes of the largest decoder layer, gathered to be trained."""
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(facts.model)]
     return max(sizes) * GATHERED_TYPES[facts.config.mixed_precision].itemsize
+
+
+def full_state_bytes(config: ChronicalsConfig, count: int) -> int:
+    """Return the bytes of the states of ``count`` trained values, without 8-bit moments."""
+    each = 2 if config.optimizer_state_dtype == "bf16" else 4
+    return 2 * count * each + master_bytes(config, count)
+
+
+def master_bytes(config: ChronicalsConfig, count: int) -> int:
+    """Return the bytes of the lower halves of fp32 masters, which bf16 weights have."""
+    splits = config.mixed_precision == "bf16" and not config.use_lora
+    return 2 * config.master_weights * splits * count
+
+
+def state_bytes(config: ChronicalsConfig, model: Any, weights: Sequence[Tensor]) -> int:
+    """Return the bytes of both moments and of the masters of these trained weights."""
+    count = sum(p.numel() for p in weights)
+    if config.use_8bit_optimizer:
+        return master_bytes(config, count) + moment_bytes(model, weights)
+    return full_state_bytes(config, count)

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.config import ALIASES
 from chronicals.memory import NOTHING, Estimate, StepShape
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import Facts
@@ -43,7 +44,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Load:
+class MemoryLoad:
     """Bytes that a run needs on a GPU, as the policies change them one after the other.
 
     Attributes:
@@ -122,6 +123,7 @@ class Policy:
     Attributes:
         name: key of its decision: a switch, or an entry of ``memory``.
         title: what it is in a practitioner's words, for the log; empty where that says it itself.
+        runs_as: reason of a policy that runs, for the log, where it needs no facts.
         setting: how the configuration asks for it, for messages.
         before_memory: True if it is decided before the memory is, on which it does not depend.
         shares: True if it takes a share of what all others leave, so that its bytes count last.
@@ -132,6 +134,7 @@ class Policy:
     name: ClassVar[str]
     title: ClassVar[str]
     setting: ClassVar[str]
+    runs_as: ClassVar[str] = "as asked"
     before_memory: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     only_time: ClassVar[bool] = False
@@ -139,7 +142,7 @@ class Policy:
 
     def asked(self, config: ChronicalsConfig) -> bool:
         """Return whether the configuration asks for the policy, or permits it."""
-        return self.name in config.memory_policies
+        return ALIASES.get(self.name, self.name) in config.memory_policies
 
     def why_not(self, facts: Facts) -> str | None:
         """Return why the policy cannot run, with the remedy; None if it can."""
@@ -147,7 +150,7 @@ class Policy:
 
     def words(self, facts: Facts) -> str:
         """Return the reason of a policy that runs, for the log."""
-        return "as asked"
+        return self.runs_as
 
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide whether the policy runs.
@@ -162,7 +165,7 @@ class Policy:
             raise ConfigurationError(f"{self.setting}: {reason}")
         return Decision(self.name, True, self.words(facts))
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with the bytes that the policy adds and saves, if it is asked for."""
         return load
 
@@ -181,6 +184,7 @@ class Policy:
         """Yield changes of the configuration that switch the policy on to save memory.
 
         Args:
+            config: the configuration that does not fit.
             ranks: number of processes that train together.
         """
         return iter(())
@@ -193,9 +197,15 @@ class Switch(Policy):
     matters: ClassVar[bool] = False
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether the field of the policy's name permits it."""
         return bool(getattr(config, self.name))
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide whether the policy runs: if it can, and nothing excludes it.
+
+        Raises:
+            ConfigurationError: the field was set, and the policy cannot run.
+        """
         if not self.asked(facts.config):
             return Decision(self.name, False, "turned off")
         reason = why_excluded(self.name, course.standing, facts) or self.why_not(facts)
@@ -233,7 +243,7 @@ _LOG_ORDER = (
 P = TypeVar("P", bound=Policy)
 
 
-def register(policy: P) -> P:
+def register_policy(policy: P) -> P:
     """Add ``policy`` to ``POLICIES`` and return it."""
     POLICIES[policy.name] = policy
     return policy

@@ -18,7 +18,7 @@ from chronicals.memory import (
 )
 from chronicals.patching import recompute_norms_and_units
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Policy, Stage, register
+from chronicals.policies.policy import Course, Decision, Policy, Stage, register_policy
 
 CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed; this run may not need it."""
@@ -34,6 +34,7 @@ class RecomputeLayers(Policy):
     stage = Stage.LAYERS
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether layers or units are recomputed, or may be if memory needs it."""
         return asked_recomputation(config) != NOTHING
 
     def why_not(self, facts: Facts) -> str | None:
@@ -90,6 +91,7 @@ class RecomputeLayers(Policy):
         return Decision(self.name, bool(layers) or cheap != NOTHING, words, cheap, layers)
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Recompute the first layers whole, or norms and gated units of all."""
         if decision.layers != 0:
             enable_gradient_checkpointing(model, facts.unfused is None, decision.layers)
             setattr(model.get_decoder(), CHECKPOINTED, True)
@@ -97,10 +99,11 @@ class RecomputeLayers(Policy):
             recompute_norms_and_units(model)
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        """Return True: it always belongs to the leanest ``memory``."""
         return True
 
 
-RECOMPUTE_LAYERS = register(RecomputeLayers())
+RECOMPUTE_LAYERS = register_policy(RecomputeLayers())
 
 
 def forget_recomputation(model: Any) -> None:

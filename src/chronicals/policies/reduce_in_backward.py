@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.policies.exclusions import SHARED_PACKS, why_excluded
-from chronicals.policies.facts import WEIGHTS, Facts
-from chronicals.policies.policy import Course, Decision, Load, Policy, register
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, register_policy
 
 
 class ReduceInBackward(Policy):
@@ -19,6 +19,7 @@ class ReduceInBackward(Policy):
     only_time = True
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that packs are shared, or that no states are divided, if so."""
         if facts.context > 1:
             return (
                 "sums wait for processes that wait for heads, with "
@@ -29,13 +30,14 @@ class ReduceInBackward(Policy):
         return None
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide by the sharding, by what runs beside it, and by the memory that is needed."""
         asked = self.asked(facts.config)
         reason = self.why_not(facts)
         if asked and reason:
             raise ConfigurationError(f"{self.setting}: {reason}")
         if facts.context > 1:
             return Decision(self.name, False, SHARED_PACKS)
-        if course.sharding.how == WEIGHTS:
+        if course.sharding.how == DIVIDE_WEIGHTS:
             return Decision(self.name, False, "weights are divided, and sums with them")
         if not course.sharding.runs:
             return Decision(self.name, False, course.sharding.reason, matters=asked)
@@ -52,13 +54,14 @@ class ReduceInBackward(Policy):
             words = "the gradients of all weights would not fit beside the rest"
         return Decision(self.name, True, words)
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with gradients that are freed once they were sent."""
         return replace(load, gradient=0)
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
+        """Return whether states are divided and no packs are shared."""
         shared = ranks > 1 and config.sharding == "optimizer" and config.context_parallel == 1
         return shared or self.asked(config)
 
 
-register(ReduceInBackward())
+register_policy(ReduceInBackward())

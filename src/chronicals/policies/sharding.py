@@ -1,33 +1,46 @@
-"""Sharding of the optimizer states, or of the weights too, among processes."""
+"""Sharding of the optimizer states, or of the weights too, among processes.
+
+``with_sharding`` chooses the default: whether weights are divided, and among how many processes.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, divide_again, stay_gathered
-from chronicals.memory import Estimate, decoder_layers
+from chronicals.distributed import (
+    Mesh,
+    divide_again,
+    on_each_machine,
+    stay_gathered,
+    whole_parts,
+)
+from chronicals.memory import Estimate, card_memory, decoder_layers
 from chronicals.policies.divided_weights import (
     check_divisible,
-    check_whole,
     divide_weights,
     load_of_shares,
+    why_not_cut,
+    why_not_divisible,
 )
-from chronicals.policies.facts import WEIGHTS, Facts, trains_layers
-from chronicals.policies.policy import Course, Decision, Load, Policy, Remedy, register
-from chronicals.policies.weight_copies import ranks_per_copy, why_stays_whole
+from chronicals.policies.exclusions import EXCLUSIONS, GATHERED
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
+from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Remedy, register_policy
 
 
 class Sharding(Policy):
-    """``sharding: optimizer`` or ``weights``; if unset, ``weight_copies.with_sharding`` chooses."""
+    """``sharding: optimizer`` or ``weights``; if unset, ``with_sharding`` chooses."""
 
     name = "sharding"
     title = "sharding"
     shares = True
 
     def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether the optimizer states or the weights may be divided."""
         return config.sharding != "none"
 
     def decide(self, facts: Facts, course: Course) -> Decision:
@@ -43,7 +56,11 @@ class Sharding(Policy):
         config = facts.config
         if facts.ranks == 1:
             return Decision(self.name, False, "one process")
-        if config.sharding_ranks and config.sharding != WEIGHTS and self.name in config.explicit:
+        if (
+            config.sharding_ranks
+            and config.sharding != DIVIDE_WEIGHTS
+            and self.name in config.explicit
+        ):
             raise ConfigurationError(
                 f"sharding_ranks={config.sharding_ranks}: no weights are divided with "
                 f"sharding={config.sharding!r}; set sharding='weights' too, or leave it out"
@@ -51,7 +68,7 @@ class Sharding(Policy):
         if config.sharding == "none":
             words = "as asked, every process has all optimizer states"
             return Decision(self.name, False, words, matters=True)
-        if config.sharding == WEIGHTS:
+        if config.sharding == DIVIDE_WEIGHTS:
             return self._of_weights(facts)
         words = f"gradients' sums and optimizer states, a share of 1/{facts.ranks} in each process"
         if config.sharding_ranks:
@@ -71,12 +88,12 @@ class Sharding(Policy):
             words += f", each over {-(-among // facts.here)} machines"
             if not facts.config.sharding_ranks:
                 words += ", for the cards of one hold no copy"
-        return Decision(self.name, True, words, WEIGHTS, among=among)
+        return Decision(self.name, True, words, DIVIDE_WEIGHTS, among=among)
 
     def kept_whole(self, facts: Facts, decision: Decision, memory: Estimate) -> Decision:
         """Return ``decision`` with the reason why weights that do not fit are not divided."""
         asked = self.name in facts.config.explicit
-        if not decision.runs or decision.how == WEIGHTS or asked or memory.fits:
+        if not decision.runs or decision.how == DIVIDE_WEIGHTS or asked or memory.fits:
             return decision
         reason = why_stays_whole(facts)
         if reason is None:
@@ -84,10 +101,8 @@ class Sharding(Policy):
         words = f"; weights are not divided though they do not fit a card whole: {reason}"
         return replace(decision, reason=decision.reason + words)
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
-        """Return ``load`` with a share of the states, the share's own values and its summed
-        gradients.
-        """
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` with a share of the states, its own values and its summed gradients."""
         if facts.ranks == 1:
             return load
         if facts.divides_weights:
@@ -98,9 +113,17 @@ class Sharding(Policy):
         """Divide the weights, or make whole weights the same in every process.
 
         The recipe calls it directly, since all ranks must meet here.
+
+        Raises:
+            ConfigurationError: weights that an earlier run divided would not be in this run.
         """
-        if decision.how != WEIGHTS:
-            check_whole(model, facts.config)
+        if decision.how != DIVIDE_WEIGHTS:
+            if len(list(whole_parts(model.parameters()))) < len(list(model.parameters())):
+                raise ConfigurationError(
+                    f"sharding={facts.config.sharding!r}: a run before divided the weights of "
+                    "this model among the processes; set sharding='weights', or load the model "
+                    "again"
+                )
             ranks.same_weights(model.parameters())
             return
         divide_weights(model, facts.config, ranks, decision.among)
@@ -109,8 +132,106 @@ class Sharding(Policy):
             stay_gathered(decoder_layers(model), decision.stay)
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
-        if ranks > 1 and config.sharding != WEIGHTS:
-            yield Remedy({"sharding": WEIGHTS})
+        """Yield divided weights, if several processes have whole ones."""
+        if ranks > 1 and config.sharding != DIVIDE_WEIGHTS:
+            yield Remedy({"sharding": DIVIDE_WEIGHTS})
 
 
-SHARDING = register(Sharding())
+SHARDING = register_policy(Sharding())
+
+
+def choose_sharding(facts: Facts) -> str:
+    """Return ``sharding`` as configured, else ``weights`` if whole weights do not fit on a GPU.
+
+    They must be divisible for that. The model is as it was loaded; the run's adapters may be
+    attached or not.
+    """
+    config = facts.config
+    model = facts.model
+    unasked = facts.ranks > 1 and "sharding" not in config.explicit
+    if not unasked or not facts.total or not decoder_layers(model):
+        return config.sharding
+    trained = facts.trained
+    comes_adapted = config.use_lora and not hasattr(model, "chronicals_lora")
+    try:
+        if comes_adapted:
+            model.requires_grad_(False)
+        fits = expected_memory(_as_planned(facts))[1].fits
+        return config.sharding if fits or why_stays_whole(facts) else DIVIDE_WEIGHTS
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def why_stays_whole(facts: Facts) -> str | None:
+    """Return why weights are not divided by default; None if they can be."""
+    config = facts.config
+    beside = {"divided weights"}
+    if facts.trains_layers:
+        beside.add("divided trained weights")
+    for row in EXCLUSIONS:
+        asked = row.policy in config.explicit and getattr(config, row.policy)
+        if asked and row.beside in beside and row.reason == GATHERED:
+            return f"{row.policy}=True cannot be honoured where {GATHERED}"
+    if config.sections.get("router", {}).get("anchor"):
+        return "the anchor of routers replays tokens through whole weights"
+    return why_not_divisible(facts) or why_not_cut(facts, ranks_per_copy(facts))
+
+
+def ranks_per_copy(facts: Facts) -> int:
+    """Return how many neighbouring ranks share one copy of the weights.
+
+    As configured, else the ranks of one machine if that fits their GPUs, else all.
+
+    Raises:
+        ConfigurationError: ``sharding_ranks`` does not divide the number of processes.
+    """
+    ranks = facts.ranks
+    asked = facts.config.sharding_ranks
+    if asked is not None:
+        if asked < 2 or ranks % asked:
+            raise ConfigurationError(
+                f"sharding_ranks={asked}: {ranks} processes cannot share weights {asked} by "
+                f"{asked}; take a divisor of {ranks} from 2 on, or leave it out"
+            )
+        return asked
+    here = facts.here
+    if here is None:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not 1 < here < ranks or ranks % here:
+        return ranks
+    divided = facts.config.fitted(sharding=DIVIDE_WEIGHTS, sharding_ranks=here)
+    fits = expected_memory(_as_planned(replace(facts, config=divided)))[1].fits
+    return here if fits else ranks
+
+
+def _as_planned(facts: Facts) -> Facts:
+    """Return the facts of this run before its model is loaded, assuming fused layers."""
+    return Facts(
+        config=facts.config,
+        model=facts.model,
+        ranks=facts.ranks,
+        context=facts.config.context_parallel,
+        here=facts.here,
+        total=facts.total,
+    )
+
+
+def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:
+    """Return the configuration with the ``sharding`` that fits the GPUs; all ranks must call it."""
+    if ranks.count == 1 or "sharding" in config.explicit:
+        return config
+    total = smallest_card(ranks)
+    if not total:
+        return config
+    here = on_each_machine(ranks)
+    chosen = choose_sharding(Facts(config, model, ranks.count, here=here, total=total))
+    return config if chosen == config.sharding else config.fitted(sharding=chosen)
+
+
+def smallest_card(ranks: Mesh) -> int:
+    """Return the bytes of the smallest GPU of all ranks, 0 without GPUs; all ranks must call it."""
+    device = ranks.device
+    if device.type != "cuda":
+        return 0
+    return min(ranks.gather_values(card_memory(device)))

@@ -44,12 +44,14 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
     for policy in policies():
         if policy.before_memory:
             course = _decided(policy.name, facts, course, decisions)
-    fitted = fit(facts, sharding, memory, smallest)
+    fitted = fit_to_memory(facts, sharding, memory, smallest)
     refuse_what_cannot_fit(
         facts.config,
         fitted.memory,
         fixed_recomputation(facts),
-        lambda length: expected_memory(_with_length(facts, length))[1],
+        lambda length: expected_memory(
+            replace(facts, config=facts.config.fitted(max_seq_length=length))
+        )[1],
         facts.ranks,
     )
     course = replace(course, sharding=fitted.sharding, recomputed=fitted.recomputed)
@@ -60,8 +62,7 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
 
 
 def settle_sharding(facts: Facts) -> tuple[Facts, Decision]:
-    """Return the facts with the number of processes that share a copy of the weights, and the
-    decision on sharding.
+    """Return the decision on sharding, and facts with the number of ranks that share a copy.
 
     Raises:
         ConfigurationError: weights cannot be divided as they are asked to be.
@@ -79,10 +80,6 @@ def _decided(name: str, facts: Facts, course: Course, decisions: dict[str, Decis
     if decisions[name].runs:
         standing = standing | {name}
     return replace(course, standing=standing)
-
-
-def _with_length(facts: Facts, length: int) -> Facts:
-    return replace(facts, config=facts.config.fitted(max_seq_length=length))
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Fitted:
         return self.memory.layers if layers is None else layers
 
 
-def fit(
+def fit_to_memory(
     facts: Facts, sharding: Decision, memory: Estimate, smallest: Callable[[int], int] = int
 ) -> Fitted:
     """Recompute as much as the memory needs, and let layers stay gathered in what is spare.
@@ -134,8 +131,10 @@ def fit(
     size = gathered_bytes(facts)
     stay = smallest(layers_that_stay(memory, recomputed.how, recomputed.layers, size))
     if stay:
-        memory = memory.beside(stay * size)
-        recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)  # unchanged, since these bytes fit
+        memory = replace(memory, fixed=memory.fixed + stay * size)
+        recomputed = RECOMPUTE_LAYERS.chosen(
+            facts, memory
+        )  # unchanged, since these bytes fit_to_memory
         words = (
             f"; the last {stay} layers stay gathered between their passes, "
             f"{stay * size / 2**30:.1f} GiB"

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from chronicals.memory import makes_tiles
-from chronicals.memory.tiling import TILE
+from chronicals.memory.recompute import TILE
 from chronicals.patching import has_gated_mlps, tile_mlps
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Load, Policy, Stage, register
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Stage, register_policy
 
 
 class TiledMLP(Policy):
@@ -21,24 +21,27 @@ class TiledMLP(Policy):
     stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
+        """Return that the model has no gated MLPs, if so."""
         if has_gated_mlps(facts.model):
             return None
         return f"needs gated MLPs, {type(facts.model).__name__} has none; leave it out"
 
     def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide as for any policy, but only for batches of more rows than a tile."""
         decision = super().decide(facts, course)
         if decision.runs and not makes_tiles(facts.tokens):
             return Decision(self.name, False, "a batch has no more rows than a tile")
         return decision
 
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with inner activations of one tile, and gradients as fp32 sums."""
         if not makes_tiles(load.step.tokens):
             return load
         return replace(load, step=replace(load.step, tile=TILE), gradient=4)
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Compute every gated MLP in tiles."""
         tile_mlps(model)
 
 
-register(TiledMLP())
+register_policy(TiledMLP())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Load, Policy, register
+from chronicals.policies.policy import MemoryLoad, Policy, register_policy
 
 
 class UpdateInBackward(Policy):
@@ -13,13 +13,12 @@ class UpdateInBackward(Policy):
 
     name = "optimizer_in_backward"
     title = "optimizer in the backward pass"
+    runs_as = "as asked, gradients are dropped once used"
     setting = "memory=['optimizer_in_backward']"
 
-    def words(self, facts: Facts) -> str:
-        return "as asked, gradients are dropped once used"
-
-    def bytes(self, facts: Facts, load: Load) -> Load:
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` without gradients, which are freed once they were used."""
         return replace(load, gradient=0)
 
 
-register(UpdateInBackward())
+register_policy(UpdateInBackward())

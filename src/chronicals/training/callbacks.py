@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from chronicals.config import ConfigurationError
-from chronicals.distributed import Mesh, alone
+from chronicals.distributed import Mesh, refusing_collectives
 from chronicals.standard_json import to_json
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation
@@ -108,7 +108,9 @@ class Callbacks:
 
     def _alone(self) -> AbstractContextManager[None]:
         """Return a context in which an operation that would wait for other ranks raises an error."""
-        return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
+        if self._divided is None:
+            return nullcontext()
+        return refusing_collectives(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
         """Raise a callback's exception on rank 0, and a TrainingError with its words elsewhere.

@@ -10,7 +10,7 @@ from typing import Any
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import is_divided
 from chronicals.lora import adapters
-from chronicals.policies.state_bytes import state_bytes
+from chronicals.policies.needed_memory import state_bytes
 from chronicals.training.checkpoint import checkpoints
 from chronicals.training.errors import CheckpointError
 from chronicals.training.run import Run

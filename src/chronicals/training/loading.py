@@ -29,8 +29,8 @@ from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.policies import Facts
 from chronicals.policies.divided_weights import check_divisible
-from chronicals.policies.facts import PRODUCT_TYPES, WEIGHTS
-from chronicals.policies.weight_copies import choose_sharding, ranks_per_copy, smallest_card
+from chronicals.policies.facts import DIVIDE_WEIGHTS, PRODUCT_TYPES
+from chronicals.policies.sharding import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import lora_config_of, watcher
 
@@ -72,7 +72,7 @@ def load_to_train(
         config = _with_sharding(place, config, ranks, trust_remote_code)
     model = (
         _divided(place, config, ranks, trust_remote_code)
-        if by_rows and config.sharding == WEIGHTS
+        if by_rows and config.sharding == DIVIDE_WEIGHTS
         else None
     )
     if model is None:
@@ -91,7 +91,7 @@ def _with_sharding(
     place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
 ) -> ChronicalsConfig:
     """Return the configuration with sharding fields chosen by memory, from the model's shapes."""
-    if "sharding" in config.explicit and config.sharding != WEIGHTS:
+    if "sharding" in config.explicit and config.sharding != DIVIDE_WEIGHTS:
         return config
     model = load_without_weights(place, trust_remote_code)
     if config.quantization is not None:
@@ -99,7 +99,7 @@ def _with_sharding(
     total = smallest_card(ranks)
     here = on_each_machine(ranks)
     facts = Facts(config, model, ranks.count, here=here, total=total)
-    if choose_sharding(facts) != WEIGHTS:
+    if choose_sharding(facts) != DIVIDE_WEIGHTS:
         return config
     if ranks.writer and "sharding" not in config.explicit:
         logger.info(
@@ -109,7 +109,7 @@ def _with_sharding(
     model.requires_grad_(not config.use_lora)
     sharing = ranks_per_copy(facts)
     check_divisible(facts, sharing)
-    return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing)
+    return config.fitted(sharding=DIVIDE_WEIGHTS, sharding_ranks=sharing)
 
 
 def _divided(

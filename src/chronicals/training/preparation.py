@@ -27,7 +27,7 @@ from chronicals.distributed import Mesh
 from chronicals.models import embedding_table, input_device
 from chronicals.models.loading import RUNS_ON
 from chronicals.objectives import OBJECTIVES
-from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.saving import text_files
 from chronicals.training.adapters import with_token_ids
 
@@ -45,7 +45,8 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
         divided: do not move the weights, which get there when they are divided among processes.
 
     Raises:
-        ConfigurationError: the model is spread over several devices.
+        ConfigurationError: the model is spread over several devices, or would have to be moved
+            with layers that bitsandbytes keeps in 8 bits.
     """
     if divided:
         setattr(model, RUNS_ON, ranks.device)
@@ -53,6 +54,14 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
     if ranks.device.type == "cuda" and (
         ranks.count > 1 or getattr(model, "hf_device_map", None) is None
     ):
+        elsewhere = {p.device for p in model.parameters()} - {ranks.device}
+        if elsewhere and getattr(model, "is_loaded_in_8bit", False):
+            # bitsandbytes multiplies by a second reference to the codes, which stays behind.
+            raise ConfigurationError(
+                f"the model's layers in 8 bits lie on {', '.join(sorted(map(str, elsewhere)))}, "
+                f"and bitsandbytes cannot move them to {ranks.device}; load the model there, with "
+                f'device_map={{"": {ranks.device.index or 0}}}'
+            )
         model.to(ranks.device)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
@@ -264,7 +273,7 @@ def fit_vocabulary(
     needed = rows_needed(tokenizer, rows, config)
     if needed == rows:
         return config
-    if config.sharding == WEIGHTS and ranks.count > 1:
+    if config.sharding == DIVIDE_WEIGHTS and ranks.count > 1:
         raise ConfigurationError(
             "resize_embeddings=True: weights are divided among processes (sharding='weights') and "
             "get no rows there; call "

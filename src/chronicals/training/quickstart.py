@@ -17,7 +17,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.reading.standard_library import questions_and_answers
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
-from chronicals.generation import answer, load_trained
+from chronicals.generation import generate_answer, load_trained
 from chronicals.models import load_model, load_tokenizer
 from chronicals.training.evaluation import Evaluation, evaluate_data
 from chronicals.training.run import TrainingResult
@@ -265,7 +265,7 @@ def _ask(rows: list[dict], before: Path, after: Path) -> list[Answer]:
     for row in rows:
         question, documented = (message["content"] for message in row["messages"])
         before_training, after_training = (
-            answer(m, question, max_new_tokens=80) for m in (untrained, trained)
+            generate_answer(m, question, max_new_tokens=80) for m in (untrained, trained)
         )
         answers.append(Answer(question, before_training, after_training, documented))
     return answers

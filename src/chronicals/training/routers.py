@@ -20,7 +20,7 @@ from chronicals.moe.anchor import FILE, Anchor, first_tokens
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, choose_heads, routing_of, untrained_routers
-from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 
 if TYPE_CHECKING:
     from chronicals.training.session import Session
@@ -124,7 +124,7 @@ def keep_anchor(
     device = session.precision.device
     if settings is None or not settings.anchor:
         return
-    if session.decisions["sharding"].how == WEIGHTS:
+    if session.decisions["sharding"].how == DIVIDE_WEIGHTS:
         raise ConfigurationError(
             f"router.anchor={settings.anchor}: replayed tokens need whole weights, and sharding: "
             "weights divides them; take "

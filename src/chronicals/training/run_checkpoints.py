@@ -23,7 +23,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Steps
-from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, Told, is_divided, whole_parts
+from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, WorkEnded, is_divided, whole_parts
 from chronicals.models.base_format import BaseFormat
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, save_beside, save_model, text_files
@@ -87,7 +87,7 @@ class RunCheckpoints:
         self.hold_update = self._staging.hold_update
         self._prepared = False
         self._background = Background(self._staging.device)
-        self._ended: Told | None = None
+        self._ended: WorkEnded | None = None
         self._text_files: dict[str, bytes] = {}
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         self._divided = (
@@ -341,7 +341,7 @@ class RunCheckpoints:
         files = (
             RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
         )
-        ended = Told() if self.ranks.count > 1 else None
+        ended = WorkEnded() if self.ranks.count > 1 else None
 
         def begin() -> None:
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
@@ -371,7 +371,7 @@ class RunCheckpoints:
         state: checkpoint.CheckpointState,
         waits: bool,
         write: Callable[[checkpoint.CheckpointState], None],
-        ended: Told | None = None,
+        ended: WorkEnded | None = None,
     ) -> None:
         """Start to write a state, from copies unless training waits.
 

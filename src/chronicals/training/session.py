@@ -44,9 +44,8 @@ from chronicals.patching import (
     unfuse_weights,
 )
 from chronicals.policies import Decision, Facts, Stage, apply_policies, decide, summary
-from chronicals.policies.context_parallel import check_frozen_context
-from chronicals.policies.context_proof import prove_context
-from chronicals.policies.facts import WEIGHTS
+from chronicals.policies.context_parallel import check_frozen_context, prove_context
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.policy import policies
 from chronicals.policies.recompute_layers import forget_recomputation, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -182,7 +181,7 @@ def decide_together(
         presented,
         ranks.count,
         context=ranks.count // ranks.data_count,
-        here=on_each_machine(ranks) if config.sharding == WEIGHTS else None,
+        here=on_each_machine(ranks) if config.sharding == DIVIDE_WEIGHTS else None,
         exchanging=1 if ranks.context is None else ranks.context.inner,
     )
     decisions = decide(facts, lambda own: min(ranks.gather_values(own)))
@@ -305,7 +304,7 @@ class Session:
                 )
             self._has_magnitudes = has_magnitudes(self.model)
             in_backward = self.decisions["optimizer_in_backward"].runs
-            alone = self.ranks.context is None and self.decisions["sharding"].how != WEIGHTS
+            alone = self.ranks.context is None and self.decisions["sharding"].how != DIVIDE_WEIGHTS
             self._compiles = alone and all(
                 compiles_beforehand(config, m, in_backward) for m in called
             )

@@ -20,7 +20,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
-from chronicals.distributed import Mesh, gathers_of, last_micro_batch
+from chronicals.distributed import Mesh, gathers_of
 from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
@@ -177,7 +177,8 @@ class GatheredStep(EagerStep):
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         """Run a micro-batch; after the last one gradients are summed over the copies."""
         self._left -= 1
-        last_micro_batch(self.model.model, self._left == 0)
+        # FSDP all-reduces the sums among the copies after this backward pass, or not yet.
+        self.model.model.set_requires_all_reduce(self._left == 0)
         return super().micro(batch, counts, first)
 
 

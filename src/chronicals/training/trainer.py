@@ -17,17 +17,18 @@ from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import (
     Mesh,
     RankWatch,
-    fingerprint,
+    fingerprint_here,
     prove_alike,
     shared_settings,
     whole_parts,
 )
 from chronicals.kernels.compilation import identify_compiler
+from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
-from chronicals.policies.facts import WEIGHTS
-from chronicals.policies.weight_copies import with_sharding
+from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.sharding import with_sharding
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.disk import check_disk, disk_use
@@ -101,7 +102,7 @@ class ChronicalsTrainer:
         check_class(model)
         self.config = with_sharding(self.config, model, self.ranks)
         self.device = one_device(
-            model, self.ranks, self.config.sharding == WEIGHTS and self.ranks.count > 1
+            model, self.ranks, self.config.sharding == DIVIDE_WEIGHTS and self.ranks.count > 1
         )
         check_precision(self.config, self.device)
         self.objective = build_objective(self.config)
@@ -224,6 +225,7 @@ class ChronicalsTrainer:
         with (
             self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),
+            checkpoints_end_with_errors(),
         ):
             objective = self.objective
             stores = [store for store in (train_store, eval_store) if store is not None]
@@ -322,7 +324,7 @@ class ChronicalsTrainer:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.trainable_share = trained / count_values(model)
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
-        divided = model if session.decisions["sharding"].how == WEIGHTS else None
+        divided = model if session.decisions["sharding"].how == DIVIDE_WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
             lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
@@ -346,7 +348,11 @@ class ChronicalsTrainer:
                 self.config.objective,
             )
             return 0
-        if self.config.report_samples and self.config.sharding == WEIGHTS and self.ranks.count > 1:
+        if (
+            self.config.report_samples
+            and self.config.sharding == DIVIDE_WEIGHTS
+            and self.ranks.count > 1
+        ):
             logger.info(
                 "the report has no sample answers: no process has all weights (sharding='weights')"
             )
@@ -388,4 +394,4 @@ class ChronicalsTrainer:
                 "held-out data": held_out,
                 "order": stream.fingerprint,
             }
-            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
+            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint_here(weights)})

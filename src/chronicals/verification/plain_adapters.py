@@ -188,7 +188,8 @@ def _put_in_place(
         layer.__dict__.pop(name)
 
     layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after)
+    # A checkpoint leaves the layer by an exception once it has recomputed the last tensor it needs.
+    layer.register_forward_hook(after, always_call=True)
 
 
 @torch.no_grad()

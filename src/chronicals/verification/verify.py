@@ -37,6 +37,7 @@ from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.data.packs.loader import plan_of
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
+from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
@@ -220,7 +221,7 @@ def verify(
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     arms.follow(path, objective.for_definition(tokenizer), notes)
     compared = _Comparison(path, arms, scheduled_rates(config, total), device)
-    with path.stepping():
+    with path.stepping(), checkpoints_end_with_errors():
         for number, step in enumerate(stream.steps(count=steps)):
             compared.one_step(step, number, items_of(store, stream, step.began))
             if progress is not None:

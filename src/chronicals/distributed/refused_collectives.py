@@ -19,7 +19,9 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 @contextmanager
-def alone(modules: Collection[nn.Module], refusal: Callable[[str], Exception]) -> Iterator[None]:
+def refusing_collectives(
+    modules: Collection[nn.Module], refusal: Callable[[str], Exception]
+) -> Iterator[None]:
     """Context manager that makes collectives an error on this rank.
 
     A forward pass of one of ``modules``, whose weights are divided among ranks, raises before it

@@ -1,6 +1,6 @@
 import pytest
 
-from chronicals.generation.streaming import Stream
+from chronicals.generation.ending import Stream
 
 
 def handed_on(texts, stop_strings=()):
