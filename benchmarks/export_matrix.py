@@ -22,7 +22,7 @@ import torch
 from chronicals.benchmark.record import current_commit, versions
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.export import ExportError, NotProved, export, llama_cpp
-from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import NotExpressible
 
 sys.path[:0] = [
     str(Path(__file__).parent.parent / "tests"),

@@ -32,7 +32,7 @@ from plots import new_figure, save
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.benchmark.record import current_commit, versions
-from chronicals.data.reading.standard_library import questions_and_answers
+from chronicals.data.tokens.tokenizer_training import questions_and_answers
 from chronicals.models import load_model, load_tokenizer
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.quickstart import CPU, _write_model

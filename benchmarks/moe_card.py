@@ -24,7 +24,7 @@ import torch
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
-from chronicals.moe.latent_attention import LatentAttention
+from chronicals.moe.attention import LatentAttention
 
 ARMS: dict[str, dict[str, Any]] = {
     "without losses of routers": {},

@@ -25,11 +25,10 @@ import torch
 
 from chronicals.moe.lookahead.choosing import Choice
 from chronicals.moe.lookahead.distil_heads import Distillation, head_loss
-from chronicals.moe.lookahead.identity import checksum
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.lookahead.trace import Trace, record_trace
+from chronicals.moe.lookahead.trace import Trace, checksum, record_trace
 from chronicals.moe.lookahead.train_predictor import train_from_trace
-from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.routers import mixture_layers
 
 SIZES = HeadSizes(furthest=2, tokens=1, rank=128)
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "moe_intermediate_size": 32}
@@ -134,7 +133,7 @@ def heads(family: str, sizes: dict, device: str, tokens: int, passes: int, folde
         "GiB_of_heads": weights,
         "losses": found.losses,
         "first_loss_card_and_cpu": losses,
-        "recalls": recalls.to_dict(),
+        "recalls": dict(vars(recalls)),
         "d0": recalls.mean(0),
         "d1": recalls.mean(1),
         "d1_gate_reuse": recalls.mean(1, "gate_reuse"),

@@ -30,11 +30,9 @@ import torch
 
 from chronicals import ChronicalsTrainer
 from chronicals.moe.lookahead.distil_heads import Distillation
-from chronicals.moe.lookahead.identity import checksum
-from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.lookahead.recall import measure
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes, measure_recalls
 from chronicals.moe.lookahead.recording import record_data
-from chronicals.moe.lookahead.trace import record_trace
+from chronicals.moe.lookahead.trace import checksum, record_trace
 from chronicals.moe.lookahead.train_predictor import train_from_trace
 
 ROUTER = {"balance": 0.01, "layer_ahead": 1.0, "token_ahead": 0.3, "lookahead_temperature": 0.2}
@@ -53,11 +51,11 @@ def own(folder: Path, seed: int, steps: int, head_steps: int) -> dict:
     )
     texts = small.as_texts(rows)
     unseen = small.as_texts(held)
-    before = measure(
+    before = measure_recalls(
         ExpertPredictor.within(model), record_data(model, tokenizer, unseen, config, True), small.K
     )
     ChronicalsTrainer(model, tokenizer, config).train(texts)
-    middle = measure(
+    middle = measure_recalls(
         ExpertPredictor.within(model), record_data(model, tokenizer, unseen, config, True), small.K
     )
     for name, parameter in model.named_parameters():
@@ -67,7 +65,7 @@ def own(folder: Path, seed: int, steps: int, head_steps: int) -> dict:
     }
     changes = {"learning_rate": 5e-3, "max_steps": head_steps, "output_dir": alone / "run"}
     ChronicalsTrainer(model, tokenizer, config.replace(**changes)).train(texts)
-    after = measure(
+    after = measure_recalls(
         ExpertPredictor.within(model), record_data(model, tokenizer, unseen, config, True), small.K
     )
     lines = [*small.metrics(together), *small.metrics(alone)]
@@ -77,9 +75,9 @@ def own(folder: Path, seed: int, steps: int, head_steps: int) -> dict:
     gains = [a - b for a, b in zip(after.at(1), after.at(1, "gate_reuse"))]
     return {
         "seed": seed,
-        "before": before.to_dict(),
-        "trained_together": middle.to_dict(),
-        "after": after.to_dict(),
+        "before": dict(vars(before)),
+        "trained_together": dict(vars(middle)),
+        "after": dict(vars(after)),
         "steps": steps,
         "head_steps": head_steps,
         "cross_entropy": [lines[0]["cross_entropy"], lines[-1]["cross_entropy"]],
@@ -134,7 +132,7 @@ def frozen(folder: Path, seed: int, base_steps: int, passes: int) -> dict:
     d1_2k = recalls.mean(1, "layer_ahead_2k")
     return {
         "seed": seed,
-        "recalls": recalls.to_dict(),
+        "recalls": dict(vars(recalls)),
         "tokens": found.tokens,
         "seconds_of_recording": recorded,
         "seconds": time.perf_counter() - began,

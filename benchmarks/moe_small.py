@@ -17,8 +17,7 @@ from rich.table import Table
 
 from chronicals import ChronicalsConfig
 from chronicals.benchmark.record import current_commit, versions
-from chronicals.data.reading.standard_library import questions_and_answers
-from chronicals.data.tokens.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import questions_and_answers, train_tokenizer
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
 VOCABULARY = 1024

@@ -32,8 +32,8 @@ from chronicals.attention import document_attention
 from chronicals.attention.shared_keys import gather_keys
 from chronicals.batch import SharedKeys
 from chronicals.benchmark.shapes import LENGTH_SPREAD, MEDIAN_LENGTH, SHORTEST_LENGTH
-from chronicals.data.making.shared_prompts import IS_SHARED
-from chronicals.data.packs.prompt_keys import shared_keys
+from chronicals.data.making.documents import IS_SHARED
+from chronicals.data.packs.step_memory import shared_keys
 
 SAMPLES = 15
 WARM_UP = 3

@@ -8,7 +8,7 @@ import transformers
 import families
 from chronicals.batch import Batch
 from chronicals.moe.lookahead.choosing import Choice
-from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.routers import mixture_layers
 
 K = 2
 E = 16

@@ -14,8 +14,7 @@ import torch
 import runs
 import tiny
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.kinds.judged_answers import JUDGED
-from chronicals.data.kinds.preferences import PREFERENCE
+from chronicals.data.kinds.preferences import JUDGED, PREFERENCE
 from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.reference import WithReference
 from chronicals.training.session import prepared

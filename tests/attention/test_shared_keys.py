@@ -6,7 +6,7 @@ import torch
 
 from chronicals.attention import attention_reference, document_attention, gather_keys
 from chronicals.attention import shared_keys as module
-from chronicals.data.packs.prompt_keys import shared_keys
+from chronicals.data.packs.step_memory import shared_keys
 from mutants import mutant
 
 LENGTHS = [2, 3, 7, 6, 5, 4, 9]

@@ -9,9 +9,9 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, build_store
-from chronicals.data.making import chunks
 from chronicals.data.making import store as stores
 from chronicals.data.packs.assembly import ENTRY_SHARES, WIDTH_BUCKETS
+from chronicals.data.reading import records
 
 FILLER = 77
 
@@ -101,7 +101,7 @@ def test_batches_are_those_of_the_plain_loop(tmp_path, count, longest, width, st
 def test_batches_of_the_file_and_parts_of_a_store_make_no_difference(
     tmp_path, monkeypatch, rows_a_batch
 ):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", rows_a_batch)
+    monkeypatch.setattr(records, "CHUNK_ROWS", rows_a_batch)
     store = make_store(tmp_path, 64, 20)
     settings = {"max_seq_length": 40, "batch_size": 2, "gradient_accumulation_steps": 1}
     check(store, **settings)

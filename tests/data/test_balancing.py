@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chronicals.data import plan_packs
-from chronicals.data.packs.balancing import balance
+from chronicals.data.packs.balancing import balanced_packs
 
 SHAPES = [(1, 1, 1), (1, 1, 8), (8, 1, 1), (4, 1, 4), (2, 2, 3), (3, 4, 5), (1, 4, 7), (5, 2, 1)]
 """Accumulation, ranks, batch size."""
@@ -46,7 +46,7 @@ def is_balanced(costs, places):
 def test_packs_are_placed_by_the_rule(shape, mix):
     for _ in range(20):
         costs = MIXES[mix](np.prod(shape)).astype(np.int64)
-        placed = balance(costs, *shape)
+        placed = balanced_packs(costs, *shape)
         assert placed.tolist() == by_the_rule(costs.tolist(), *shape)
         assert sorted(placed.ravel()) == list(range(costs.size))
         assert is_balanced(costs, placed)
@@ -54,7 +54,7 @@ def test_packs_are_placed_by_the_rule(shape, mix):
 
 def test_a_single_micro_batch_is_the_step_as_it_comes():
     costs = MIXES["skewed"](16).astype(np.int64)
-    assert balance(costs, 1, 1, 16).ravel().tolist() == list(range(16))
+    assert balanced_packs(costs, 1, 1, 16).ravel().tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 4), (2, 4, 4), (1, 8, 8)])
@@ -68,7 +68,7 @@ def test_balance_is_four_times_better_than_in_order_and_the_check_sees_the_diffe
     balanced_by_chance = 0
     for costs in of_packs[: 50 * np.prod(shape)].reshape(50, -1):
         in_order = np.arange(costs.size).reshape(shape)
-        for found, places in ((placed, balance(costs, *shape)), (plain, in_order)):
+        for found, places in ((placed, balanced_packs(costs, *shape)), (plain, in_order)):
             totals = costs[places].sum(2)
             found.append(totals.max() / totals.mean() - 1)
         balanced_by_chance += is_balanced(costs, in_order)

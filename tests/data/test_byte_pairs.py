@@ -14,8 +14,8 @@ from chronicals.data.tokens.byte_pairs import (
     GPT2,
     GPT2_DIGITS,
     MAX_LETTERS,
-    PATTERNS,
     SETTLED,
+    SPLIT_PATTERNS,
     BytePairs,
 )
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
@@ -87,7 +87,9 @@ def pairs():
 
 
 @pytest.mark.parametrize(
-    "pattern", [GPT2, GPT2_DIGITS, *PATTERNS], ids=["GPT-2", "GPT-2, digits", *PATTERNS.values()]
+    "pattern",
+    [GPT2, GPT2_DIGITS, *SPLIT_PATTERNS],
+    ids=["GPT-2", "GPT-2, digits", *SPLIT_PATTERNS.values()],
 )
 def test_both_engines_split_alike(pattern, pairs):
     split = splitting(pattern)
@@ -220,7 +222,9 @@ def trained(pattern=GPT2, normalizer=None):
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as they are", "composed"])
 @pytest.mark.parametrize(
-    "pattern", [GPT2, GPT2_DIGITS, *PATTERNS], ids=["GPT-2", "GPT-2, digits", *PATTERNS.values()]
+    "pattern",
+    [GPT2, GPT2_DIGITS, *SPLIT_PATTERNS],
+    ids=["GPT-2", "GPT-2, digits", *SPLIT_PATTERNS.values()],
 )
 def test_texts_have_the_ids_of_the_rust_part(pattern, normalizer):
     tokenizer = trained(pattern, normalizer)
@@ -256,7 +260,7 @@ def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
 @pytest.mark.parametrize("blank", [" ", "\n", " \n"])
 def test_the_longest_run_of_blanks_does_not_end_the_process(blank):
     text = (blank * MAX_LETTERS)[: MAX_LETTERS - 2] + "a"
-    for pattern in (GPT2, *PATTERNS):
+    for pattern in (GPT2, *SPLIT_PATTERNS):
         tokenizer = trained(pattern)
         assert differing(tokenizer, made(tokenizer), [text]) == []
 
@@ -322,7 +326,7 @@ def test_the_tokenizer_that_the_table_changes_is_taken():
 
 
 def test_patterns_take_every_character_into_a_piece():
-    for pattern in (GPT2, GPT2_DIGITS, *PATTERNS):
+    for pattern in (GPT2, GPT2_DIGITS, *SPLIT_PATTERNS):
         encoding = tiktoken.Encoding(
             "bytes",
             pat_str=pattern,

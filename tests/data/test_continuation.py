@@ -15,7 +15,7 @@ import tiny
 from chronicals.data import DataError, Tokenizer
 from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.tokens.batch_encoding import BatchEncoder
-from chronicals.data.tokens.continuation import Continuation
+from chronicals.data.tokens.texts import Continuation
 
 TEXTS = [
     "the sum of 2+2=4 and so on",

@@ -12,7 +12,7 @@ import tiny
 from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
 from chronicals.data.packs.parts import SPLIT
 
 FILLER = 1_000_000
@@ -165,7 +165,7 @@ def test_documents_that_fit_are_on_one_rank(store):
 def test_ranks_see_as_many_keys(count, inner):
     contexts = [Context(rank, count, inner) for rank in range(count)]
     shares = [
-        share_of(np.array([0, 24 * count]), np.array([SPLIT]), context) for context in contexts
+        rank_share(np.array([0, 24 * count]), np.array([SPLIT]), context) for context in contexts
     ]
     assert {int(share.split.keys.cu_seqlens[-1]) for share in shares} == {12 * (2 * count + inner)}
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_dealt_is_refused(store):
     with pytest.raises(
         ValueError, match="11 of 20 tokens on one of 2 ranks: more than it has room for"
     ):
-        share_of(np.array([0, 11, 20]), np.array([0, 1]), Context(0, 2, 2))
+        rank_share(np.array([0, 11, 20]), np.array([0, 1]), Context(0, 2, 2))
     with pytest.raises(
         ValueError,
         match="pack_parts=4: so many parts cannot be divided among context_parallel=3 processes",

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from chronicals.data import (
     open_held_out,
     open_store,
 )
-from chronicals.data.making import chunks
+from chronicals.data.reading import records
 from chronicals.data.reading.gate import EXAMPLES, RULES
 from chronicals.data.tokens.chat_template import TemplateError
 from data.planted_faults import (
@@ -217,7 +218,7 @@ def test_a_report_survives_being_written(tmp_path):
     assert (
         TokenStore.open(first.path).report
         == first.report
-        == DataReport.from_dict(first.report.to_dict())
+        == DataReport.from_dict(asdict(first.report))
     )
     assert set(first.report.findings) == {"masked_row", "cut_row", "cut_stop", "duplicate_row"}
 
@@ -407,9 +408,9 @@ def test_texts_in_a_list_are_of_the_wrong_type(tmp_path):
 
 
 def test_given_ids_count_towards_a_chunk(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_LETTERS", 1000)
+    monkeypatch.setattr(records, "CHUNK_LETTERS", 1000)
     rows = [(f"row {n}", {"input_ids": list(range(1, 51))}) for n in range(100)]
-    assert [len(chunk.records) for chunk in chunks.chunks_of(rows)] == [20] * 5
+    assert [len(chunk.records) for chunk in records.chunks_of(rows)] == [20] * 5
 
 
 @pytest.mark.parametrize("label", [True, False])

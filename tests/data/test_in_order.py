@@ -9,7 +9,7 @@ import pytest
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.loader import plan_epoch
 
 TOKENIZER = tiny.tokenizer()
 
@@ -87,4 +87,4 @@ def test_other_strategies_are_shuffled(store):
 
 def test_parts_of_packs_keep_it_too(store):
     config = ChronicalsConfig(**SETTINGS, pack_parts=2)
-    assert [number for pack in plan_of(store, config) for number in pack] == list(range(150))
+    assert [number for pack in plan_epoch(store, config) for number in pack] == list(range(150))

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data.kinds.json_fields import (
-    conversation_or_text,
+from chronicals.data.kinds.messages import (
     refuse_printed_messages,
     with_conversations,
 )
@@ -30,9 +29,13 @@ CALL = {
     ],
 )
 def test_a_text_that_is_a_conversation_is_read_as_one(said):
-    assert conversation_or_text(json.dumps(said)) == said
-    assert conversation_or_text(f"\n {json.dumps(said, indent=1)}\n") == said
-    assert conversation_or_text(json.dumps(said[0])) == said[:1]
+    spaced = f"\n {json.dumps(said, indent=1)}\n"
+    for text, messages in (
+        (json.dumps(said), said),
+        (spaced, said),
+        (json.dumps(said[0]), said[:1]),
+    ):
+        assert with_conversations({"prompt": text}) == {"prompt": messages}
 
 
 @pytest.mark.parametrize("printed", [MESSAGES, MESSAGES[0], {"from": "gpt", "value": "it's"}])
@@ -73,7 +76,6 @@ def test_messages_as_python_prints_them_are_refused(printed):
 )
 def test_any_other_text_stays_what_it_is(text):
     record = dict.fromkeys(("prompt", "completion", "chosen", "rejected", "response"), text)
-    assert conversation_or_text(text) is text
     assert with_conversations(record) is record
 
 

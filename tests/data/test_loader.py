@@ -334,7 +334,7 @@ def test_attention_costs_micro_batches_and_ranks_alike(
         return zip(*totals)
 
     held, imbalance, spread = found()
-    monkeypatch.setattr(loader_module, "balance", in_turn)
+    monkeypatch.setattr(loader_module, "balanced_packs", in_turn)
     held_in_turn, plain_imbalance, plain_spread = found()
     assert held == held_in_turn, "the documents of a step do not depend on how they are balanced"
     assert np.mean(imbalance) <= 0.3 * np.mean(plain_imbalance)

@@ -64,7 +64,7 @@ def test_an_edit_of_a_callee_or_a_constant_in_another_file_is_compiled(tmp_path)
         (package / name).write_text(text)
     assert run(tmp_path) == ["-300", "0"]
     assert run(tmp_path) == ["-300", "1"], "it is not kept"
-    old = next((package / "data/packs/__pycache__").glob(f"{compiled.PREFIX}*"))
+    old = next((package / "data/packs/__pycache__").glob(f"{compiled.CODE_FOLDER_PREFIX}*"))
     os.utime(old, (0, 0))
     edit(package / "data/packs/inner.py", "x + 1", "x + 2")
     assert run(tmp_path) == ["-400", "0"]

@@ -11,7 +11,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource, 
 from chronicals.config.data_source import ROW_FIELDS
 from chronicals.data import Tokenizer, build_store
 from chronicals.data.kinds.rows import kind_of, normalise
-from chronicals.data.reading.row_fields import READ_FIELDS
+from chronicals.data.reading.records import READ_FIELDS
 
 PAIRS = [("prompt", "response"), ("question", "answer"), ("query", "response"), ("input", "output")]
 PLAIN = {"prompt": "what is 2?", "completion": "two"}

@@ -14,11 +14,9 @@ import tiny
 from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import DataError, Tokenizer, build_store, create_dataloader
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
-from chronicals.data.making.chunks import Chunk
-from chronicals.data.making.frames import chunk_of_frame, frame_of_chunk
-from chronicals.data.reading.plain_values import is_missing, items_of
-from chronicals.data.reading.records import parsed
-from chronicals.data.reading.row_fields import MEDIA_FIELDS, READ_FIELDS
+from chronicals.data.making.worker import chunk_of_frame, frame_of_chunk
+from chronicals.data.reading.plain_values import is_missing, list_items
+from chronicals.data.reading.records import MEDIA_FIELDS, READ_FIELDS, Chunk, parsed
 
 ASKED = {"role": "user", "content": "what is 2?"}
 ANSWERED = {"role": "assistant", "content": "two"}
@@ -388,4 +386,4 @@ def test_other_values_are_there(value):
     ],
 )
 def test_what_is_no_list_has_no_items(value):
-    assert items_of(value) is None
+    assert list_items(value) is None

@@ -13,8 +13,8 @@ import pytest
 import tiny
 from chronicals.config import DataSource
 from chronicals.data import Tokenizer, TokenStore, build_store
-from chronicals.data.kinds.preferences import SIDES, sides_of
-from chronicals.data.making.documents import DocumentPiece, fit
+from chronicals.data.kinds.preferences import PAIR_FIELDS, sides_of
+from chronicals.data.making.documents import DocumentPiece, fit_item
 from chronicals.data.reading.gate import DataError, DataReport
 from data.stock_templates import names, record, shipped, with_template
 
@@ -524,7 +524,7 @@ def test_a_row_with_messages_beside_its_pair_is_a_pair(tmp_path):
 )
 def test_conversations_in_cells_of_json_text_are_read(names, tmp_path):
     """A table has texts alone; a prompt, which both begin with, need not have a column."""
-    whole = {name: [*ASKED, *CHATS[name]] for name in SIDES}
+    whole = {name: [*ASKED, *CHATS[name]] for name in PAIR_FIELDS}
     encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
     for row in (CHATS, whole) if len(names) == 2 else (CHATS,):
         cells = {**row, **{name: json.dumps(row[name]) for name in names}}
@@ -866,12 +866,12 @@ def test_the_longest_documents_of_an_item_are_cut_until_it_fits(lengths, width, 
         for side, length in enumerate(lengths)
     ]
     report = DataReport()
-    fitted = fit(item, width, "split", report)
+    fitted = fit_item(item, width, "split", report)
     assert tuple(len(piece.ids) for piece in fitted) == cut and [
         piece.side for piece in fitted
     ] == [*range(len(lengths))]
     assert report.count("cut_row") == (cut != lengths)
-    assert fit(item, width, "drop", DataReport()) == ([] if cut != lengths else item)
+    assert fit_item(item, width, "drop", DataReport()) == ([] if cut != lengths else item)
 
 
 def test_an_item_of_which_a_side_lost_its_targets_goes_as_a_whole(tmp_path):

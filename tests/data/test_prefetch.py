@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from chronicals.data.packs.prefetch import prefetch
+from chronicals.data.packs.loader import prefetch
 
 
 def threads():

@@ -23,18 +23,18 @@ import tiny
 from chronicals import data
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, build_store, open_store
-from chronicals.data.making import building, chunks, processes
-from chronicals.data.making.chunks import Chunk, chunks_of
+from chronicals.data.making import building, processes
 from chronicals.data.making.encoding import ChunkEncoder
-from chronicals.data.making.frames import (
+from chronicals.data.making.processes import TokenizingProcesses
+from chronicals.data.making.worker import (
     chunk_of_frame,
     frame_of_chunk,
     frame_of_encoded,
     read_frame,
     write_frame,
 )
-from chronicals.data.making.processes import TokenizingProcesses
-from chronicals.data.reading.records import BadRow, Line, parsed
+from chronicals.data.reading import records
+from chronicals.data.reading.records import BadRow, Chunk, Line, chunks_of, parsed
 from process_groups import members, wait_until
 
 WIDTH = 32
@@ -43,7 +43,7 @@ WIDTH = 32
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Chunks of a few rows, and help asked for at once."""
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(records, "CHUNK_ROWS", 7)
     monkeypatch.setattr(processes, "LETTERS_ALONE", 0)
 
 
@@ -218,7 +218,7 @@ def test_one_that_fails_ends_them_all(fault):
     """What the others would wait for never comes."""
     program = (
         "import os, signal, sys, time\n"
-        "from chronicals.data.making.worker import divided\n"
+        "from chronicals.data.making.worker import forked\n"
         "def serving(own):\n"
         "    number = pipes.index(own)\n"
         "    opened = {pipe for pipe in [p for pair in pipes for p in pair] if "
@@ -228,7 +228,7 @@ def test_one_that_fails_ends_them_all(fault):
         "    if number == 1 and sys.argv[1] == 'signal': os.kill(os.getpid(), signal.SIGSEGV)\n"
         "    if sys.argv[1] != 'None': time.sleep(60)\n"
         "pipes = [os.pipe() for _ in range(3)]\n"
-        "sys.exit(divided(pipes, serving))"
+        "sys.exit(forked(pipes, serving))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(fault)], capture_output=True, text=True, timeout=50
@@ -446,7 +446,7 @@ def test_a_process_never_imports_torch(tmp_path):
         "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') "
         "else 7)\n"
         f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
-        "worker.main()"
+        "worker.tokenise_for_parent()"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 7
 
@@ -458,7 +458,7 @@ def test_a_process_tokenises_by_tiktoken(tmp_path):
         "from chronicals.data.making import worker\n"
         f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
         "try:\n"
-        "    worker.main()\n"
+        "    worker.tokenise_for_parent()\n"
         "except SystemExit as ended:\n"
         "    sys.exit(ended.code or 7 * ('tiktoken' in sys.modules))\n"
     )

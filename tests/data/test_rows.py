@@ -17,7 +17,7 @@ from chronicals.data.kinds.messages import (
     refuse_media,
 )
 from chronicals.data.kinds.rows import kind_of, normalise, plain_row, texts_of, unread_fields
-from chronicals.data.reading.row_fields import KIND_FIELDS
+from chronicals.data.reading.records import KIND_FIELDS
 
 ASKED = "what is the answer?"
 SAID = "forty two"

@@ -10,10 +10,15 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
-from chronicals.data.making import shared_prompts as module
-from chronicals.data.making.documents import DocumentPiece, fit
-from chronicals.data.making.shared_prompts import IS_SHARED, MIN_SHARED_TOKENS, share_prompt
-from chronicals.data.packs.prompt_keys import shared_keys
+from chronicals.data.making import documents as module
+from chronicals.data.making.documents import (
+    IS_SHARED,
+    MIN_SHARED_TOKENS,
+    DocumentPiece,
+    fit_item,
+    share_prompt,
+)
+from chronicals.data.packs.step_memory import shared_keys
 from chronicals.data.reading.gate import DataReport
 from mutants import mutant
 
@@ -75,11 +80,12 @@ def test_answers_are_cut_and_prompts_are_not():
     item = share_prompt([piece(0, PROMPT, range(9)), piece(1, PROMPT, range(4))])
     report = DataReport()
     width = len(item[2].ids) + 10
-    first, second, prompt = fit(item, width, "cut", report)
+    first, second, prompt = fit_item(item, width, "cut", report)
     assert [len(one.ids) for one in (first, second)] == [5, 5] and prompt is item[2]
     assert report.count("cut_row") == 1
     assert (
-        fit(item, len(prompt.ids) + 3, "cut", report) == [] and report.count("masked_by_cut") == 1
+        fit_item(item, len(prompt.ids) + 3, "cut", report) == []
+        and report.count("masked_by_cut") == 1
     )
 
 

@@ -22,7 +22,8 @@ import chronicals
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.data import DataError, Tokenizer, TokenStore, build_store
-from chronicals.data.making import building, chunks
+from chronicals.data.making import building
+from chronicals.data.reading import records
 from chronicals.data.tokens.batch_encoding import BatchEncoder
 from data import stock_templates
 
@@ -108,7 +109,7 @@ def test_a_conversation_as_prompt_and_completion_counts_as_chat(tmp_path):
 
 @pytest.mark.parametrize("count", [6, 7, 8, 40, 49])
 def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(records, "CHUNK_ROWS", 7)
     rows = token_rows(count)
     rows.insert(random.randrange(count), {"input_ids": [9, 9], "labels": [-100, -100]})
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
@@ -414,7 +415,7 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
 
 @pytest.mark.parametrize("place", [0, 10, 29])
 def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(records, "CHUNK_ROWS", 7)
     rows = token_rows(30)
     rows[place] = {"input_ids": [1, 2], "labels": [5, 5]}
     store = build_store(rows, tokenizer(), WIDTH, tmp_path / "cache")
@@ -427,7 +428,7 @@ def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatc
 
 
 def test_a_store_is_written_chunk_by_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(records, "CHUNK_ROWS", 10)
     rows = token_rows(32)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert documents(store) == expected(rows)

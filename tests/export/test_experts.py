@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gguf_models
-from chronicals.formats.expert_names import DOWN, GATE, UP, Expert, stack_named
-from chronicals.models.experts import watch_experts
+from chronicals.formats.tensor_names import DOWN, GATE, UP, Expert, stack_named
+from chronicals.models.routed_experts import watch_experts
 from comparison import equal
 
 IDS = torch.randint(0, 300, (1, 17))

@@ -28,9 +28,9 @@ from chronicals.export.source import PROBES, Source
 from chronicals.formats.gguf import writer
 from chronicals.formats.gguf.families import FAMILIES, family_of
 from chronicals.formats.gguf.reader import GGUFFile
-from chronicals.formats.gguf.splits import BY_EXPRESSIONS
 from chronicals.formats.gguf.tensors import RestoredTensors, pieces_of
 from chronicals.formats.gguf.tokenizer import vocabulary_of
+from chronicals.formats.gguf.vocabulary import BY_EXPRESSIONS
 from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES, plan_gguf
 from chronicals.models import load_model
 from chronicals.saving import SavedModel

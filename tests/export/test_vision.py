@@ -19,7 +19,7 @@ from chronicals.export.export import ExportError
 from chronicals.formats.gguf import vision
 from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.formats.gguf.tensors import TensorPiece
-from chronicals.formats.part_names import StoredNames, language_name, vision_name
+from chronicals.formats.tensor_names import StoredNames, language_name, vision_name
 from chronicals.models import load_model
 from chronicals.training import ChronicalsTrainer
 from comparison import equal

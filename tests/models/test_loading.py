@@ -14,7 +14,7 @@ import tiny
 from chronicals.distributed import Mesh
 from chronicals.models import count_values, load_config, load_model
 from chronicals.models.loading import load_for_rows, load_without_weights
-from chronicals.models.rows import STORED, NotByRows
+from chronicals.models.rows import STORED_ROWS, NotByRows
 from chronicals.saving import SavedModel
 from chronicals.training import loading
 from chronicals.training.adapters import _is_quantised
@@ -203,7 +203,7 @@ def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(
     if by_rows:
         name = "model.layers.0.mlp.up_proj.weight"
         rows = range(8)
-        read = getattr(found, STORED).read(name, found.get_parameter(name), rows)
+        read = getattr(found, STORED_ROWS).read(name, found.get_parameter(name), rows)
         assert equal(read[:8], whole.get_parameter(name)[:8])
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_for_rows(folder, torch.float32) if by_rows else load_without_weights(folder)

@@ -130,7 +130,7 @@ def test_a_forward_that_somebody_replaced_is_refused():
     with pytest.raises(
         RuntimeError, match="DeepseekV32Attention was replaced.*documents would see each other"
     ):
-        one_by_one.install(model)
+        one_by_one.attend_one_by_one(model)
 
 
 def test_attention_that_takes_no_mask_is_told(caplog):

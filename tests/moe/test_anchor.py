@@ -9,7 +9,7 @@ import families
 import runs
 import tiny
 from chronicals.models import Computed, PresentedModel, present
-from chronicals.moe.anchor import Anchor, replayed
+from chronicals.moe.router_terms import Anchor, replayed
 from chronicals.training.callbacks import read_metrics
 from mixtures import mixture
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
-from chronicals.moe.cache import CACHE
-from chronicals.moe.latent_attention import LatentAttention
+from chronicals.moe.attention import LatentAttention
+from chronicals.moe.model import CACHE
 from comparison import equal
 from mixtures import WINDOW, in_fp64, mixture, token_ids
 

@@ -12,11 +12,10 @@ from chronicals.models import present
 from chronicals.moe import router_losses as losses
 from chronicals.moe.lookahead.choosing import FORMULAS, Choice
 from chronicals.moe.lookahead.distil_heads import Distillation, prediction_losses
-from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.lookahead.recall import hits
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes, hits
 from chronicals.moe.lookahead.recording import record
 from chronicals.moe.lookahead.train_predictor import train_predictor
-from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.routers import mixture_layers
 from comparison import equal
 from mixtures import mixture
 

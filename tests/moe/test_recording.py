@@ -17,14 +17,24 @@ from chronicals.batch import Batch
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, quantise_layers
 from chronicals.moe.lookahead.distil_heads import Distillation, distil, head_loss
-from chronicals.moe.lookahead.identity import checksum
-from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.lookahead.recall import Recalls, hits, measure
+from chronicals.moe.lookahead.predictor import (
+    ExpertPredictor,
+    HeadSizes,
+    Recalls,
+    hits,
+    measure_recalls,
+)
 from chronicals.moe.lookahead.recording import Recorded, record, record_data
-from chronicals.moe.lookahead.trace import INDEX, Trace, TraceInfo, TraceWriter, read_trace
+from chronicals.moe.lookahead.trace import (
+    INDEX,
+    Trace,
+    TraceInfo,
+    TraceWriter,
+    checksum,
+    read_trace,
+)
 from chronicals.moe.lookahead.train_predictor import TrainedPredictor, train_predictor
-from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.routers import experts_per_token
+from chronicals.moe.routers import experts_per_token, mixture_layers
 from comparison import equal
 from mixtures import mixture
 
@@ -185,7 +195,7 @@ def test_recall_is_counted():
     model = native()
     parts = list(record(present(model), [batch(), batch()], features=True))
     predictor = ExpertPredictor.within(model)
-    found = measure(predictor, parts, K)
+    found = measure_recalls(predictor, parts, K)
     layer = 1
     d = 2
     tokens = sum(map(len, parts))

@@ -12,12 +12,11 @@ import families
 from chronicals import versions
 from chronicals.batch import IGNORED
 from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
-from chronicals.models import PresentedModel, quantise_layers, router_logits, times_trained
+from chronicals.models import PresentedModel, quantise_layers, routed_experts, times_trained
 from chronicals.models.routed_experts import called_for_experts
-from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
-from chronicals.moe.routers import check_routers, routing_of
+from chronicals.moe.routers import check_routers, mixture_layers, routing_of
 from chronicals.patching import patch_parts
 from chronicals.patching.experts import BY
 from chronicals.versions import transformers_before
@@ -174,15 +173,15 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
             2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
         ),
     )
-    monkeypatch.setattr(router_logits, "transformers_before", lambda version: True)
+    monkeypatch.setattr(routed_experts, "transformers_before", lambda version: True)
     monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
     presented = PresentedModel(model, packed=True, head_is_read=False)
-    routers = router_logits.unrecorded_routers(model)
+    routers = routed_experts.unrecorded_routers(model)
     hooks = [len(router._forward_hooks) for router in routers]
     with (
         presented.attending_documents(),
         routers_watched(model) as seen,
-        router_logits.reading_logits(routers) as read,
+        routed_experts.reading_logits(routers) as read,
     ):
         presented.hidden_states(batch)
     assert len(read) == len(seen) == len(mixture_layers(model))

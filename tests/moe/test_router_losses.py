@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from chronicals.batch import IGNORED, Batch
 from chronicals.models import Computed, PresentedModel
 from chronicals.moe import router_losses as losses
-from chronicals.moe.anchor import Anchor, replayed
-from chronicals.moe.router_losses import Tokens
+from chronicals.moe.router_losses import CountedTokens
 from chronicals.moe.router_settings import RouterSettings
-from chronicals.moe.router_terms import RouterTerms, Routing
+from chronicals.moe.router_terms import Anchor, RouterTerms, Routing, replayed
 
 E = 7
 K = 3
@@ -316,8 +315,8 @@ def test_a_pack_without_documents_adds_nothing(made):
     assert len(alone.tokens[2]) == 0
     expected = alone.sum(lambda t: np.log(np.exp(z[t]).sum()) ** 2)
     assert float(
-        Tokens.of(some, W).sum_over_packs(
-            losses.z_losses(computed.router_logits[0]), Tokens.of(some, W).counted
+        CountedTokens.of(some, W).sum_over_packs(
+            losses.z_losses(computed.router_logits[0]), CountedTokens.of(some, W).counted
         )
     ) == (pytest.approx(expected, rel=1e-6))
     for name in both[0]:

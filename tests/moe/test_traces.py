@@ -18,18 +18,19 @@ from chronicals.models import present
 from chronicals.moe.lookahead import train_predictor as training
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
 from chronicals.moe.lookahead.distil_heads import Distillation
-from chronicals.moe.lookahead.identity import checksum, config_digest
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.lookahead.recording import record, record_data
 from chronicals.moe.lookahead.trace import (
     Trace,
     TraceInfo,
     TraceWriter,
+    checksum,
+    configuration_digest,
     read_trace,
     record_trace,
 )
 from chronicals.moe.lookahead.train_predictor import train_from_trace, train_predictor
-from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.routers import mixture_layers
 from comparison import equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,9 +195,9 @@ def test_a_configuration_is_known_however_it_was_loaded(tmp_path):
     loaded = type(model).from_pretrained(
         tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
     )
-    assert config_digest(loaded.config) == config_digest(model.config)
+    assert configuration_digest(loaded.config) == configuration_digest(model.config)
     loaded.config.num_experts_per_tok = 1
-    assert config_digest(loaded.config) != config_digest(model.config)
+    assert configuration_digest(loaded.config) != configuration_digest(model.config)
 
 
 def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
@@ -235,7 +236,7 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
     trained = []
     measured = []
     distil = training.distil
-    measure = training.measure
+    measure_recalls = training.measure_recalls
 
     def seen(recordings, into):
         for recorded in recordings:
@@ -243,7 +244,9 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
             yield recorded
 
     monkeypatch.setattr(training, "distil", lambda p, r, *more: distil(p, seen(r, trained), *more))
-    monkeypatch.setattr(training, "measure", lambda p, r, k: measure(p, seen(r, measured), k))
+    monkeypatch.setattr(
+        training, "measure_recalls", lambda p, r, k: measure_recalls(p, seen(r, measured), k)
+    )
     train_predictor(
         model,
         tiny.tokenizer(),

@@ -9,7 +9,7 @@ import preferences
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.data.making import shared_prompts
+from chronicals.data.making import documents
 from chronicals.models import RouterLoss, present
 from chronicals.objectives import NextToken, Term
 from chronicals.verification import verify
@@ -115,7 +115,7 @@ def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, mo
         return {name: torch.as_tensor(value) for part in found for name, value in part.items()}
 
     shared = step("shared")
-    monkeypatch.setattr(shared_prompts, "MIN_SHARED_TOKENS", 10**9)
+    monkeypatch.setattr(documents, "MIN_SHARED_TOKENS", 10**9)
     apart = step("apart")
     assert shared.keys() == apart.keys() and {"router_loss", "router/z"} <= shared.keys()
     for name, value in apart.items():

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import preferences
 import runs
 import tiny
-from chronicals.data.kinds.judged_answers import JUDGED
+from chronicals.data.kinds.preferences import JUDGED
 from chronicals.objectives.registry import OBJECTIVES
 
 HOST = (

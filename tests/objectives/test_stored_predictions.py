@@ -318,7 +318,7 @@ def test_one_token_less_fails_verification(teacher, tmp_path, seed, monkeypatch)
 
 
 def test_predictions_of_the_token_before_fail_verification(teacher, tmp_path, seed, monkeypatch):
-    from chronicals.data.making.target_columns import TargetColumn
+    from chronicals.data.making.store import TargetColumn
 
     monkeypatch.setattr(TargetColumn, "laid", _laid_one_late(TargetColumn.laid))
     assert not checked(tmp_path, teacher, seed).passed

@@ -255,13 +255,13 @@ def test_seams_within_each_other_where_a_forward_is_somebody_elses():
 
 def test_attention_that_would_take_no_documents_is_refused(monkeypatch):
     model = families.build("llama")
-    install = attention_seam.install
+    install = attention_seam.install_seam
 
     def all_but_one(given, seam):
         install(given, seam)
         del vars(given.model.layers[1].self_attn)["forward"]
 
-    monkeypatch.setattr(attention_seam, "install", all_but_one)
+    monkeypatch.setattr(attention_seam, "install_seam", all_but_one)
     with pytest.raises(
         RuntimeError, match="attention of LlamaAttention cannot take document bounds"
     ):

@@ -20,8 +20,7 @@ from chronicals.export import export
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import decoder_layers
 from chronicals.models import count_values
-from chronicals.models.four_bits import linear_layers, stacked_experts
-from chronicals.models.packed_config import describe_packed
+from chronicals.models.four_bits import describe_packed, linear_layers, stacked_experts
 from chronicals.planning import Machines, plan
 from chronicals.quantization import PackedExperts, PackedWeight, packed_modules
 

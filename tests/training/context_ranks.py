@@ -26,7 +26,7 @@ import tiny
 from chronicals.attention import attend_split, document_attention
 from chronicals.attention import context as context_module
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
 from chronicals.data.packs.parts import SPLIT
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
@@ -248,7 +248,7 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
     ]
     dy = torch.randn(tokens, heads[0], widths[2], dtype=torch.float64)
     bounds = torch.tensor([0, *itertools.accumulate((*LENGTHS, REST))], dtype=torch.int32)
-    share = share_of(bounds.numpy(), np.array([*RANKS, NOBODY]), context)
+    share = rank_share(bounds.numpy(), np.array([*RANKS, NOBODY]), context)
     at = torch.as_tensor(share.rows).clamp(min=0)
     there = torch.as_tensor(share.rows >= 0)
 
@@ -292,7 +292,7 @@ def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
     model = families.build("llama")
     batch = families.documents_batch(lengths)
     batch = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens[:-1])
-    share = share_of(batch.cu_seqlens.numpy(), shared, ranks.context)
+    share = rank_share(batch.cu_seqlens.numpy(), shared, ranks.context)
     assert patch_parts(model, whole_layers=True).counts()
     for given, counts in (
         (batch, np.arange(40) < 31),

@@ -11,7 +11,7 @@ import runs
 import tiny
 from chronicals.data import create_dataloader
 from chronicals.models import attention_seam
-from chronicals.models.presentation import SEAM
+from chronicals.models.presentation import OVER_DOCUMENTS
 from chronicals.objectives import NextToken, Objective, Term
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.frozen import bring_frozen, frozen_attending
@@ -86,7 +86,7 @@ def test_its_documents_do_not_see_each_other(tmp_path):
     batch = step.batches[0]
     frozen = objective.frozen["reference"]
     with torch.no_grad(), frozen_attending(objective):
-        assert not attention_seam.module_without(frozen.model, SEAM)
+        assert not attention_seam.module_without(frozen.model, OVER_DOCUMENTS)
         states = frozen.hidden_states(batch)
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():

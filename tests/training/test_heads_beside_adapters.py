@@ -17,7 +17,7 @@ from chronicals.config import ConfigurationError
 from chronicals.export.merge import merge
 from chronicals.lora import adapters, load_adapter, save_adapter
 from chronicals.models import load_model
-from chronicals.models.lookahead_heads import is_of_head, lookahead_heads
+from chronicals.models.routed_experts import is_of_head, lookahead_heads
 from chronicals.saving import SavedModel
 from chronicals.training import session
 from chronicals.training.callbacks import read_metrics

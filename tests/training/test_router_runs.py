@@ -13,7 +13,7 @@ import preferences
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.moe.anchor import FILE
+from chronicals.moe.router_terms import FILE
 from chronicals.objectives import build_objective
 from chronicals.training.callbacks import read_metrics
 from chronicals.verification import verify

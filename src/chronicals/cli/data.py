@@ -133,7 +133,7 @@ def show(
 
     from chronicals.data import DataError, Tokenizer, build_store
     from chronicals.data.making.opening import log_report
-    from chronicals.data.packs.loader import plan_of
+    from chronicals.data.packs.loader import plan_epoch
     from chronicals.data.reading.gate import check_shares
     from chronicals.data.tokens.chat_templates import with_chat_template
     from chronicals.objectives import build_objective
@@ -177,7 +177,7 @@ def show(
                 drawn(ids, trained, tokenizer, marks=not console.is_terminal), soft_wrap=True
             )
         console.print()
-        for line in packs(plan_of(store, config), store):
+        for line in packs(plan_epoch(store, config), store):
             console.print(line, soft_wrap=True)
 
 
@@ -213,7 +213,7 @@ def _answer(store: TokenStore, number: int) -> str:
     """Describe which answer of its row a document is, and what it shares; empty for a row with one
     answer.
     """
-    from chronicals.data.kinds.preferences import SIDES
+    from chronicals.data.kinds.preferences import PAIR_FIELDS
     from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 
     if store.items is None:
@@ -221,7 +221,7 @@ def _answer(store: TokenStore, number: int) -> str:
     side = int(store.columns[SIDE_COLUMN][number])
     label = int(store.columns[LABEL_COLUMN][number])
     judged = ("bad" if label == 0 else "good", "with the answer of another row")
-    name = SIDES[side] if label < 0 else judged[side]
+    name = PAIR_FIELDS[side] if label < 0 else judged[side]
     shared = int(store.before[number])
     remark = f" (its prompt's first {shared:,} tokens are shared)" if shared else ""
     return f", {name}{remark}"

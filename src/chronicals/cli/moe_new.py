@@ -33,11 +33,11 @@ def new(
 
     from chronicals.config import ConfigurationError
     from chronicals.models import load_tokenizer
-    from chronicals.models.loading import DTYPES
+    from chronicals.models.loading import WEIGHT_DTYPES
     from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r}: choose {', '.join(DTYPES)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r}: choose {', '.join(WEIGHT_DTYPES)}")
     if output.exists() and any(output.iterdir()):
         raise ConfigurationError(
             f"output={str(output)!r}: holds something already; name another folder"
@@ -57,7 +57,7 @@ def new(
     ) as error:  # of a field's type, or of sizes that do not fit each other
         raise ConfigurationError(f"set: {error.__cause__ or error}") from None
     torch.manual_seed(seed)
-    model = ChronicalsMoeForCausalLM(config).to(DTYPES[dtype])
+    model = ChronicalsMoeForCausalLM(config).to(WEIGHT_DTYPES[dtype])
     model.save_pretrained(output)
     words.save_pretrained(output)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from chronicals.moe.lookahead.recall import Recalls
+    from chronicals.moe.lookahead.predictor import Recalls
 
 
 def predict_train(

@@ -91,7 +91,7 @@ def loaded_mixture(
     import torch
 
     from chronicals.generation import load_trained
-    from chronicals.moe.mixture_parts import mixture_layers
+    from chronicals.moe.routers import mixture_layers
     from chronicals.saving import SavedModel
 
     def load(saved: SavedModel, dtype: torch.dtype, trusted: bool) -> Any:

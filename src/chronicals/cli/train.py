@@ -170,7 +170,7 @@ def _check_data(
     from rich.console import Console
     from rich.markup import escape
 
-    from chronicals.data.packs.loader import plan_of
+    from chronicals.data.packs.loader import plan_epoch
     from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores, rows_needed
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run
@@ -185,7 +185,7 @@ def _check_data(
     for data in (store, *apart):
         beside_the_log.print(_ledger(data.ledger))
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
-    fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
+    fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
     where = (
         f"the report is in {config.output_dir}"
         if reports

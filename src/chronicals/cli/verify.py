@@ -58,7 +58,7 @@ def verify(
     from rich.progress import Progress
 
     from chronicals.data.tokens.chat_templates import with_chat_template
-    from chronicals.models.loading import DTYPES
+    from chronicals.models.loading import WEIGHT_DTYPES
     from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel
     from chronicals.training.adapters import watcher
@@ -72,7 +72,7 @@ def verify(
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     model = OBJECTIVES[config.objective].load(
         saved,
-        DTYPES[config.mixed_precision],
+        WEIGHT_DTYPES[config.mixed_precision],
         plan.trust_remote_code,
         config.quantization,
         watcher(config),

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from chronicals.data.packs.loader import create_dataloader as create_dataloader
     from chronicals.data.packs.loader import filler_token as filler_token
     from chronicals.data.packs.packing import PackPlan as PackPlan
+    from chronicals.data.packs.packing import SequencePacker as SequencePacker
     from chronicals.data.packs.packing import plan_packs as plan_packs
-    from chronicals.data.packs.sequence_packer import SequencePacker as SequencePacker
     from chronicals.data.reading.gate import DataError as DataError
     from chronicals.data.reading.gate import DataReport as DataReport
     from chronicals.data.reading.ledger import Ledger as Ledger
     from chronicals.data.reading.records import BadRow as BadRow
     from chronicals.data.reading.sources import DataSource as DataSource
-    from chronicals.data.reading.sources import Source as Source
+    from chronicals.data.reading.sources import RowSource as RowSource
     from chronicals.data.reading.sources import read_records as read_records
     from chronicals.data.reading.sources import source_fingerprint as source_fingerprint
     from chronicals.data.tokens.chat_template import TemplateError as TemplateError
@@ -41,8 +41,8 @@ _HOME = {
     "DataSource": "reading.sources",
     "Ledger": "reading.ledger",
     "PackPlan": "packs.packing",
-    "SequencePacker": "packs.sequence_packer",
-    "Source": "reading.sources",
+    "SequencePacker": "packs.packing",
+    "RowSource": "reading.sources",
     "TemplateError": "tokens.template",
     "TokenStore": "making.store",
     "Tokenizer": "tokens.template",

@@ -27,7 +27,7 @@ from chronicals.config.paths import lasting
 from chronicals.lora.embedding_layer import is_embedding
 from chronicals.lora.embeddings import embeddings_to_store
 from chronicals.models import embedding_table
-from chronicals.models.rows import PART
+from chronicals.models.rows import SHARING_RANKS
 from chronicals.patching.fused_weights import is_hooked
 
 
@@ -65,7 +65,7 @@ class EmbeddingInShards(nn.Module):
         self.equal_lengths = False
         own = embedding.weight.detach().chunk(count, dim=1)[rank].to(device, copy=True).contiguous()
         self.weight = nn.Parameter(own, requires_grad=False)
-        setattr(self.weight, PART, count)
+        setattr(self.weight, SHARING_RANKS, count)
         scale = getattr(embedding, "embed_scale", None)
         self.register_buffer(
             "embed_scale",

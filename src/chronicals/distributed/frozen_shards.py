@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.weight_shards import CODES
-from chronicals.models.rows import PART
+from chronicals.models.rows import SHARING_RANKS
 from chronicals.quantization import (
     RECIPES,
     PackedBase,
@@ -306,7 +306,7 @@ class LinearInShards(PackedLinear):
         first = min(begin for begin, _, _ in self.places.values())
         end = max(begin + size for begin, size, _ in self.places.values())
         self.weight = nn.Parameter(self.unit.own[first:end], requires_grad=False)
-        setattr(self.weight, PART, self.unit.gathers.count)
+        setattr(self.weight, SHARING_RANKS, self.unit.gathers.count)
         setattr(self.weight, CODES, next(iter(self.places.values()))[1])  # codes come first
         self.rows = self.rows.without_rows(self.unit.own.device)
 

@@ -40,7 +40,7 @@ from chronicals.distributed.presence import WAITING
 from chronicals.distributed.shards import RankShares
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models.presentation import AS_FORWARD
-from chronicals.models.rows import PART
+from chronicals.models.rows import SHARING_RANKS
 from chronicals.saving import Piece
 
 STAYS = "_chronicals_stays"
@@ -323,7 +323,7 @@ def whole_parts(weights: Iterable[Tensor]) -> Iterator[Tensor]:
     return (
         weight
         for weight in weights
-        if not isinstance(weight, DTensor) and not getattr(weight, PART, 0)
+        if not isinstance(weight, DTensor) and not getattr(weight, SHARING_RANKS, 0)
     )
 
 
@@ -334,7 +334,7 @@ CODES = "_chronicals_codes"
 
 def divided_among(module: Any) -> int:
     """Return the number of ranks that share a layer's frozen weight; 1 if it is not divided."""
-    among: int = getattr(getattr(module, "weight", None), PART, 1)
+    among: int = getattr(getattr(module, "weight", None), SHARING_RANKS, 1)
     return among
 
 
@@ -342,5 +342,5 @@ def copies_of(weight: Tensor, ranks: int) -> int:
     """Return the number of copies of a divided weight among ``ranks`` ranks; 0 if it is whole."""
     if isinstance(weight, DTensor):
         return ranks // weight.device_mesh["shard"].size()
-    among: int = getattr(weight, PART, 0)
+    among: int = getattr(weight, SHARING_RANKS, 0)
     return ranks // among if among else 0

@@ -13,7 +13,7 @@ from chronicals.export.hub import UploadError
 from chronicals.export.merge import Merged, MergeError, merge
 from chronicals.export.proof import Check, NotProved, Proof
 from chronicals.export.saved_upload import Pushed, push_saved
-from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import NotExpressible
 
 __all__ = [
     "FORMATS",

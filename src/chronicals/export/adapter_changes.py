@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.dequantised_experts import DequantisedExperts
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST
@@ -27,7 +27,7 @@ from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
-from chronicals.models.lookahead_heads import is_of_head
+from chronicals.models.routed_experts import is_of_head
 
 MAGNITUDE_ROUNDING = 1e-6
 """Ratio of a weight's norm: a change below it is rounding alone, of rows whose norm is already the

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embedding_layer import LoRAEmbedding
 from chronicals.lora.parameter_layer import is_transposed

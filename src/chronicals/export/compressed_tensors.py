@@ -32,14 +32,13 @@ from chronicals.export.whole import (
     write_beside,
     write_files,
 )
-from chronicals.formats.expert_names import Expert, stack_named
-from chronicals.formats.gguf.errors import NotExpressible
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.gguf.reader import NotExpressible
+from chronicals.formats.tensor_names import Expert, StoredNames, stack_named
 from chronicals.formats.weight_files import NewTensor, StoredTensor, tensors_in
 from chronicals.models import load_model
-from chronicals.models.experts import watch_experts
 from chronicals.models.four_bits import ROUTERS
 from chronicals.models.loading import load_without_weights, quantised_names
+from chronicals.models.routed_experts import watch_experts
 
 COMPRESSED_TENSORS = "compressed-tensors"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.export.additions import Part, parts_in_files
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import StoredTensor
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import stacked_experts
@@ -66,7 +66,7 @@ class DequantisedExperts:
         parts = {}
         kinds = {}
         for path, module in stacked_experts(model).items():
-            kind = form.kind_of_experts(path)
+            kind = form.kind_of(path)
             for own, parameter in module.named_parameters(recurse=False):
                 if kind is not None and parameter.ndim == 3:
                     name = f"{path}.{own}"

@@ -32,7 +32,7 @@ from chronicals.export.source import Source, opened
 from chronicals.export.workspace import EXPORTS, PROOF, workspace
 from chronicals.formats.gguf.vision import PROJECTOR_TYPES
 from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
-from chronicals.formats.part_names import reads_images
+from chronicals.formats.tensor_names import reads_images
 from chronicals.models import score_of
 from chronicals.saving import SavedModel, save_model, text_files
 

@@ -28,11 +28,10 @@ from chronicals.export.gguf_proof import (
 from chronicals.export.merge import folder_of
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of
-from chronicals.formats.gguf.errors import NotExpressible
 from chronicals.formats.gguf.families import family_of
-from chronicals.formats.gguf.reader import GGUFFile, gguf_of, require_gguf
+from chronicals.formats.gguf.reader import GGUFFile, NotExpressible, gguf_of, require_gguf
 from chronicals.formats.gguf.tensors import TensorPiece
-from chronicals.formats.part_names import language_name
+from chronicals.formats.tensor_names import language_name
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
 

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from chronicals.formats.expert_names import Expert, stack_named
 from chronicals.formats.gguf.tensors import TensorPiece
-from chronicals.formats.part_names import language_name
-from chronicals.models.experts import watch_experts
+from chronicals.formats.tensor_names import Expert, language_name, stack_named
+from chronicals.models.routed_experts import watch_experts
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from chronicals.formats.weight_files import (
 from chronicals.lora.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from chronicals.models.base_format import BaseFormat
 from chronicals.models.loading import load_without_weights
-from chronicals.models.lookahead_heads import is_of_head
+from chronicals.models.routed_experts import is_of_head
 from chronicals.saving import MANIFEST, SavedModel, write_folder
 from chronicals.standard_json import to_json
 

@@ -24,13 +24,13 @@ from chronicals.export.whole import (
     write_beside,
     write_files,
 )
-from chronicals.formats.gguf.errors import NotExpressible
-from chronicals.formats.part_names import StoredNames
+from chronicals.formats.gguf.reader import NotExpressible
+from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import NewTensor, StoredTensor
 from chronicals.kernels.nf4 import SCALE_BLOCK
 from chronicals.models import load_model
+from chronicals.models.four_bits import packed_description
 from chronicals.models.loading import load_without_weights, quantised_names
-from chronicals.models.packed_config import packed_description
 from chronicals.quantization import Packed, packed_layers
 from chronicals.quantization.bitsandbytes_format import STATE, stored_tensors
 from chronicals.quantization.nf4 import BLOCK

@@ -21,10 +21,10 @@ from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
 from chronicals.export.proof import Proof, largest_error
 from chronicals.formats.gguf.reader import gguf_of
-from chronicals.formats.part_names import language_name, reads_images
+from chronicals.formats.tensor_names import language_name, reads_images
 from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
-from chronicals.models.base_format import BaseFormat, without_adapters
+from chronicals.models.base_format import BaseFormat, path_without_adapters
 from chronicals.objectives.reference import with_reference
 from chronicals.quantization import packed_modules
 from chronicals.saving import SavedModel
@@ -290,7 +290,7 @@ def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
     for path, module in list(packed_modules(model)):
         if module.recipe is None:
             continue
-        kind = form.kind_at(without_adapters(path))
+        kind = form.kind_of(path_without_adapters(path))
         assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
         kept = module.dtype
         module.dtype = getattr(torch, kind.products)

@@ -60,6 +60,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
+        """Number of bytes in the file."""
         return self.end - self.begin
 
     @property
@@ -167,6 +168,7 @@ class NewTensor:
 
     @property
     def bytes(self) -> int:
+        """Number of bytes that the tensor takes in a file."""
         if self.dtype in WRITABLE_DTYPES:
             return torch.Size(self.shape).numel() * WRITABLE_DTYPES[self.dtype].itemsize
         made = self.made()
@@ -233,6 +235,7 @@ def write_file(
     """Write a file with the same names, one tensor after the other.
 
     Args:
+        target: file to write.
         tensors: contents of the file.
         changed: called for each tensor in turn; returns the one to write in its place, or None.
         shapes: of tensors that ``changed`` gives another shape.

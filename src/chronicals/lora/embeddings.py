@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from chronicals.lora.config import LoRAConfig
 from chronicals.models import BASE_ROWS, SCORE, ModelShape, embedding_table, score_of
-from chronicals.models.lookahead_heads import lookahead_heads
+from chronicals.models.routed_experts import lookahead_heads
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from chronicals.lora.magnitude import (
 )
 from chronicals.lora.tokens import TrainedTokens
 from chronicals.models.linear import register_adapter_reader
-from chronicals.models.lookahead_heads import is_of_head
+from chronicals.models.routed_experts import is_of_head
 from chronicals.quantization import is_linear, packed_weight
 
 

@@ -31,9 +31,9 @@ from chronicals.lora.starting_values import Start
 from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
 from chronicals.models import SCORE, embedding_table, score_of
+from chronicals.models.checkpoint_checks import why_no_language_model
 from chronicals.models.loading import DAMAGED
-from chronicals.models.lookahead_heads import is_of_head
-from chronicals.models.reward_model import why_no_language_model
+from chronicals.models.routed_experts import is_of_head
 
 REQUIRED_FIELDS = ("r", "lora_alpha", "target_modules")
 """Fields without which an adapter cannot be read."""

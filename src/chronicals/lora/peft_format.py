@@ -21,7 +21,7 @@ from chronicals.lora.layers import adapters
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import FILE_NAME, TrainedTokens, tokens_for_file, trained_tokens
 from chronicals.models import SCORE, score_of
-from chronicals.models.lookahead_heads import is_of_head
+from chronicals.models.routed_experts import is_of_head
 
 logger = logging.getLogger(__name__)
 

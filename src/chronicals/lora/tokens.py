@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.adapter import Rows
-from chronicals.models.head import register_layer_with_rows
+from chronicals.models.linear import register_layer_with_rows
 
 TokenIds = Sequence[int] | Mapping[str, Sequence[int]]
 """Token ids of the input embedding, or lists of them by the ends of the paths of embedding and

@@ -2,8 +2,8 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.model_shape import ModelShape
-from chronicals.models.additions import Addition, Computed
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
+from chronicals.models.checkpoint_checks import is_reward_model
 from chronicals.models.classifier import (
     SCORE,
     attach_score,
@@ -12,43 +12,42 @@ from chronicals.models.classifier import (
     saved_form,
     score_of,
 )
-from chronicals.models.experts import speaks_of_experts
 from chronicals.models.four_bits import (
     QUANTISED_FROM,
     count_values,
+    describe_packed,
     has_4bit_experts,
     has_4bit_layers,
     has_packed_layers,
     quantise_experts,
     quantise_layers,
 )
-from chronicals.models.fp32_parts import kept_in_fp32
-from chronicals.models.head import Head, UnknownHead, read_head
+from chronicals.models.linear import Head, UnknownHead, read_head
 from chronicals.models.loading import (
     BASE_ROWS,
     embedding_table,
     input_device,
+    kept_in_fp32,
     load_config,
     load_model,
     load_tokenizer,
     load_whole,
 )
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
-from chronicals.models.packed_config import describe_packed
 from chronicals.models.peft_kinds import unfused_kind, within_adapters
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation
 from chronicals.models.presenting import present
-from chronicals.models.reward_model import is_reward_model
+from chronicals.models.routed_experts import speaks_of_experts
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, times_trained
-from chronicals.models.terms import Term, Terms
+from chronicals.models.terms import AdditionalTerm, Computed, Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
 __all__ = [
     "BASE_ROWS",
     "QUANTISED_FROM",
     "SCORE",
-    "Addition",
+    "AdditionalTerm",
     "Computed",
     "Head",
     "ModelShape",

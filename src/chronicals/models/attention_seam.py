@@ -1,7 +1,7 @@
 """Replaces the attention of one model instance, without changing its configuration or its class.
 
 A transformers model reads ``config._attn_implementation`` in two places: attention modules look up
-the attention function by it, and the model looks up the function that makes the mask. ``install``
+the attention function by it, and the model looks up the function that makes the mask. ``install_seam``
 puts copies of these methods on the instance. In the copies both lookups go through a ``Seam``.
 
 accelerate keeps the forward of a module with a hook in ``_old_forward``; the copy is put there. A
@@ -25,12 +25,12 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from chronicals.models.rebinding import OURS, functions_beside, names_in, rebound
+from chronicals.models.rebinding import REPLACEMENT, functions_beside, names_in, rebound
 
 logger = logging.getLogger(__name__)
 
 SEAMS = "_chronicals_seams"
-"""Attribute of a module: its ``Installed`` records, by the name of a method or ``CONFIG``."""
+"""Attribute of a module: its ``InstalledSeams`` records, by the name of a method or ``CONFIG``."""
 
 HOOK = "_hf_hook"
 HOOKED = "_old_forward"
@@ -80,6 +80,7 @@ class AttentionFunctions:
         self.seam = seam
 
     def get_interface(self, name: str, default: Attention) -> Attention:
+        """Return the attention function of ``name`` as the seam replaces it."""
         return self.seam.attend(name, self.own.get_interface(name, default))
 
     def __getitem__(self, name: str) -> Attention:
@@ -101,12 +102,17 @@ class ConfigView:
         self._attn_implementation = seam.name(config._attn_implementation)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
+        """Return a view of the text configuration, with the same seam."""
         return ConfigView(self._config.get_text_config(*args, **kwargs), self._seam)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_config":  # A copy reads attributes before the instance has any state.
             raise AttributeError(name)
         return getattr(self._config, name)
+
+
+TABLES = (AttentionInterface, AttentionFunctions)
+"""Classes of tables of attention functions: transformers' own, and our stand-in."""
 
 
 def text_configs(model: Any) -> list[Any]:
@@ -175,7 +181,7 @@ NOT_WHOLE = (
 
 
 @dataclass
-class Installed:
+class InstalledSeams:
     """A replacement of one module's method or configuration.
 
     Attributes:
@@ -191,25 +197,25 @@ class Installed:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NOT_WHOLE)
 
-    def __deepcopy__(self, memo: dict) -> Installed:
-        return Installed(
+    def __deepcopy__(self, memo: dict) -> InstalledSeams:
+        return InstalledSeams(
             *(copy.deepcopy(value, memo) for value in (self.before, self.seams, self.ours))
         )
 
 
-def install(model: Any, seam: Seam) -> None:
+def install_seam(model: Any, seam: Seam) -> None:
     """Route the attention of the text model through ``seam``; other towers keep their own."""
     for module, slot in dict.fromkeys(
         (module, _slot(module, name)) for module, name in places(model)
     ):
         installed = vars(module).setdefault(SEAMS, {})
         if slot not in installed:
-            installed[slot] = Installed(vars(module).get(_attribute(module, slot)), [])
+            installed[slot] = InstalledSeams(vars(module).get(_attribute(module, slot)), [])
         installed[slot].seams.append(seam)
         _refresh(module, slot, installed[slot])
 
 
-def remove(model: nn.Module, seam: Seam) -> None:
+def remove_seam(model: nn.Module, seam: Seam) -> None:
     """Remove the latest installation of ``seam``; other installations stay."""
     for module in model.modules():
         installed = vars(module).get(SEAMS, {})
@@ -252,21 +258,10 @@ def _attribute(module: nn.Module, slot: str) -> str:
     return HOOKED if slot == "forward" and HOOK in vars(module) and HOOKED in vars(module) else slot
 
 
-def _is_ours(module: nn.Module, attribute: str, installed: Installed) -> bool:
+def _is_ours(module: nn.Module, attribute: str, installed: InstalledSeams) -> bool:
     """Return True if ``attribute`` holds the function or view that was installed."""
     there = vars(module).get(attribute)
     return getattr(there, "__func__", there) is installed.ours
-
-
-def _found(module: nn.Module, slot: str, installed: Installed) -> str | None:
-    """Return the attribute that now holds our function or view, or None.
-
-    accelerate's hooks move the function between ``forward`` and ``_old_forward``.
-    """
-    attributes = (slot, HOOKED) if slot == "forward" else (slot,)
-    return next(
-        (attribute for attribute in attributes if _is_ours(module, attribute, installed)), None
-    )
 
 
 def _slot(module: nn.Module, name: str) -> str:
@@ -280,18 +275,21 @@ def _slot(module: nn.Module, name: str) -> str:
         return name if _is_ours(module, attribute, installed) else CONFIG
     own = vars(module).get(attribute)
     function: Any = getattr(type(module), name) if own is None else getattr(own, "__func__", None)
-    known = function is getattr(type(module), name) or hasattr(function, OURS)
+    known = function is getattr(type(module), name) or hasattr(function, REPLACEMENT)
     return name if known and _within(function, _NOTHING) is not None else CONFIG
 
 
-def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:
+def _refresh(module: nn.Module, slot: str, installed: InstalledSeams) -> None:
     """Set the attribute of the instance to the function or view that uses the current seams.
 
     An attribute that other code has replaced since is kept, with a warning.
     """
-    attribute = (
-        _attribute(module, slot) if installed.ours is None else _found(module, slot, installed)
-    )
+    attribute: str | None = _attribute(module, slot)
+    if installed.ours is not None:
+        # accelerate's hooks move our function between ``forward`` and ``_old_forward``.
+        places_of_ours = (slot, HOOKED) if slot == "forward" else (slot,)
+        found = (place for place in places_of_ours if _is_ours(module, place, installed))
+        attribute = next(found, None)
     if attribute is None:
         logger.warning(
             "%s.%s was replaced by something else, and is left as it is",
@@ -338,7 +336,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, bool]:
             if isinstance(inspect.getattr_static(cls, n, None), FunctionType)
         ]
     return {
-        name: any(_attends(value) for value in uses.values())
+        name: any(isinstance(value, TABLES) for value in uses.values())
         for name, uses in names.items()
         if uses
     }
@@ -358,7 +356,7 @@ def _within(function: Callable, seam: Seam) -> Callable | None:
         names = {name: _replaced(value, seam) for name, value in _uses(inner).items()}
         made = _MADE[key] = rebound(function, names, seam.label)
         if made is not None:
-            setattr(made, OURS, seam.label)
+            setattr(made, REPLACEMENT, seam.label)
     return _MADE[key]
 
 
@@ -366,34 +364,26 @@ def _uses(function: FunctionType) -> dict[str, Any]:
     """Return the globals of ``function`` that a seam replaces, by name.
 
     These are tables of attention functions, functions that make causal masks, and functions of the
-    same file that use them.
+    same file that make masks.
     """
-    found = {name: function.__globals__.get(name) for name in names_in(function.__code__)}
-    return {
-        name: value
-        for name, value in found.items()
-        if _attends(value) or _makes_masks(value) or _is_beside(value, function)
-    }
-
-
-def _attends(value: Any) -> bool:
-    return isinstance(value, (AttentionInterface, AttentionFunctions))
+    uses = {}
+    for name in names_in(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType) and value.__globals__.get(
+            "__file__"
+        ) == function.__globals__.get("__file__"):
+            inner = [value.__globals__.get(used) for used in names_in(value.__code__)]
+        else:
+            inner = []
+        if isinstance(value, TABLES) or any(_makes_masks(creator) for creator in (value, *inner)):
+            uses[name] = value
+    return uses
 
 
 def _makes_masks(value: Any) -> bool:
     """Return True for a transformers function that makes causal masks, or our wrapper of one."""
     known = isinstance(value, FunctionType) and value.__module__ == masking_utils.__name__
     return known and value.__name__ in CREATORS
-
-
-def _is_beside(value: Any, function: FunctionType) -> bool:
-    """Return True for another function of the same file that makes masks."""
-    if not isinstance(value, FunctionType) or value.__globals__.get(
-        "__file__"
-    ) != function.__globals__.get("__file__"):
-        return False
-    made = (value.__globals__.get(name) for name in names_in(value.__code__))
-    return any(_makes_masks(creator) for creator in made)
 
 
 CREATORS = (
@@ -406,7 +396,7 @@ CREATORS = (
 
 
 def _replaced(value: Any, seam: Seam) -> Any:
-    if _attends(value):
+    if isinstance(value, TABLES):
         return AttentionFunctions(value, seam)
     if not _makes_masks(value):
         return _within(value, seam) or value

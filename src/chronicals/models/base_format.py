@@ -8,12 +8,11 @@ adapter therefore states how each layer was quantised, and loading, merging and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from chronicals.models.peft_kinds import within_adapters
 from chronicals.quantization import FourBits, packed_experts, packed_modules
@@ -62,14 +61,25 @@ class BaseFormat:
         None if no layer is quantised, or if the model's files store the quantised codes themselves.
         """
         inner = within_adapters(model)
-        layers = dict(_linear_layers(inner))
+        layers = {}
+        for path, module in inner.named_modules():
+            recipe = recipe_of(module)  # of a linear layer in 4 bits, ours or bitsandbytes'
+            if recipe is not None:
+                layers[path_without_adapters(path)] = recipe
         experts = {
-            without_adapters(path): module.recipe
+            path_without_adapters(path): module.recipe
             for path, module in packed_experts(inner)
             if module.recipe is not None
         }
         ours = bool(layers) or next(packed_modules(inner), None) is not None
-        theirs = None if ours else _described_by_transformers(inner)
+        theirs = None
+        config = getattr(inner.config, "quantization_config", None)
+        if not ours and config is not None and getattr(inner, "is_quantized", False):
+            # transformers quantised the model itself.
+            described = dict(config) if isinstance(config, dict) else dict(config.to_dict())
+            method = described.get("quant_method")
+            theirs = json.loads(json.dumps(described, default=str))
+            theirs["quant_method"] = str(getattr(method, "value", method))
         if not layers and not experts and theirs is None:
             return None
         return cls(layers, experts, by_transformers=theirs)
@@ -103,8 +113,8 @@ class BaseFormat:
         groups = [
             {
                 **asdict(kind),
-                "layers": _paths(self.layers, kind),
-                "experts": _paths(self.experts, kind),
+                "layers": [path for path, found in self.layers.items() if found == kind],
+                "experts": [path for path, found in self.experts.items() if found == kind],
             }
             for kind in kinds
         ]
@@ -114,17 +124,10 @@ class BaseFormat:
         return {**({"in_4_bits": groups} if groups else {}), **theirs}
 
     def kind_of(self, path: str) -> FourBits | None:
-        """Return the format of a linear layer; None if it is not quantised."""
-        return self.usual if self.layers is None else self.layers.get(path)
-
-    def kind_of_experts(self, path: str) -> FourBits | None:
-        """Return the format of stacked experts; None if they are not quantised."""
-        return self.usual if self.experts is None else self.experts.get(path)
-
-    def kind_at(self, path: str) -> FourBits | None:
         """Return the format of a linear layer or stacked experts; None if it is not quantised."""
-        kind = self.kind_of(path)
-        return self.kind_of_experts(path) if kind is None else kind
+        if self.layers is None or self.experts is None:
+            return self.usual
+        return self.layers.get(path) or self.experts.get(path)
 
     @property
     def in_8_bits(self) -> bool:
@@ -187,37 +190,9 @@ class BaseFormat:
         return " and ".join(sorted({kind.code.upper() for kind in self.kinds}))
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, FourBits]]:
-    """Yield path and format of each linear layer in 4 bits, ours or bitsandbytes'.
-
-    The paths are those without adapters.
-    """
-    for path, module in model.named_modules():
-        recipe = recipe_of(module)
-        if recipe is not None:
-            yield without_adapters(path), recipe
-
-
-def _described_by_transformers(model: Any) -> dict[str, Any] | None:
-    """Return ``quantization_config`` if transformers quantised the model itself, else None."""
-    config = getattr(model.config, "quantization_config", None)
-    if config is None or not getattr(model, "is_quantized", False):
-        return None
-    described = dict(config) if isinstance(config, dict) else dict(config.to_dict())
-    method = described.get("quant_method")
-    return {
-        **json.loads(json.dumps(described, default=str)),
-        "quant_method": str(getattr(method, "value", method)),
-    }
-
-
-def without_adapters(path: str) -> str:
+def path_without_adapters(path: str) -> str:
     """Return the path that a module has in a model without adapters."""
     return ".".join(part for part in path.split(".") if part != BESIDE_ADAPTERS)
-
-
-def _paths(kinds: Mapping[str, FourBits], kind: FourBits) -> Sequence[str]:
-    return [path for path, found in kinds.items() if found == kind]
 
 
 def _in_words(kind: FourBits | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chronicals.models.completeness import check_whole
+from chronicals.models.checkpoint_checks import check_weights
 from chronicals.models.four_bits import linear_layers
 
 NEEDED = ("bitsandbytes", "accelerate")
@@ -59,7 +59,14 @@ def load_by_bitsandbytes(
     if described is None:
         with torch.device("meta"):
             empty = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-        left = layers_left(empty)
+        ours = linear_layers(empty)
+        # quantise_layers leaves all other linear layers dense, and so must the reference.
+        left = [
+            path
+            for path, layer in empty.named_modules()
+            if path not in ours
+            and (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D")
+        ]
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -86,20 +93,6 @@ def load_by_bitsandbytes(
         ignore_mismatched_sizes=True,
         **options,
     )
-    check_whole(model, report)
+    check_weights(model, report)
     # In evaluation mode bitsandbytes rearranges the codes on some CPUs.
     return model.train()
-
-
-def layers_left(model: Any) -> list[str]:
-    """Return the paths of linear layers that only transformers would quantise.
-
-    ``quantise_layers`` leaves them dense, and so must the reference.
-    """
-    ours = linear_layers(model)
-    paths = []
-    for path, layer in model.named_modules():
-        is_linear = isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
-        if is_linear and path not in ours:
-            paths.append(path)
-    return paths

@@ -62,8 +62,28 @@ def attach_score(model: Any, pad_token_id: int) -> Score:
     Raises:
         ValueError: transformers has no class that holds the model and the head.
     """
-    _check_class(model)
-    if (score := score_of(model)) is None:
+    own = getattr(type(model), "plain_class", type(model))
+    kind = classifier_class(model)
+    if kind is None:
+        raise ValueError(
+            f"transformers has no class for a score of {own.__name__}'s architecture "
+            "(XForSequenceClassification)"
+        )
+    plain = _without_weights(own, model.config)
+    head = next(
+        path for path, module in plain.named_modules() if module is plain.get_output_embeddings()
+    )
+    ours = {name for name in plain.state_dict() if not name.startswith(f"{head}.")}
+    ours.add(f"{SCORE}.weight")
+    theirs = _without_weights(kind, _configured(model, 0)).state_dict().keys()
+    if ours != theirs:
+        raise ValueError(
+            f"{kind.__name__} is not {own.__name__} with a linear head '{SCORE}' in the place of "
+            f"'{head}': "
+            f"{min(ours ^ theirs)} is only in one of them"
+        )
+    score = score_of(model)
+    if score is None:
         text = model.config.get_text_config()
         table = embedding_table(model)
         score = Score(text.hidden_size, pad_token_id)
@@ -86,36 +106,13 @@ def classifier_class(model: Any) -> Any | None:
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
 
 
-def _check_class(model: Any) -> None:
-    own = getattr(type(model), "plain_class", type(model))
-    kind = classifier_class(model)
-    if kind is None:
-        raise ValueError(
-            f"transformers has no class for a score of {own.__name__}'s architecture "
-            "(XForSequenceClassification)"
-        )
-    plain = _without_weights(own, model.config)
-    head = next(
-        path for path, module in plain.named_modules() if module is plain.get_output_embeddings()
-    )
-    ours = {name for name in plain.state_dict() if not name.startswith(f"{head}.")} | {
-        f"{SCORE}.weight"
-    }
-    theirs = _without_weights(kind, _configured(model, 0)).state_dict().keys()
-    if ours != theirs:
-        raise ValueError(
-            f"{kind.__name__} is not {own.__name__} with a linear head '{SCORE}' in the place of "
-            f"'{head}': "
-            f"{min(ours ^ theirs)} is only in one of them"
-        )
-
-
 def saved_form(model: Any, weights: Mapping[str, Tensor] | None = None) -> Any:
     """Return the model to save: ``model``, or the classifier if it has a score head.
 
     The tensors of the classifier share the model's memory.
 
     Args:
+        model: the trained model, with or without a score head.
         weights: tensors to use instead of the model's own, by the names of ``model.state_dict()``.
     """
     score = score_of(model)

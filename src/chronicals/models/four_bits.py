@@ -19,15 +19,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
 from chronicals.models.base_format import BaseFormat
-from chronicals.models.rows import PART
+from chronicals.models.rows import SHARING_RANKS
 from chronicals.quantization import (
     FourBits,
     PackedExperts,
     PackedWeight,
+    format_of_files,
     packed_experts,
     packed_layers,
     packed_modules,
 )
+from chronicals.quantization.bitsandbytes_format import packed_description
+from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
 from chronicals.quantization.experts import can_be_packed, pack_stack
 
 logger = logging.getLogger(__name__)
@@ -84,6 +87,7 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
     The format is NF4 unless ``form`` says otherwise. Layers are quantised one after the other.
 
     Args:
+        model: a causal language model without adapters on its experts.
         watch: called with each weight of a linear layer; also stored on the model.
         form: the layers to quantise instead, and their formats.
 
@@ -138,7 +142,7 @@ def _quantise_experts(
 ) -> None:
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
-        model.set_submodule(path, PackedExperts.of(module, _kind_of_experts(path, form).quantise))
+        model.set_submodule(path, PackedExperts.of(module, _kind_of(path, form).quantise))
 
 
 def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
@@ -159,16 +163,12 @@ def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
     return (
         found
         if form is None
-        else {path: module for path, module in found.items() if form.kind_of_experts(path)}
+        else {path: module for path, module in found.items() if form.kind_of(path)}
     )
 
 
 def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
     return (None if form is None else form.kind_of(path)) or FourBits()
-
-
-def _kind_of_experts(path: str, form: BaseFormat | None) -> FourBits:
-    return (None if form is None else form.kind_of_experts(path)) or FourBits()
 
 
 def _is_transposed(layer: nn.Module) -> bool:
@@ -230,7 +230,7 @@ def count_values(model: nn.Module) -> int:
     for parameter in model.parameters():
         if id(parameter) not in packed:
             values = 2 if parameter.dtype == torch.uint8 else 1  # two 4-bit codes a byte
-            total += parameter.numel() * getattr(parameter, PART, 1) * values
+            total += parameter.numel() * getattr(parameter, SHARING_RANKS, 1) * values
     return total
 
 
@@ -309,12 +309,22 @@ def _classes() -> Any:
             if name in self.stacks.names:
                 return {name: self.stacks.take(model, name, weight)}
             path = name.removesuffix(".weight")
-            asked = self.asked
-            return {
-                name: _take(
-                    model, path, weight, asked.watch, asked.take, _kind_of(path, asked.form)
-                )
-            }
+            linear = model.get_submodule(path)
+            # A weight of the wrong shape stays as it is; the loader reports it.
+            if weight.shape != linear.weight.shape:
+                return {name: weight}
+            if self.asked.take is not None:
+                layer: Any = self.asked.take(linear, weight)
+            else:
+                place = torch.device("cuda") if torch.cuda.is_available() else weight.device
+                kind = _kind_of(path, self.asked.form)
+                packed = kind.quantise(weight.to(place)).to(weight.dtype)
+                if self.asked.watch is not None:
+                    self.asked.watch(path, weight.to(place), packed)
+                layer = packed.layer(linear.bias).to(weight.device)
+            layer._is_hf_initialized = True
+            model.set_submodule(path, layer)
+            return {name: layer.weight}
 
     @register_quantizer(_METHOD)
     class Quantiser(HfQuantizer):
@@ -355,7 +365,15 @@ def _classes() -> Any:
             vars(model).pop("is_quantized", None)
             for module in (module for module in model.modules() if hasattr(module, "config")):
                 vars(module.config).pop("_is_quantized", None)
-            _check_shapes(model)
+            # Not every loader reports a weight of another shape.
+            for path, layer in linear_layers(model).items():
+                there = tuple(layer.weight.shape)
+                here = layer.out_features, layer.in_features
+                if there != here:
+                    raise ValueError(
+                        f"{path}.weight ({list(there)} there, {list(here)} here): of another shape "
+                        "than config.json says"
+                    )
             self.stacks.settle(model)
             if self.quantization_config.take is None:
                 _report(model)
@@ -403,7 +421,7 @@ class _Stacks:
         path, _, own = name.rpartition(".")
         if tuple(stack.shape) != self.shapes[path][own]:
             return stack
-        quantise = _kind_of_experts(path, self.form).quantise
+        quantise = _kind_of(path, self.form).quantise
         packed = pack_stack(stack.to("cuda") if torch.cuda.is_available() else stack, quantise)
         packed = packed.moved(stack.device).to(stack.dtype)
         self._packed[path][own] = packed
@@ -434,45 +452,34 @@ class _Stacks:
                 )
 
 
-def _check_shapes(model: Any) -> None:
-    """Raise ValueError if a layer got a weight of another shape, which not every loader reports."""
-    for path, layer in linear_layers(model).items():
-        there = tuple(layer.weight.shape)
-        here = layer.out_features, layer.in_features
-        if there != here:
-            raise ValueError(
-                f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than "
-                "config.json says"
-            )
+__all__ = ["describe_packed", "packed_description"]
 
 
-def _take(
-    model: Any,
-    path: str,
-    weight: Tensor,
-    watch: Watch | None = None,
-    take: Take | None = None,
-    kind: FourBits | None = None,
-) -> Tensor:
-    """Quantise a weight just read, install its layer and return its codes.
+def describe_packed(model: Any) -> None:
+    """Add ``quantization_config`` for packed layers, or remove it if no layer is packed.
 
-    It is quantised on the GPU if there is one. With ``take`` the layer that it returns is installed
-    instead, and its weight is returned. A weight of the wrong shape is returned unchanged; the
-    loader reports it.
+    An existing one is kept while any layer is packed. Call this after layers were packed or
+    unpacked, and before ``save_pretrained``.
+
+    Raises:
+        ValueError: layers or experts are in a format that transformers cannot store.
     """
-    linear = model.get_submodule(path)
-    if weight.shape != linear.weight.shape:
-        return weight
-    if take is not None:
-        replacement: Any = take(linear, weight)
-        replacement._is_hf_initialized = True
-        model.set_submodule(path, replacement)
-        return replacement.weight
-    place = torch.device("cuda") if torch.cuda.is_available() else weight.device
-    packed = (kind or FourBits()).quantise(weight.to(place)).to(weight.dtype)
-    if watch is not None:
-        watch(path, weight.to(place), packed)
-    layer = packed.layer(linear.bias).to(weight.device)
-    layer._is_hf_initialized = True  # type: ignore[assignment]
-    model.set_submodule(path, layer)
-    return layer.weight
+    for path, module in packed_modules(model):
+        reason = module.why_not_saved
+        if reason is not None:
+            raise ValueError(
+                f"{module.named_in(path, type(model).__name__)} {reason}; save its adapters, or "
+                "what model.merge_and_unload() returns"
+            )
+    there = getattr(model.config, "quantization_config", None)
+    layers = dict(packed_layers(model))
+    if layers and there is None:
+        first = next(iter(layers.values()))
+        described = first.packed.quantization_config(model, layers.keys())
+        if described is not None:
+            model.config.quantization_config = described
+        return
+    stated = isinstance(there, dict) and format_of_files(there) is not None
+    if stated and not layers and not has_foreign_layers(model):
+        del model.config.quantization_config
+        vars(model).pop("is_quantized", None)

@@ -8,7 +8,6 @@ support.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,18 +33,28 @@ def dequantising(config: Any, model: Any) -> dict[str, Any]:
             another block size.
     """
     from transformers import FineGrainedFP8Config
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     described = config.quantization_config
     described = described if isinstance(described, dict) else described.to_dict()
     kept = described.get("modules_to_not_convert") or described.get("ignored_layers") or []
     block = described.get("weight_block_size", _BLOCK)
-    for name, shape in _stored_shapes(model, kept) if block else ():
-        if any(size > of and size % of for size, of in zip(shape, block)):
-            raise ValueError(
-                f"{name} is {list(shape)} in FP8 with a scale of each {block[0]} x {block[1]}, "
-                "which transformers dequantises "
-                "only where such blocks fill a weight; take a checkpoint in 16 bit"
-            )
+    for path, module in model.named_modules() if block else ():
+        if module is model.get_output_embeddings() or not should_convert_module(path, list(kept)):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            is_stack = parameter.ndim == 3
+            if not is_stack and not (isinstance(module, nn.Linear) and parameter.ndim == 2):
+                continue
+            rows, columns = parameter.shape[-2:]
+            if is_stack and name == "gate_up_proj":
+                rows //= 2  # gate and up of an expert are two tensors in the files
+            if any(size > of and size % of for size, of in zip((rows, columns), block)):
+                raise ValueError(
+                    f"{path}.{name} is {[rows, columns]} in FP8 with a scale of each {block[0]} x "
+                    f"{block[1]}, which transformers dequantises only where such blocks fill a "
+                    "weight; take a checkpoint in 16 bit"
+                )
     logger.info(
         "its weights are in FP8 with scales of blocks; they are dequantised as they are read"
     )
@@ -54,21 +63,3 @@ def dequantising(config: Any, model: Any) -> dict[str, Any]:
             dequantize=True, modules_to_not_convert=kept or None
         )
     }
-
-
-def _stored_shapes(model: Any, kept: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield names and shapes of the matrices in the files: linear layers and single experts.
-
-    Gate and up of an expert are two tensors in the files, one in the model.
-    """
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    for path, module in model.named_modules():
-        if module is model.get_output_embeddings() or not should_convert_module(path, list(kept)):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            rows, columns = (1, *parameter.shape)[-2:]
-            if isinstance(module, nn.Linear) and parameter.ndim == 2:
-                yield f"{path}.{name}", (rows, columns)
-            elif parameter.ndim == 3:
-                yield f"{path}.{name}", (rows // 2 if name == "gate_up_proj" else rows, columns)

@@ -8,6 +8,7 @@ experts) and types without a kernel are dequantised once while loading; the log 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Mapping
@@ -15,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from chronicals.formats.gguf.configuration import config_of
 from chronicals.formats.gguf.families import family_of
-from chronicals.formats.gguf.reader import GGUFFile, fingerprint
+from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.formats.gguf.rotation import extra_tensors
 from chronicals.formats.gguf.tensors import RestoredTensors, TensorPiece, pieces_of
 from chronicals.kernels.gguf_blocks import GGUF_KINDS
@@ -47,15 +47,29 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
             it.
         ValueError: the package gguf is missing, or the file is damaged.
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
     file = GGUFFile(path)
     config = config_of(file)
-    model = _empty(config, dtype)
+    with no_init_weights():  # pages are allocated as they are written
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     pieces = pieces_of(shapes, config, family_of(config))
     _check_tensors(file, pieces, {name for name, _ in extra_tensors(config)})
-    layers = _packable(model, file, pieces) if packed else {}
-    for path_in_model, piece in layers.items():
-        _put(model, path_in_model, file, piece, dtype)
+    by_source = {piece.sources[0]: piece for piece in pieces if len(piece.sources) == 1}
+    layers = {}
+    for path_in_model, linear in linear_layers(model).items() if packed else ():
+        piece = by_source.get(f"{path_in_model}.weight")
+        if piece is None or file.type_of(piece.name) not in GGUF_KINDS:
+            continue
+        layers[path_in_model] = piece
+        # Whole rows of blocks are put into the model's order, so no bit of a block changes.
+        ((_, _, rows),) = piece.backward(file.blocks(piece.name))
+        weight = Blocks.of(rows.contiguous(), file.type_of(piece.name), dtype)
+        layer = weight.layer(linear.bias)
+        model.set_submodule(path_in_model, layer.train(linear.training))
     restored = RestoredTensors(pieces, shapes, file.read)
     assert set(restored) == shapes.keys(), "a parameter would have no value"
     with torch.no_grad():
@@ -63,19 +77,10 @@ def load_gguf(path: Path, dtype: torch.dtype, packed: bool = True) -> Any:
             if name.removesuffix(".weight") not in layers:
                 model.get_parameter(name).copy_(restored[name])
     _report(file, pieces, layers, dtype)
-    setattr(model, GGUF_FILE, fingerprint(path))
+    with path.open("rb") as stored:
+        digest = hashlib.file_digest(stored, "sha256").hexdigest()
+    setattr(model, GGUF_FILE, {"file": path.name, "sha256": digest})
     return model.eval()
-
-
-def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """Build the model without initialising its weights; pages are allocated as they are written."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
-    return model
 
 
 def _check_tensors(file: GGUFFile, pieces: list[TensorPiece], extra: set[str]) -> None:
@@ -101,29 +106,6 @@ def _check_tensors(file: GGUFFile, pieces: list[TensorPiece], extra: set[str]) -
                 f"{file.path}: {name} is {list(stored)}, by its settings {list(shape)}; download "
                 "it again"
             )
-
-
-def _packable(model: Any, file: GGUFFile, pieces: list[TensorPiece]) -> dict[str, TensorPiece]:
-    """Return the layers that keep the file's blocks, by path, with the pieces of their weights.
-
-    They are plain linear layers of decoder layers, of types that have a kernel.
-    """
-    by_source = {piece.sources[0]: piece for piece in pieces if len(piece.sources) == 1}
-    layers = {}
-    for path in linear_layers(model):
-        piece = by_source.get(f"{path}.weight")
-        if piece is not None and file.type_of(piece.name) in GGUF_KINDS:
-            layers[path] = piece
-    return layers
-
-
-def _put(model: Any, path: str, file: GGUFFile, piece: TensorPiece, dtype: torch.dtype) -> None:
-    """Replace a linear layer by one with the file's blocks, in the model's order of rows."""
-    linear: nn.Linear = model.get_submodule(path)
-    ((_, _, rows),) = piece.backward(file.blocks(piece.name))
-    weight = Blocks.of(rows.contiguous(), file.type_of(piece.name), dtype)
-    layer = weight.layer(linear.bias)
-    model.set_submodule(path, layer.train(linear.training))
 
 
 def _report(

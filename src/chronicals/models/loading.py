@@ -16,7 +16,12 @@ from chronicals.formats.gguf.reader import GGUFFile, gguf_of
 from chronicals.formats.gguf.tokenizer import tokenizer_of
 from chronicals.model_shape import ModelShape
 from chronicals.models.base_format import BaseFormat, OtherBase
-from chronicals.models.completeness import check_whole
+from chronicals.models.checkpoint_checks import (
+    check_exists,
+    check_weights,
+    is_reward_model,
+    why_no_language_model,
+)
 from chronicals.models.four_bits import (
     Take,
     Watch,
@@ -27,9 +32,7 @@ from chronicals.models.four_bits import (
 from chronicals.models.fp8_blocks import METHOD as IN_FP8
 from chronicals.models.fp8_blocks import dequantising
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.hub_names import check_exists
-from chronicals.models.reward_model import is_reward_model, why_no_language_model
-from chronicals.models.rows import STORED, NotByRows, StoredRows, parameters_on_meta
+from chronicals.models.rows import STORED_ROWS, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
 from chronicals.models.towers import read_processors
 from chronicals.quantization import format_of_files
@@ -38,7 +41,7 @@ from chronicals.versions import check_versions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Dtype of the weights by ``mixed_precision``.
 
 For fp16 the weights are fp32, since fp16 would lose small updates.
@@ -62,7 +65,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if (file := gguf_of(name)) is not None:
+    file = gguf_of(name)
+    if file is not None:
         return tokenizer_of(GGUFFile(file))
     return as_declared(
         _load(AutoTokenizer, "tokenizer", name, trust_remote_code), name, trust_remote_code
@@ -79,7 +83,8 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     check_versions()
-    if (file := gguf_of(name)) is not None:
+    file = gguf_of(name)
+    if file is not None:
         return config_of(GGUFFile(file))
     return _load(AutoConfig, "configuration", name, trust_remote_code)
 
@@ -138,11 +143,20 @@ def load_model(
         ValueError: it cannot be loaded, or checkpoint and class do not fit; the message says why.
         VersionError: torch or transformers is older than the oldest supported version.
     """
+    from transformers import AutoConfig
+
     check_versions()
-    if (file := gguf_of(name)) is not None:
-        return _of_gguf(file, name, dtype, quantization)
+    file = gguf_of(name)
+    if file is not None:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as "
+                "they are; leave it out "
+                "(--load-in-4bit too)"
+            )
+        return _named(load_gguf(file, dtype), name)
     try:
-        config = _config(name, trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if is_reward_model(config):
             raise ValueError(why_no_language_model(name))
         options: dict[str, Any] = {
@@ -150,13 +164,18 @@ def load_model(
             "trust_remote_code": trust_remote_code,
             "use_safetensors": True,
         }
-        load = load_packed if is_packed(config) else load_whole
+        load: Any = load_whole
+        if is_packed(config):
+            # It registers quantizers with transformers, which other checkpoints do not need.
+            from chronicals.models.packed_loading import load_packed
+
+            load = load_packed
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization, form)
-        elif _quantization(config).get("quant_method") == IN_FP8:
+        elif quantization_of(config).get("quant_method") == IN_FP8:
             options |= dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
-        if _quantization(config).get("quant_method") == IN_FP8:
+        if quantization_of(config).get("quant_method") == IN_FP8:
             # transformers below 5.21 would apply the inverse conversion when the model is saved.
             vars(model).pop("_weight_conversions", None)
     except (OSError, ValueError) as error:
@@ -175,7 +194,9 @@ def load_base(
     """Load the base of an adapter into host memory, with the values that it was trained with.
 
     Args:
+        name: a folder, a hub name or a GGUF file.
         dtype: dtype of weights that are not quantised, and of dequantised ones.
+        trust_remote_code: run code that comes with the model.
         form: the formats of the base's layers in training. Layers that the files hold unquantised
             are quantised so as they are read.
 
@@ -185,7 +206,7 @@ def load_base(
     """
     read_in = form.dtype or dtype
     described = (
-        {} if gguf_of(name) is not None else _quantization(load_config(name, trust_remote_code))
+        {} if gguf_of(name) is not None else quantization_of(load_config(name, trust_remote_code))
     )
     if described or gguf_of(name) is not None:
         model = load_model(name, read_in, trust_remote_code)
@@ -195,7 +216,8 @@ def load_base(
         model = load_model(name, read_in, trust_remote_code, "nf4", form=form)
     if form.by_transformers is None and not described.get("load_in_4bit"):
         quantise_layers(model, form=form)  # layers that reading left unquantised
-    if difference := form.difference(BaseFormat.of(model)):
+    difference = form.difference(BaseFormat.of(model))
+    if difference:
         raise OtherBase(
             f"model={str(name)!r}: is another base than the adapter was trained over "
             f"({difference}); give the one that it was "
@@ -211,23 +233,13 @@ def _named(model: Any, name: str | Path) -> Any:
     return model
 
 
-def _of_gguf(file: Path, name: str | Path, dtype: torch.dtype, quantization: str | None) -> Any:
-    if quantization is not None:
-        raise ValueError(
-            f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as "
-            "they are; leave it out "
-            "(--load-in-4bit too)"
-        )
-    return _named(load_gguf(file, dtype), name)
-
-
 def is_packed(config: Any) -> bool:
     """Return True if the checkpoint is in a packed format, such as bitsandbytes' 4 bits or MXFP4.
 
     Raises:
         ValueError: it is in bitsandbytes' 8 bits.
     """
-    described = _quantization(config)
+    described = quantization_of(config)
     if described.get("load_in_8bit"):
         raise ValueError(
             "quantization_config has load_in_8bit=True: weights in LLM.int8 cannot be trained "
@@ -237,27 +249,10 @@ def is_packed(config: Any) -> bool:
     return format_of_files(described) is not None
 
 
-def _quantization(config: Any) -> dict[str, Any]:
+def quantization_of(config: Any) -> dict[str, Any]:
+    """Return ``quantization_config`` of a checkpoint's configuration as a dictionary."""
     described = getattr(config, "quantization_config", None) or {}
     return described if isinstance(described, dict) else described.to_dict()
-
-
-def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """Load a checkpoint in a packed format into our packed layers or experts.
-
-    No other quantisation library is needed.
-
-    Raises:
-        ValueError: as in ``load_whole``, or a packed weight is damaged; the message names it.
-    """
-    from chronicals.models.packed_loading import as_ours, settle
-
-    config = _config(name, options.get("trust_remote_code", False))
-    described = _quantization(config)
-    config.quantization_config = as_ours(described)
-    model = load_whole(auto_class, name, config=config, **options)
-    settle(model, described)
-    return model
 
 
 def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
@@ -274,7 +269,7 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
         raise
     except RuntimeError as error:  # transformers raises it for weights that it cannot convert
         raise ValueError(str(error)) from error
-    check_whole(model, report)
+    check_weights(model, report)
     return model
 
 
@@ -299,7 +294,7 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
         )
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    setattr(model, STORED, StoredRows(folder, model))
+    setattr(model, STORED_ROWS, StoredRows(folder, model))
     read_processors(_named(model, name))
     return model
 
@@ -310,7 +305,10 @@ def load_replacing(
     """Load a model in 16 bit, replacing each linear layer of the decoder layers as it is read.
 
     Args:
+        name: a folder or a hub name.
+        dtype: dtype of the weights.
         take: returns the replacement of a layer.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ValueError: as in ``load_whole``, or the checkpoint is quantised.
@@ -329,18 +327,13 @@ def load_replacing(
 
 
 def _check_in_16_bit(config: Any, name: str | Path) -> None:
-    if described := _quantization(config):
+    described = quantization_of(config)
+    if described:
         raise NotByRows(
             f"sharding='weights': the weights of {name} are quantised already "
             f"({described.get('quant_method')}); take the "
             "model in 16 bit, or sharding='optimizer'"
         )
-
-
-def _config(name: str | Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[str]:
@@ -373,7 +366,8 @@ def _quantising(
     Raises:
         ValueError: the weights are quantised already, or bitsandbytes is needed and missing.
     """
-    if described := _quantization(config):
+    described = quantization_of(config)
+    if described:
         raise ValueError(
             f"quantization={quantization!r}: its weights are quantised already "
             f"({described.get('quant_method')}); leave it out "
@@ -421,3 +415,13 @@ def input_device(model: Any) -> torch.device:
     """Return the device for token ids: where the embedding is, or where it will be moved."""
     coming: torch.device | None = vars(model).get(RUNS_ON)
     return embedding_table(model).device if coming is None else coming
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
+    """Return name parts of the weights that transformers keeps in fp32 despite ``dtype``."""
+    fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
+    return {
+        part
+        for field in fields
+        for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()
+    }

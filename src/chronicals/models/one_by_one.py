@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Seam
-from chronicals.models.rebinding import OURS
+from chronicals.models.rebinding import REPLACEMENT
 
 DOCUMENTS = "documents_of_pack"
 """Argument that passes the (start, end) of each non-empty document to attention modules."""
@@ -39,16 +39,16 @@ CHOOSERS = {
 
 
 INSTALLED = "_chronicals_one_by_one"
-"""Attribute of an attention module that runs on documents: its ``Installed`` record."""
+"""Attribute of an attention module that runs on documents: its ``ReplacedForward`` record."""
 
 
 @dataclass
-class Installed:
+class ReplacedForward:
     """The state of an attention module that runs on documents.
 
     Attributes:
         before: the forward that the instance had, or None if it used that of its class.
-        times: number of ``install`` calls that are not undone.
+        times: number of ``attend_one_by_one`` calls that are not undone.
     """
 
     before: Any
@@ -59,10 +59,11 @@ class WithoutMasks(Seam):
     """A seam that keeps the class's own attention, while the model makes no mask for the pack."""
 
     def name(self, name: str) -> str:
+        """Return a name by which transformers makes no mask."""
         return "none"
 
 
-SEAM = WithoutMasks("one_by_one")
+WITHOUT_MASKS = WithoutMasks("one_by_one")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def attention_modules(model: Any) -> list[nn.Module]:
     ]
 
 
-def install(model: Any) -> None:
+def attend_one_by_one(model: Any) -> None:
     """Run attention modules document by document when they get ``DOCUMENTS``; calls may be nested.
 
     Raises:
@@ -121,20 +122,20 @@ def install(model: Any) -> None:
         return
     for module in modules:
         own = vars(module).get("forward")
-        if own is not None and not hasattr(getattr(own, "__func__", None), OURS):
+        if own is not None and not hasattr(getattr(own, "__func__", None), REPLACEMENT):
             name = type(module).__name__
             raise RuntimeError(
                 f"the forward of {name} was replaced (hooks, offload), so documents would see "
                 "each other"
             )
-    attention_seam.install(model, SEAM)
+    attention_seam.install_seam(model, WITHOUT_MASKS)
     for module in modules:
-        vars(module)[INSTALLED] = Installed(vars(module).get("forward"))
+        vars(module)[INSTALLED] = ReplacedForward(vars(module).get("forward"))
         module.forward = MethodType(_one_by_one(module.forward), module)
 
 
-def remove(model: Any) -> None:
-    """Undo one call of ``install``."""
+def attend_whole(model: Any) -> None:
+    """Undo one call of ``attend_one_by_one``."""
     modules = [module for module in attention_modules(model) if INSTALLED in vars(module)]
     for module in modules:
         vars(module)[INSTALLED].times -= 1
@@ -145,7 +146,7 @@ def remove(model: Any) -> None:
         del module.forward
         if before is not None:
             module.forward = before
-    attention_seam.remove(model, SEAM)
+    attention_seam.remove_seam(model, WITHOUT_MASKS)
 
 
 def _one_by_one(own: Callable[..., tuple]) -> Callable[..., tuple]:

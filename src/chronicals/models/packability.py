@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, SharedKeys
-from chronicals.models.head import UnknownHead, read_head
+from chronicals.models.linear import UnknownHead, read_head
 from chronicals.models.one_by_one import own_choice
 from chronicals.models.presentation import PresentedModel
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
@@ -90,6 +90,7 @@ def why_neighbours_matter(config: Any, width: int) -> str:
     exceeds a limit. The documents of a twin are too short to show it.
 
     Args:
+        config: the model's configuration.
         width: most tokens of a document.
     """
     text = config.get_text_config()
@@ -110,7 +111,12 @@ def why_neighbours_matter(config: Any, width: int) -> str:
 def _prove(cls: Any, config: Any) -> Packability:
     try:
         twin = build_twin(cls, config)
-        alone = _documents_alone(twin)
+        states = [
+            twin.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            for ids in _documents(twin)
+        ]
+        gradient = _embedding_gradient(twin, torch.cat(states))
+        alone = [state.detach() for state in states], [gradient]
     except Exception as error:  # a class may reject the small sizes with any error
         return Packability(
             False,
@@ -146,7 +152,19 @@ def _prove(cls: Any, config: Any) -> Packability:
 def _leak(twin: Any, alone: tuple[list[Tensor], list[Tensor]], one_by_one: bool = False) -> str:
     """Describe how packed documents change each other in two orders; empty if they do not."""
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
-        packed = _documents_packed(twin, order, one_by_one)
+        documents = [_documents(twin)[n] for n in order]
+        ids = torch.cat(documents)
+        lengths = [len(document) for document in documents]
+        bounds = torch.tensor([0, *lengths, 0]).cumsum(0).to(torch.int32)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(lengths))
+        given = PresentedModel(twin, packed=True, head_is_read=False, one_by_one=one_by_one)
+        with given.attending_documents() as presented:
+            flat = presented.hidden_states(batch)
+        pieces = dict(zip(order, flat.split(lengths)))
+        states = [pieces[n] for n in range(len(order))]
+        gradient = _embedding_gradient(twin, torch.cat(states))
+        packed = [state.detach() for state in states], [gradient]
         for name, expected, got in zip(("hidden states", "gradients"), alone, packed):
             worst = max(_distance(a, b) for a, b in zip(expected, got))
             if not worst <= _TOLERANCE:
@@ -215,31 +233,6 @@ def _documents(twin: Any) -> list[Tensor]:
         torch.randint(FIRST_TOKEN, size, (length,), generator=generator)
         for length in DOCUMENT_LENGTHS
     ]
-
-
-def _documents_alone(twin: Any) -> tuple[list[Tensor], list[Tensor]]:
-    states = [
-        twin.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        for ids in _documents(twin)
-    ]
-    return [state.detach() for state in states], [_embedding_gradient(twin, torch.cat(states))]
-
-
-def _documents_packed(
-    twin: Any, order: tuple[int, ...], one_by_one: bool = False
-) -> tuple[list[Tensor], list[Tensor]]:
-    documents = [_documents(twin)[n] for n in order]
-    ids = torch.cat(documents)
-    lengths = [len(document) for document in documents]
-    bounds = torch.tensor([0, *lengths, 0]).cumsum(0).to(torch.int32)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(lengths))
-    given = PresentedModel(twin, packed=True, head_is_read=False, one_by_one=one_by_one)
-    with given.attending_documents() as presented:
-        flat = presented.hidden_states(batch)
-    pieces = dict(zip(order, flat.split(lengths)))
-    states = [pieces[n] for n in range(len(order))]
-    return [state.detach() for state in states], [_embedding_gradient(twin, torch.cat(states))]
 
 
 @torch.no_grad()

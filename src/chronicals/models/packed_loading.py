@@ -11,11 +11,12 @@ is needed, and nothing is dequantised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import AutoConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter, build_glob_alternation
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -23,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from chronicals.models.loading import load_whole, quantization_of
 from chronicals.quantization import PackedExperts, PackedWeight, format_of_files
 from chronicals.quantization.bitsandbytes_format import ENTRIES, read_weight
 from chronicals.quantization.experts import can_be_packed
@@ -42,35 +44,45 @@ FAILURES = "_chronicals_failures"
 """Attribute of a model while it is loaded: errors about its packed weights."""
 
 
-def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``quantization_config`` with which transformers loads our modules.
+def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
+    """Load a checkpoint in a packed format into our packed layers or experts.
+
+    No other quantisation library is needed.
 
     Args:
-        described: ``quantization_config`` of the checkpoint, which is in a packed format.
+        auto_class: transformers' Auto class for the model.
+        name: a folder or a hub name.
+        options: arguments of ``from_pretrained``.
+
+    Raises:
+        ValueError: as in ``load_whole``, or a packed weight is damaged; the message names it.
     """
+    config = AutoConfig.from_pretrained(
+        name, trust_remote_code=options.get("trust_remote_code", False)
+    )
+    described = quantization_of(config)
     form = format_of_files(described)
     assert form is not None
     if form.STACK_PARTS:
-        return {"quant_method": STACKS_METHOD, "form": form.__name__}
-    storage = described.get("bnb_4bit_quant_storage") or "uint8"
-    return {
-        "quant_method": _METHOD,
-        "skipped": described.get("llm_int8_skip_modules"),
-        "storage": storage,
-    }
-
-
-def settle(model: Any, described: Mapping[str, Any]) -> None:
-    """Remove the quantizer from a loaded model, and restore ``quantization_config`` of its files.
-
-    Args:
-        described: ``quantization_config`` of the files.
-    """
+        ours: dict[str, Any] = {"quant_method": STACKS_METHOD, "form": form.__name__}
+    else:
+        ours = {
+            "quant_method": _METHOD,
+            "skipped": described.get("llm_int8_skip_modules"),
+            "storage": described.get("bnb_4bit_quant_storage") or "uint8",
+        }
+    config.quantization_config = ours
+    model = load_whole(auto_class, name, config=config, **options)
     del model.hf_quantizer
     model.config.quantization_config = dict(described)
     # Saving applies the inverse of these conversions, and ours have none.
-    used = [conversion for conversion in model._weight_conversions if not _is_ours(conversion)]
+    used = []
+    for conversion in model._weight_conversions:
+        operations = getattr(conversion, "operations", ())
+        if not any(isinstance(operation, _Take | _TakeStack) for operation in operations):
+            used.append(conversion)
     model._weight_conversions = used
+    return model
 
 
 class _Place(nn.Module):
@@ -112,46 +124,74 @@ class _Take(ConversionOps):
         full_layer_name: str = "",
         **__: Any,
     ) -> dict[str, Any]:
-        layer = model.get_submodule(full_layer_name.rpartition(".")[0])
+        """Return the codes of a packed weight, or the tensor of a dense one.
+
+        Errors are kept in ``FAILURES`` until all weights are read.
+        """
+        name = full_layer_name
+        layer = model.get_submodule(name.rpartition(".")[0])
         if len(input_dict) == 1 and not isinstance(layer, _Place):
             return input_dict
-        first = {
-            key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()
-        }
-        stored = {
-            full_layer_name + key.removeprefix("weight"): tensor for key, tensor in first.items()
-        }
+        stored = {}
+        for key, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            stored[name + key.removeprefix("weight")] = tensor
         try:
-            codes = self._taken(layer, full_layer_name, stored)
+            if len(stored) == 1:
+                raise ValueError(
+                    f"{name}: is not in 4 bits, and config.json does not name it in "
+                    "llm_int8_skip_modules"
+                )
+            # Without a placeholder its tensors were cast to the dtype of a dense weight.
+            if not isinstance(layer, _Place):
+                raise ValueError(
+                    f"{name}: is in 4 bits, and of no linear layer or one that "
+                    "llm_int8_skip_modules names"
+                )
+            packed = read_weight(name, stored)
+            if packed.shape != layer.shape:
+                raise ValueError(
+                    f"{name}: is {list(packed.shape)} in the checkpoint, {list(layer.shape)} by "
+                    "config.json"
+                )
+            layer.packed = packed
+            codes = packed.codes.view(-1, 1)
         except ValueError as error:
             vars(model).setdefault(FAILURES, []).append(str(error))
             codes = torch.zeros(layer.weight.shape, dtype=torch.uint8)
         return {"weight": nn.Parameter(codes, requires_grad=False)}
 
-    def _taken(self, layer: Any, name: str, stored: Mapping[str, Tensor]) -> Tensor:
-        if len(stored) == 1:
-            raise ValueError(
-                f"{name}: is not in 4 bits, and config.json does not name it in "
-                "llm_int8_skip_modules"
-            )
-        if not isinstance(layer, _Place):  # its tensors were cast to the dtype of a dense weight
-            raise ValueError(
-                f"{name}: is in 4 bits, and of no linear layer or one that llm_int8_skip_modules "
-                "names"
-            )
-        packed = read_weight(name, stored)
-        if packed.shape != layer.shape:
-            raise ValueError(
-                f"{name}: is {list(packed.shape)} in the checkpoint, {list(layer.shape)} by "
-                "config.json"
-            )
-        layer.packed = packed
-        return packed.codes.view(-1, 1)
 
+class _OfPacked(HfQuantizer):
+    """A quantizer for weights that are packed already; it never quantises.
 
-def _is_ours(conversion: Any) -> bool:
-    operations = getattr(conversion, "operations", ())
-    return any(isinstance(operation, _Take | _TakeStack) for operation in operations)
+    Attributes:
+        dtype: dtype that was requested for the model.
+    """
+
+    dtype: torch.dtype
+
+    def is_serializable(self) -> bool:
+        """Return True: the model is saved with its codes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True, for adapters."""
+        return True
+
+    def get_new_dtype(
+        self, converter: Any, param: Any, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """Return None for a packed weight's tensors, so that only dense tensors are cast."""
+        return dtype if dtype is not None and dtype.is_floating_point else None
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        """Raise the errors about packed weights that were found while reading."""
+        failures = vars(model).pop(FAILURES, [])
+        if failures:
+            others = f" (and {len(failures) - 1} more weights)" if len(failures) > 1 else ""
+            raise ValueError(failures[0] + others)
 
 
 @register_quantization_config(_METHOD)
@@ -163,23 +203,14 @@ class _Config(QuantizationConfigMixin):
 
 
 @register_quantizer(_METHOD)
-class _Quantizer(HfQuantizer):
-    """The quantizer for linear layers that are packed already; it never quantises.
+class _Quantizer(_OfPacked):
+    """The quantizer for packed linear layers.
 
     Attributes:
-        dtype: dtype that was requested for the model.
         dtypes: dtypes of the dense parameters before loading, by name.
     """
 
-    dtype: torch.dtype
     dtypes: dict[str, torch.dtype]
-
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
 
     def _process_model_before_weight_loading(
         self, model: Any, dtype: torch.dtype = torch.float32, **_: Any
@@ -206,29 +237,17 @@ class _Quantizer(HfQuantizer):
         # One converter for both names: in older versions the first that matches wins.
         return [WeightConverter([*stored, "weight"], "weight", [_Take()])]
 
-    def get_new_dtype(
-        self, converter: Any, param: Any, dtype: torch.dtype | None
-    ) -> torch.dtype | None:
-        """Return None for a placeholder's tensors, so that only dense tensors are cast."""
-        return dtype if dtype is not None and dtype.is_floating_point else None
-
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        if failures := vars(model).pop(FAILURES, []):
-            others = f" (and {len(failures) - 1} more weights)" if len(failures) > 1 else ""
-            raise ValueError(failures[0] + others)
+        super()._process_model_after_weight_loading(model)
         for path, place in list(model.named_modules()):
             if isinstance(place, _Place) and place.packed is not None:
                 model.set_submodule(
                     path, place.packed.to(self.dtype).layer(place.bias).train(place.training)
                 )
-        if transformers_before(QUANTIZER_SAYS_DTYPE):
-            self._cast_renamed(model)
-
-    def _cast_renamed(self, model: Any) -> None:
-        """Cast dense parameters that older versions left in the dtype of the file.
-
-        They get the dtype that they have without a quantizer.
-        """
+        if not transformers_before(QUANTIZER_SAYS_DTYPE):
+            return
+        # Older versions left dense parameters in the dtype of the file; they get the dtype that
+        # they have without a quantizer.
         in_fp32 = list(model._get_dtype_plan(self.dtype))
         pattern = build_glob_alternation(in_fp32)[0] if in_fp32 else None
         for name, parameter in model.named_parameters():
@@ -283,23 +302,14 @@ class _StacksConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(STACKS_METHOD)
-class _StacksQuantizer(HfQuantizer):
+class _StacksQuantizer(_OfPacked):
     """The quantizer for experts whose stacked weights are packed in the checkpoint.
 
     Attributes:
-        dtype: dtype that was requested for the model.
         shapes: dense shapes of the stacked weights, by path and name.
     """
 
-    dtype: torch.dtype
     shapes: dict[str, dict[str, tuple[int, ...]]]
-
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
 
     def _process_model_before_weight_loading(
         self, model: Any, dtype: torch.dtype = torch.float32, **_: Any
@@ -327,15 +337,8 @@ class _StacksQuantizer(HfQuantizer):
             for name in sorted(names)
         ]
 
-    def get_new_dtype(
-        self, converter: Any, param: Any, dtype: torch.dtype | None
-    ) -> torch.dtype | None:
-        return dtype if dtype is not None and dtype.is_floating_point else None
-
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        if failures := vars(model).pop(FAILURES, []):
-            others = f" (and {len(failures) - 1} more weights)" if len(failures) > 1 else ""
-            raise ValueError(failures[0] + others)
+        super()._process_model_after_weight_loading(model)
         for path in self.shapes:
             module = model.get_submodule(path)
             packed = vars(module).pop(PACKED_HERE)

@@ -63,18 +63,11 @@ def active_adapters(model: Any) -> list[str]:
     """Return the names of the active PEFT adapters in order; empty without PEFT adapters."""
     if hasattr(model, "get_base_model"):
         named = model.active_adapters
-    elif attached_by_transformers(model):
+    elif getattr(model, "_hf_peft_config_loaded", False):  # by transformers' ``add_adapter``
         named = model.active_adapters()
     else:
         return []
     return [named] if isinstance(named, str) else list(named)
-
-
-def attached_by_transformers(model: Any) -> bool:
-    """Return True if PEFT adapters were attached without wrapper, by transformers'
-    ``add_adapter``.
-    """
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unfused_kind(model: Any) -> str | None:
@@ -83,12 +76,6 @@ def unfused_kind(model: Any) -> str | None:
     PEFT's own modules compute such adapters, so their layers are never fused.
     """
     return next((kind for kind in kinds(model) if kind != "LORA"), None)
-
-
-def stays_in_fp32(model: Any) -> bool:
-    """Return True if all PEFT adapters are trained in fp32 over a base of any dtype."""
-    found = kinds(model)
-    return bool(found) and all(kind in IN_TYPES_OF_THEIR_OWN for kind in found)
 
 
 def within_adapters(model: Any) -> Any:

@@ -37,7 +37,11 @@ def check_positions(model: Any, longest: int) -> None:
     )
     if last_position(model, longest):
         raise ValueError(f"{found}: set max_seq_length to at most {stated}")
-    if longest > stated * _stretched(model.config.get_text_config()):
+    # Configurations differ in whether max_position_embeddings includes the scaling of rotary
+    # positions; no warning is logged for lengths that only one of the two readings covers.
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    if longest > stated * max(float(part.get("factor") or 1.0) for part in parts):
         logger.warning(
             "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches "
             "further",
@@ -47,32 +51,15 @@ def check_positions(model: Any, longest: int) -> None:
 
 
 def last_position(model: Any, longest: int) -> int | None:
-    """Return the number of positions of ``model`` if it is a limit below ``longest``, else None."""
+    """Return the number of positions of ``model`` if it is a limit below ``longest``, else None.
+
+    It is a limit if a small random twin fails beyond its last position. It counts as none if no
+    twin can be built.
+    """
     model = within_adapters(model)
     stated = _stated(model)
-    return stated if stated is not None and longest > stated and _has_no_more(model) else None
-
-
-def _stated(model: Any) -> int | None:
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return stated if isinstance(stated, int) and stated > 0 else None
-
-
-def _stretched(text: Any) -> float:
-    """Return the scaling factor of rotary positions; 1 without scaling.
-
-    Configurations differ in whether ``max_position_embeddings`` includes it.
-    """
-    rope = getattr(text, "rope_parameters", None) or {}
-    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    return max(float(part.get("factor") or 1.0) for part in parts)
-
-
-def _has_no_more(model: Any) -> bool:
-    """Return True if a small random twin fails beyond its last position.
-
-    False if no twin can be built.
-    """
+    if stated is None or longest <= stated:
+        return None
     try:
         config = twin_config(model.config)
         config.get_text_config().max_position_embeddings = _FEW
@@ -80,10 +67,15 @@ def _has_no_more(model: Any) -> bool:
             decoder = build_twin(type(model), config).get_decoder()
             decoder(input_ids=torch.full((1, _FEW), FIRST_TOKEN), use_cache=False)
     except Exception:  # a class may reject the small sizes with any error
-        return False
+        return None
     try:
         with plain_surroundings():
             decoder(input_ids=torch.full((1, 2 * _FEW), FIRST_TOKEN), use_cache=False)
     except (IndexError, RuntimeError, ValueError):
-        return True
-    return False
+        return stated
+    return None
+
+
+def _stated(model: Any) -> int | None:
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return stated if isinstance(stated, int) and stated > 0 else None

@@ -21,16 +21,19 @@ from transformers.modeling_utils import AttentionInterface
 from chronicals.attention import attend_split, document_attention, gather_keys
 from chronicals.batch import Batch, SharedKeys, SplitDocuments
 from chronicals.models import attention_seam, one_by_one
-from chronicals.models.additions import Addition, Computed
 from chronicals.models.attention_seam import Attention, Seam
-from chronicals.models.head import Head, read_head
+from chronicals.models.linear import Head, read_head
 from chronicals.models.one_by_one import DOCUMENTS
-from chronicals.models.routed_experts import receiving
-from chronicals.models.router_logits import reading_logits, router_logits_of, unrecorded_routers
+from chronicals.models.routed_experts import (
+    ROUTER_LOGITS,
+    reading_logits,
+    receiving,
+    unrecorded_routers,
+)
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
-from chronicals.models.terms import Terms
+from chronicals.models.terms import AdditionalTerm, Computed, Terms
 
-Result = TypeVar("Result")
+ForwardResult = TypeVar("ForwardResult")
 
 _ATTENTION = "chronicals_documents"
 """Name of document attention in transformers' table of attention functions.
@@ -137,13 +140,15 @@ class OverDocuments(Seam):
     """A seam whose attention takes document bounds; no masks are made."""
 
     def attend(self, name: str, own: Attention) -> Attention:
+        """Return document attention, whatever function the configuration names."""
         return _documents_only
 
     def name(self, name: str) -> str:
+        """Return the name of document attention, by which no mask is made."""
         return _ATTENTION
 
 
-SEAM = OverDocuments("documents_only")
+OVER_DOCUMENTS = OverDocuments("documents_only")
 
 
 @dataclass
@@ -169,7 +174,7 @@ class PresentedModel:
     router_loss: RouterLoss | None = None
     flash: bool = True
     pack_width: int | None = None
-    additions: tuple[Addition, ...] = ()
+    additions: tuple[AdditionalTerm, ...] = ()
     experts: tuple[nn.Module, ...] = ()
     one_by_one: bool = False
 
@@ -178,13 +183,13 @@ class PresentedModel:
         """True if a forward pass in training also needs router logits."""
         return self.router_loss is not None or bool(self.additions)
 
-    def as_forward(self, compute: Callable[[], Result]) -> Result:
+    def as_forward(self, compute: Callable[[], ForwardResult]) -> ForwardResult:
         """Call ``compute`` as one forward pass of the model; it may use the model's parts and head.
 
         This matters for weights that are gathered for each pass. The result must be a tensor, or
         tensors in dictionaries.
         """
-        forward: Callable[[Callable[[], Result]], Result] | None = getattr(
+        forward: Callable[[Callable[[], ForwardResult]], ForwardResult] | None = getattr(
             self.model, AS_FORWARD, None
         )
         return compute() if forward is None else forward(compute)
@@ -263,7 +268,9 @@ class PresentedModel:
         padded = None if self.packed else PaddedRows.of(batch)
         inputs = packed_arguments(batch) if padded is None else padded.inputs
         if self.one_by_one:
-            inputs[DOCUMENTS] = documents_of(batch)
+            # Waits for the device: the bounds are Python numbers.
+            ends = batch.cu_seqlens.tolist()
+            inputs[DOCUMENTS] = [(start, end) for start, end in zip(ends, ends[1:]) if end > start]
         if self.packed and not self.flash:
             inputs["flash"] = False  # passed on to the attention with the document bounds
         if routers:
@@ -284,7 +291,8 @@ class PresentedModel:
             rows = x.flatten(0, -1 - beside)[padded.kept]
             return rows.new_zeros(len(batch), *rows.shape[1:]).index_put((padded.places,), rows)
 
-        found = router_logits_of(out, read) if routers else ()
+        # A class may record the logits in its output; hooks read the others.
+        found = (out.get(ROUTER_LOGITS) or read) if routers else ()
         ahead = out.lookahead if lookahead else None
         layers, tokens = (
             (None, None) if ahead is None else (ahead.get("layers"), ahead.get("tokens"))
@@ -325,32 +333,28 @@ class PresentedModel:
             self._attend_documents()
 
     def _attend_documents(self) -> None:
+        """Install document attention.
+
+        Raises:
+            RuntimeError: a module would attend without document bounds, so across documents.
+        """
         if self.one_by_one:
-            one_by_one.install(self.model)
-        else:
-            _attend_documents(self.model)
+            one_by_one.attend_one_by_one(self.model)
+            return
+        attention_seam.install_seam(self.model, OVER_DOCUMENTS)
+        without = attention_seam.module_without(self.model, OVER_DOCUMENTS)
+        if without:
+            attention_seam.remove_seam(self.model, OVER_DOCUMENTS)
+            raise RuntimeError(
+                f"the attention of {without} cannot take document bounds, so documents would see each "
+                "other"
+            )
 
     def _attend_as_before(self) -> None:
         if self.one_by_one:
-            one_by_one.remove(self.model)
+            one_by_one.attend_whole(self.model)
         else:
-            attention_seam.remove(self.model, SEAM)
-
-
-def _attend_documents(model: Any) -> None:
-    """Install document attention.
-
-    Raises:
-        RuntimeError: a module would attend without document bounds, so across documents.
-    """
-    attention_seam.install(model, SEAM)
-    without = attention_seam.module_without(model, SEAM)
-    if without:
-        attention_seam.remove(model, SEAM)
-        raise RuntimeError(
-            f"the attention of {without} cannot take document bounds, so documents would see each "
-            "other"
-        )
+            attention_seam.remove_seam(self.model, OVER_DOCUMENTS)
 
 
 @contextmanager
@@ -380,12 +384,6 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
     if batch.split is not None:
         found["split_documents"] = batch.split
     return found if keys is None else {**found, "shared_keys": keys}
-
-
-def documents_of(batch: Batch) -> list[tuple[int, int]]:
-    """Return (start, end) of each non-empty document. Waits for the device."""
-    bounds = batch.cu_seqlens.tolist()
-    return [(start, end) for start, end in zip(bounds, bounds[1:]) if end > start]
 
 
 @dataclass(frozen=True)
@@ -418,10 +416,13 @@ class PaddedRows:
         if batch.keys is not None:
             ends = batch.keys.cu_seqlens.tolist()
             rows = [batch.keys.index[ends[n] : ends[n + 1]] for n in spans or [0]]
-        own = [
-            row if first else some
-            for row, some, first in zip(rows, own, _first_of_their_prompts(rows, own))
+        prompts = [int(row[0]) if len(row) > len(some) else None for row, some in zip(rows, own)]
+        # The first row with a prompt also keeps the prompt's tokens.
+        first = [
+            prompt is not None and prompt not in prompts[:number]
+            for number, prompt in enumerate(prompts)
         ]
+        own = [row if with_prompt else some for row, some, with_prompt in zip(rows, own, first)]
         lengths = torch.tensor([len(row) for row in rows], device=device)
         columns = torch.arange(int(lengths.max()), device=device)
         mask = (columns < lengths[:, None]).long()
@@ -431,12 +432,3 @@ class PaddedRows:
         return cls(
             {"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own)
         )
-
-
-def _first_of_their_prompts(rows: list[Tensor], own: list[Tensor]) -> list[bool]:
-    """Return for each row whether it is the first with its prompt; False for rows without one."""
-    prompts = [int(row[0]) if len(row) > len(some) else None for row, some in zip(rows, own)]
-    return [
-        prompt is not None and prompt not in prompts[:number]
-        for number, prompt in enumerate(prompts)
-    ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-OURS = "chronicals_form"
+REPLACEMENT = "chronicals_form"
 """Attribute of a function that replaces a method of an instance: the name of the replacement."""
 
 
@@ -45,9 +45,15 @@ def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callabl
     """
     inner = inspect.unwrap(function)
     assert isinstance(inner, FunctionType)
-    return _decorated_alike(
-        function, _copied(inner, _globals_with(inner, names, label), inner.__closure__)
-    )
+    version = hash(functions_beside(inner))  # other code may replace a function later
+    name = f"chronicals.{label}.{inner.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
+    # torch.compile looks up the globals of a function in a module of sys.modules.
+    if name not in sys.modules:
+        module = ModuleType(name)
+        vars(module).update(inner.__globals__, __name__=name, **names)
+        sys.modules[name] = module
+    copied = _copied(inner, vars(sys.modules[name]), inner.__closure__)
+    return _decorated_alike(function, copied)
 
 
 def _decorated_alike(function: Any, made: Callable) -> Callable | None:
@@ -76,19 +82,3 @@ def _copied(
     made.__qualname__ = function.__qualname__
     made.__annotations__ = function.__annotations__
     return made
-
-
-def _globals_with(function: FunctionType, names: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the globals of ``function`` with ``names`` replaced.
-
-    They are those of a new module in ``sys.modules``, where ``torch.compile`` looks them up.
-    """
-    version = hash(functions_beside(function))  # other code may replace a function later
-    name = (
-        f"chronicals.{label}.{function.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
-    )
-    if name not in sys.modules:
-        module = ModuleType(name)
-        vars(module).update(function.__globals__, __name__=name, **names)
-        sys.modules[name] = module
-    return vars(sys.modules[name])

@@ -97,7 +97,7 @@ def times_trained(batch: Batch) -> Tensor:
     A token of a shared prompt occurs in the document of each answer to it.
     """
     bounds = batch.cu_seqlens
-    document = document_of(torch.arange(len(batch), device=bounds.device), bounds)
+    document = document_at(torch.arange(len(batch), device=bounds.device), bounds)
     targets = torch.zeros(len(bounds), dtype=torch.int32, device=bounds.device)
     counts = targets.index_add(0, document, (batch.targets != IGNORED).int()) > 0
     if COUNTED in batch.segments:
@@ -106,13 +106,13 @@ def times_trained(batch: Batch) -> Tensor:
         return counts[document].float()
     places = batch.keys.places
     return (
-        ((places >= 0) & counts[document_of(places.clamp(min=0), batch.keys.cu_seqlens)])
+        ((places >= 0) & counts[document_at(places.clamp(min=0), batch.keys.cu_seqlens)])
         .sum(0)
         .float()
     )
 
 
-def document_of(places: Tensor, bounds: Tensor) -> Tensor:
+def document_at(places: Tensor, bounds: Tensor) -> Tensor:
     """Return the index of the document at each place, int64 in the shape of ``places``.
 
     Args:
@@ -135,7 +135,8 @@ def read_router_loss(model: Any) -> RouterLoss:
 
     ``proved_router_loss`` checks that the class computes this loss.
     """
-    coefficient = next(value for name in COEFFICIENTS if (value := _own(model, name)))
+    coefficients = [_own(model, name) for name in COEFFICIENTS]
+    coefficient = next(value for value in coefficients if value)
     return RouterLoss(float(coefficient), int(_own(model, "num_experts_per_tok") or 0))
 
 

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-STORED = "_chronicals_stored_rows"
+STORED_ROWS = "_chronicals_stored_rows"
 """Attribute of a model on the meta device: the ``StoredRows`` with its weights."""
 
-PART = "_chronicals_part"
+SHARING_RANKS = "_chronicals_part"
 """Attribute of a rank's part of a frozen weight: the number of ranks that share the weight."""
 
 
@@ -101,8 +101,8 @@ def files_by_name(folder: Path) -> dict[str, Path]:
     return found
 
 
-PIECES = 64
-PIECE = 4096
+SAMPLES = 64
+SAMPLE_BYTES = 4096
 """Number of pieces that a file of weights is sampled in for its digest, and bytes of each."""
 
 
@@ -125,9 +125,11 @@ def digest_of_files(name: str | Path) -> str:
             header = int.from_bytes(file.read(8), "little")
             digest.update(file.read(header))
             # A safetensors file: 8 bytes of header length, the header, the tensors.
-            for number in range(PIECES):
-                file.seek(8 + header + number * max(size - 8 - header - PIECE, 0) // (PIECES - 1))
-                digest.update(file.read(PIECE))
+            for number in range(SAMPLES):
+                file.seek(
+                    8 + header + number * max(size - 8 - header - SAMPLE_BYTES, 0) // (SAMPLES - 1)
+                )
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

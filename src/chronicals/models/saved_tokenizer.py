@@ -67,6 +67,8 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
     """Write a tokenizer so that ``AutoTokenizer`` reads the same one beside a model.
 
     Args:
+        tokenizer: a tokenizer of transformers.
+        folder: folder that the files are written to.
         config: configuration of the model, which may be saved elsewhere.
 
     Raises:
@@ -79,7 +81,15 @@ def save_tokenizer(tokenizer: Any, folder: Path, config: Any) -> None:
     if found is None:
         return
     if hasattr(tokenizer, "backend_tokenizer"):
-        _name_the_stored_one(folder)
+        # AutoTokenizer shall use tokenizer.json unchanged, with remote code allowed or not.
+        file = folder / "tokenizer_config.json"
+        declared = json.loads(file.read_text())
+        declared |= {
+            "tokenizer_class": GENERIC[0],
+            "auto_map": {"AutoTokenizer": [None, f"{MODULE}.{CLASS}"]},
+        }
+        file.write_text(json.dumps(declared, indent=2, ensure_ascii=False) + "\n")
+        (folder / f"{MODULE}.py").write_text(SOURCE)
         if _difference_when_read(tokenizer, folder, config) is None:
             logger.info(
                 "tokenizer: beside a %s AutoTokenizer would make another one of it (%s); %s tells "
@@ -108,6 +118,7 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
     Args:
         found: the tokenizer that ``AutoTokenizer`` loaded.
         name: folder or hub name that it was loaded from.
+        trust_remote_code: run code that comes with the tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -132,18 +143,6 @@ def as_declared(found: Any, name: str | Path, trust_remote_code: bool) -> Any:
         difference,
     )
     return stored
-
-
-def _name_the_stored_one(folder: Path) -> None:
-    """Make ``AutoTokenizer`` use ``tokenizer.json`` unchanged, with remote code allowed or not."""
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config |= {
-        "tokenizer_class": GENERIC[0],
-        "auto_map": {"AutoTokenizer": [None, f"{MODULE}.{CLASS}"]},
-    }
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    (folder / f"{MODULE}.py").write_text(SOURCE)
 
 
 def _difference_when_read(tokenizer: Any, folder: Path, config: Any) -> str | None:
@@ -184,12 +183,15 @@ def _compared(tokenizer: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     yield "number of tokens", len
     marks = " ".join(tokenizer.all_special_tokens)
     for text in (*TEXTS, f"a{marks} b"):
-        yield f"ids of {text[:20]!r}", partial(_ids, text)
-        ids = _outcome(partial(_bare_ids, text), tokenizer)
+        yield f"ids of {text[:20]!r}", partial(_encoded, text, "input_ids", {})
+        bare = {"add_special_tokens": False}
+        ids = _outcome(partial(_encoded, text, "input_ids", bare), tokenizer)
         if isinstance(ids, list):
             yield f"what {text[:20]!r} is decoded to", partial(_decoded, ids)
             if getattr(tokenizer, "is_fast", False):
-                yield f"places of {text[:20]!r}", partial(_places, text)
+                asked = {"return_offsets_mapping": True}
+                places = partial(_encoded, text, "offset_mapping", asked)
+                yield f"places of {text[:20]!r}", places
     yield "chat template", lambda own: own.chat_template
     if tokenizer.chat_template is not None:
         yield "a rendered chat", partial(_rendered, False)
@@ -200,16 +202,8 @@ def _special_ids(tokenizer: Any) -> dict[str, int | None]:
     return {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
 
 
-def _ids(text: str, tokenizer: Any) -> Any:
-    return tokenizer(text)["input_ids"]
-
-
-def _bare_ids(text: str, tokenizer: Any) -> Any:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _places(text: str, tokenizer: Any) -> Any:
-    return tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+def _encoded(text: str, entry: str, options: dict[str, bool], tokenizer: Any) -> Any:
+    return tokenizer(text, **options)[entry]
 
 
 def _decoded(ids: list[int], tokenizer: Any) -> list[str]:

@@ -114,7 +114,12 @@ def twin_config(config: Any) -> Any:
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    overrides = _take_overrides(text)
+    overrides: dict[int, dict[str, Any]] = {}
+    if getattr(text, "is_heterogeneous", False):
+        # While a configuration has fields by layer, reading one of these fields raises an error.
+        by_layer = text.to_dict()["per_layer_config"]
+        overrides = {int(index): fields for index, fields in by_layer.items()}
+        text.per_layer_config = None
     if not any(
         isinstance(getattr(text, name, None), int) and getattr(text, name) <= SMALL_ENOUGH
         for name in WIDTHS
@@ -123,9 +128,12 @@ def twin_config(config: Any) -> Any:
             name: getattr(text, name, None) for fields in overrides.values() for name in fields
         }
         _smaller(text)
-        overrides = {
-            index: _smaller_fields(text, fields, usual) for index, fields in overrides.items()
-        }
+        # A layer's own sizes keep the ratio that they have to the usual ones of the model.
+        for index, fields in overrides.items():
+            overrides[index] = {
+                name: _in_ratio(getattr(text, name, None), value, usual[name])
+                for name, value in fields.items()
+            }
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
         rope["original_max_position_embeddings"] = LATE
@@ -137,32 +145,16 @@ def twin_config(config: Any) -> Any:
         text.per_layer_config = overrides
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)
-        if part is not None and part is not text:
-            _shallow(part)
+        if part is None or part is text:
+            continue
+        # A vision or audio tower gets few layers; its widths stay, as the text model expects them.
+        for count in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
+            if isinstance(getattr(part, count, None), int) and settable(part, count):
+                setattr(part, count, min(getattr(part, count), 2))
     for name in DROPOUTS:
         if isinstance(getattr(text, name, None), float):
             setattr(text, name, 0.0)
     return config
-
-
-def _take_overrides(text: Any) -> dict[int, dict[str, Any]]:
-    """Remove the fields that differ between layers from a configuration, and return them by layer.
-
-    While a configuration has them, reading one of these fields raises an error.
-    """
-    if not getattr(text, "is_heterogeneous", False):
-        return {}
-    overrides = {int(index): fields for index, fields in text.to_dict()["per_layer_config"].items()}
-    text.per_layer_config = None
-    return overrides
-
-
-def _smaller_fields(text: Any, fields: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Scale a layer's own sizes by the ratio that they have to the ``usual`` ones of the model."""
-    return {
-        name: _in_ratio(getattr(text, name, None), value, usual[name])
-        for name, value in fields.items()
-    }
 
 
 def _in_ratio(small: Any, value: Any, usual: Any) -> Any:
@@ -222,17 +214,11 @@ def _smaller(text: Any) -> None:
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
-def _shallow(part: Any) -> None:
-    """Give a vision or audio tower few layers; its widths stay, as the text model expects them."""
-    for name in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
-        if isinstance(getattr(part, name, None), int) and settable(part, name):
-            setattr(part, name, min(getattr(part, name), 2))
-
-
 def build_twin(cls: Any, config: Any) -> Any:
     """Build the twin of ``cls`` in evaluation mode; call within ``plain_surroundings``.
 
     Args:
+        cls: a class of causal language models.
         config: a configuration from ``twin_config``.
 
     Raises:

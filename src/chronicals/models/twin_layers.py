@@ -63,7 +63,7 @@ FIRST_INCLUSIVE = ("moe_layer_end_index",)
 LAST = ("num_kv_shared_layers",)
 """Fields with the number of last layers that are of another kind."""
 
-SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
+LAYER_SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
 """Fields with the number of layers in consecutive sections, which together are all layers."""
 
 PERIODS = (
@@ -189,7 +189,12 @@ class Layers:
             wanted += others[: max(0, MIN_LAYERS - len(wanted))]
         else:
             wanted += range(min(MAX_LAYERS, self.count))
-        return _aligned(sorted(set(wanted)), self.period)
+        kept: list[int] = []
+        for index in sorted(set(wanted)):
+            while (index - len(kept)) % self.period:
+                kept.append(kept[-1] + 1 if kept else 0)
+            kept.append(index)
+        return kept
 
     def _sharing(self, types: list[tuple]) -> list[int]:
         """Return the indices of layers that share a module, or keys and values, with later layers.
@@ -212,6 +217,7 @@ def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, d
     """Shorten the configuration of a language model to few layers, at least one of every kind.
 
     Args:
+        config: configuration of the text model; changed in place.
         overrides: by layer, the fields that differ in it (``per_layer_config``).
 
     Returns:
@@ -224,7 +230,9 @@ def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, d
     if layers is None or stacks:
         return {}
     if isinstance(getattr(config, PER_STACK, None), int):
-        _cut_stacks(config, layers.count)
+        runs = layers.count // getattr(config, PER_STACK)
+        setattr(config, PER_STACK, min(getattr(config, PER_STACK), 2))
+        config.num_hidden_layers = runs * getattr(config, PER_STACK)
         return {}
     kept = layers.kept()
     for name in (*COUNTS, *COUNTED_TOO):
@@ -238,14 +246,17 @@ def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, d
             config, field, [new + INDICES[field] for new, index in enumerate(kept) if index in some]
         )
     for field, bound in layers.bounds.items():
-        _set_bound(config, field, sum(index < bound for index in kept), len(kept))
+        # So many of the kept layers come first, said in the convention of each field.
+        first = sum(index < bound for index in kept)
+        if field in LAST:
+            first = len(kept) - first
+        elif field in FIRST_INCLUSIVE:
+            first -= 1
+        elif field in LAYER_SECTIONS:
+            before = LAYER_SECTIONS[: LAYER_SECTIONS.index(field)]
+            first -= sum(getattr(config, section) for section in before)
+        setattr(config, field, first)
     return {new: overrides[index] for new, index in enumerate(kept) if index in overrides}
-
-
-def _cut_stacks(config: Any, count: int) -> None:
-    runs = count // getattr(config, PER_STACK)
-    setattr(config, PER_STACK, min(getattr(config, PER_STACK), 2))
-    config.num_hidden_layers = runs * getattr(config, PER_STACK)
 
 
 def settable(config: Any, name: str) -> bool:
@@ -264,21 +275,10 @@ def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
     bounds = {field: numbers[field] for field in FIRST if field in numbers}
     bounds |= {field: numbers[field] + 1 for field in FIRST_INCLUSIVE if field in numbers}
     bounds |= {field: count - numbers[field] for field in LAST if field in numbers}
-    sections = [field for field in SECTIONS if field in numbers]
+    sections = [field for field in LAYER_SECTIONS if field in numbers]
     for place, field in enumerate(sections):
         bounds[field] = sum(numbers[before] for before in sections[: place + 1])
     return bounds
-
-
-def _set_bound(config: Any, field: str, bound: int, count: int) -> None:
-    """Set a field, in its own convention, so that ``bound`` of ``count`` layers come first."""
-    if field in LAST:
-        bound = count - bound
-    elif field in FIRST_INCLUSIVE:
-        bound -= 1
-    elif field in SECTIONS:
-        bound -= sum(getattr(config, before) for before in SECTIONS[: SECTIONS.index(field)])
-    setattr(config, field, bound)
 
 
 def _is_size(entries: Sequence[Any]) -> bool:
@@ -288,13 +288,3 @@ def _is_size(entries: Sequence[Any]) -> bool:
 
 def _first_of_each(kinds: list[tuple]) -> list[int]:
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-
-
-def _aligned(wanted: list[int], period: int) -> list[int]:
-    """Return ``wanted`` with layers added until new and old indices are equal modulo ``period``."""
-    kept: list[int] = []
-    for index in wanted:
-        while (index - len(kept)) % period:
-            kept.append(kept[-1] + 1 if kept else 0)
-        kept.append(index)
-    return kept

@@ -107,7 +107,8 @@ class ChronicalsMoeConfig(PreTrainedConfig):
         Raises:
             ValueError: they do not; the message names the field.
         """
-        if unknown := sorted(set(self.kinds) - {FULL, SLIDING}):
+        unknown = sorted(set(self.kinds) - {FULL, SLIDING})
+        if unknown:
             raise ValueError(f"layer_types={unknown}: there are {FULL!r} and {SLIDING!r}")
         if len(self.kinds) != self.num_hidden_layers:
             raise ValueError(
@@ -128,7 +129,8 @@ class ChronicalsMoeConfig(PreTrainedConfig):
         least = {"sliding_window": 1, "num_shared_experts": 0, "lookahead_rank": 1}
         least |= {"lookahead_tokens": 0, "lookahead_layers": 0}
         for name, minimum in least.items():
-            if (value := getattr(self, name)) is not None and value < minimum:
+            value = getattr(self, name)
+            if value is not None and value < minimum:
                 raise ValueError(f"{name}={value}: must be at least {minimum}")
         for name in ("head_dim", "qk_rope_head_dim"):
             if getattr(self, name) % 2:
@@ -136,8 +138,3 @@ class ChronicalsMoeConfig(PreTrainedConfig):
                     f"{name}={getattr(self, name)}: rotary embeddings turn pairs; take an even "
                     "number"
                 )
-
-    @property
-    def has_lookahead(self) -> bool:
-        """True if the model has heads that predict experts."""
-        return self.lookahead_layers is not None or self.lookahead_tokens > 0

@@ -3,6 +3,10 @@
 Latent and sliding-window attention layers alternate. Every layer has routed and shared experts, and
 lookahead heads predict which experts will be chosen.
 
+A latent layer caches the latent as keys and the rotary key as values, ``[B, 1, T, R]`` and ``[B, 1,
+T, P]``. A sliding layer caches the last ``sliding_window - 1`` keys and values of its heads. Both
+are layers of transformers' ``DynamicCache`` (and of its static and offloaded caches).
+
 It is an ordinary transformers model: it works with ``generate``, ``Trainer``, ``pipeline``, PEFT
 and ``save_pretrained``. After ``import chronicals``, ``AutoModelForCausalLM`` loads it without
 remote code.
@@ -16,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -34,13 +38,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
-from chronicals.moe.cache import CACHE, seen_tokens, the_cache
+from chronicals.moe.attention import ChronicalsMoeRotaryEmbedding, LatentAttention, SlidingAttention
 from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
 from chronicals.moe.experts import MixtureOfExperts, RoutedExperts, TopKRouter
-from chronicals.moe.latent_attention import LatentAttention
 from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
-from chronicals.moe.rotary import ChronicalsMoeRotaryEmbedding
-from chronicals.moe.sliding_attention import SlidingAttention
+from chronicals.versions import cache_name
+
+CACHE = cache_name()
+"""Name of the cache in the arguments and outputs of a model."""
 
 
 @dataclass
@@ -60,15 +65,21 @@ class Lookahead(ModelOutput):
 
 @dataclass
 class ChronicalsMoeModelOutput(MoeModelOutputWithPast):
+    """Output of the decoder: that of transformers' mixtures, and predicted router logits."""
+
     lookahead: Lookahead | None = None
 
 
 @dataclass
 class ChronicalsMoeCausalLMOutput(MoeCausalLMOutputWithPast):
+    """Output with a head: that of transformers' mixtures, and predicted router logits."""
+
     lookahead: Lookahead | None = None
 
 
 class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
+    """A layer of attention and a mixture of experts, each behind a norm and beside a residual."""
+
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
         attention = LatentAttention if config.kinds[layer_idx] == FULL else SlidingAttention
@@ -86,6 +97,7 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Map ``[B, S, D]`` to ``[B, S, D]``."""
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(
@@ -104,6 +116,8 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
 
 
 class ChronicalsMoePreTrainedModel(PreTrainedModel):
+    """The properties of the native model that transformers asks for, and its initialisation."""
+
     config: ChronicalsMoeConfig
     config_class = ChronicalsMoeConfig
     base_model_prefix = "model"
@@ -192,10 +206,16 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         """Run the decoder, like transformers' decoders.
 
         Args:
+            input_ids: int64 ``[B, S]``, or None with ``inputs_embeds``.
             attention_mask: ``[B, T]``, or a dictionary of masks by kind of layer.
             position_ids: ``[B, S]``; for packed documents they restart at each document. If None,
                 they are computed from ``cu_seq_lens_q`` (the document bounds) or from the cache.
+            cache: keys and values of earlier tokens, or None.
+            inputs_embeds: ``[B, S, D]`` in place of ``input_ids``.
+            use_cache: make a cache if none is given.
+            past_key_values: the cache, under the name of older versions of transformers.
             output_lookahead: if true, also predict experts.
+            **kwargs: passed on to the layers, such as document bounds.
 
         Raises:
             ValueError: both or neither of ``input_ids`` and ``inputs_embeds`` are given.
@@ -204,12 +224,14 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        cache = the_cache(self.config, cache, past_key_values, use_cache)
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
             bounds = kwargs.get("cu_seq_lens_q")
-            position_ids = _positions(
-                inputs_embeds, seen_tokens(cache) if bounds is None else bounds
-            )
+            # A cache counts every token seen, including those a window has dropped.
+            seen = 0 if cache is None else cache.get_seq_length()
+            position_ids = _positions(inputs_embeds, seen if bounds is None else bounds)
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
@@ -244,34 +266,23 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         hidden_states = self.norm(hidden_states)
         lookahead = None
         if output_lookahead:
-            lookahead = Lookahead(
-                tuple(predicted) or None, self._predict_next_tokens(hidden_states, inputs_embeds)
-            )
+            of_tokens = None
+            if self.token_ahead is not None:
+                # The last token has no next token; zeros stand in for its embedding.
+                following = nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1))
+                of_tokens = self._predict(self.token_ahead, hidden_states, following)
+            lookahead = Lookahead(tuple(predicted) or None, of_tokens)
         return ChronicalsMoeModelOutput(
             last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache}
         )
 
     def _predict_layers(self, heads: LayerAhead, number: int, hidden_states: Tensor) -> Tensor:
-        """Predict the router logits of layer ``number`` and later ones from its input, ``[B, S, n,
-        E]``.
-        """
+        """Predict router logits ``[B, S, n, E]`` of layer ``number`` and later from its input."""
         layers: list[Any] = list(self.layers)
         features = layers[number].input_layernorm(hidden_states)
         if not self.config.lookahead_trunk_gradient:
             features = features.detach()
         return heads(number, features, [layer.mlp.gate.weight for layer in layers])
-
-    def _predict_next_tokens(self, hidden_states: Tensor, inputs_embeds: Tensor) -> Tensor | None:
-        """Predict the router logits of the next K tokens, ``[B, S, K, L, E]``; None without such a
-        head.
-
-        The last token has no next token; zeros stand in for its embedding.
-        """
-        if self.token_ahead is None:
-            return None
-        return self._predict(
-            self.token_ahead, hidden_states, nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1))
-        )
 
     def _predict(self, head: TokenAhead, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         if not self.config.lookahead_trunk_gradient:
@@ -334,9 +345,19 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         """Run the model, like transformers' causal language models.
 
         Args:
+            input_ids: int64 ``[B, S]``, or None with ``inputs_embeds``.
+            attention_mask: as for the decoder.
+            position_ids: as for the decoder.
+            cache: keys and values of earlier tokens, or None.
+            inputs_embeds: ``[B, S, D]`` in place of ``input_ids``.
+            labels: int64 ``[B, S]`` targets of the loss, -100 for none.
+            use_cache: make a cache if none is given.
             output_router_logits: if true, return the router logits, and add the load-balancing loss
                 if ``labels`` are given.
+            logits_to_keep: number of last positions with logits, or their indices; 0 for all.
+            past_key_values: the cache, under the name of older versions of transformers.
             output_lookahead: if true, also predict experts.
+            **kwargs: passed on to the decoder and the loss function.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -388,6 +409,7 @@ def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
     """Return position ids ``[1, S]``.
 
     Args:
+        inputs_embeds: ``[B, S, D]``.
         start: the first position, or document bounds ``[N + 1]``, at each of which positions
             restart.
     """

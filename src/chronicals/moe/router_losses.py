@@ -48,11 +48,11 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.models import times_trained
-from chronicals.models.router_loss import document_of
+from chronicals.models.router_loss import document_at
 
 
 @dataclass(frozen=True)
-class Tokens:
+class CountedTokens:
     """The weight of each token of a Batch in the losses, and its document and pack.
 
     Attributes:
@@ -67,14 +67,15 @@ class Tokens:
     width: int
 
     @classmethod
-    def of(cls, batch: Batch, width: int | None) -> Tokens:
+    def of(cls, batch: Batch, width: int | None) -> CountedTokens:
         """Build from ``batch``.
 
         Args:
+            batch: T tokens.
             width: tokens of a pack; None if the Batch is one pack.
         """
         places = torch.arange(len(batch), device=batch.cu_seqlens.device)
-        return cls(times_trained(batch), document_of(places, batch.cu_seqlens), width or len(batch))
+        return cls(times_trained(batch), document_at(places, batch.cu_seqlens), width or len(batch))
 
     def before(self, distance: int) -> Tensor:
         """Return fp32 ``[T - distance]``: how often token t counts, or 0 at a document boundary.
@@ -85,8 +86,7 @@ class Tokens:
         return self.counted[: len(self.counted) - distance] * same
 
     def means(self, values: Tensor, there: Tensor) -> Tensor:
-        """Return the weighted mean of ``values`` in each pack, ``[..., P]``; 0 for packs without
-        weight.
+        """Return the weighted mean of ``values`` in each pack, ``[..., P]``; 0 without weight.
 
         Args:
             values: ``[..., n]``, for the first n tokens.
@@ -105,18 +105,13 @@ class Tokens:
         """Return the sum of ``means`` over the packs."""
         return self.means(values, there).sum()
 
-    @property
-    def packs(self) -> Tensor:
-        """Number of packs with a token that counts, an fp32 scalar."""
-        return (self.counted > 0).view(-1, self.width).any(1).sum().float()
-
 
 def wide(logits: Tensor) -> Tensor:
     """Return ``logits`` in fp32, or in their own dtype if that is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def chosen(logits: Tensor, k: int) -> Tensor:
+def top_k_mask(logits: Tensor, k: int) -> Tensor:
     """Return a bool mask ``[..., E]`` of the k largest logits."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter(
         -1, logits.topk(k, dim=-1).indices, True
@@ -135,6 +130,7 @@ def log_scores(logits: Tensor, scores: str) -> Tensor:
     """Return log s ``[..., E]``, in fp32 or wider.
 
     Args:
+        logits: z ``[..., E]``.
         scores: a key of ``SCORES``.
     """
     return SCORES[scores](wide(logits))
@@ -157,8 +153,8 @@ def known(received: Tensor, experts: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Load of the experts from the tokens that count, in fp32.
+class ExpertLoad:
+    """ExpertLoad of the experts from the tokens that count, in fp32.
 
     Attributes:
         rows_LPE: number of tokens that each expert received.
@@ -169,11 +165,16 @@ class Load:
     choices_P1: Tensor
 
     @classmethod
-    def of(cls, received: Sequence[Tensor], experts: int, k: int, tokens: Tokens) -> Load:
+    def of(
+        cls, received: Sequence[Tensor], experts: int, k: int, tokens: CountedTokens
+    ) -> ExpertLoad:
         """Count the load.
 
         Args:
             received: expert ids ``[T, k]`` of each layer.
+            experts: E.
+            k: experts per token.
+            tokens: the tokens that count.
         """
         counted_PW = tokens.counted.view(-1, tokens.width).to(torch.float32)
         ids_LTk = known(torch.stack(list(received)), experts)
@@ -181,9 +182,8 @@ class Load:
         packs = len(counted_PW)
         groups = torch.arange(layers * packs, device=ids_LTk.device)[:, None] * (experts + 1)
         each = counted_PW[None, :, :, None].expand(layers, -1, -1, ids_LTk.shape[-1]).reshape(-1)
-        rows = each.new_zeros(
-            layers * packs * (experts + 1)
-        )  # sums of ones: whatever their order, they are exact
+        # Sums of ones: whatever their order, they are exact.
+        rows = each.new_zeros(layers * packs * (experts + 1))
         rows = rows.scatter_add(0, (ids_LTk.view(layers * packs, -1) + groups).view(-1), each)
         return cls(
             rows.view(layers, packs, experts + 1)[..., :experts],
@@ -192,25 +192,17 @@ class Load:
 
     @property
     def shares_LPE(self) -> Tensor:
-        """f, the share of the choices that fell on each expert; 0 for packs without a token that
-        counts.
-        """
+        """Share f of the choices that fell on each expert; 0 in packs without counted tokens."""
         return self.rows_LPE / self.choices_P1.clamp(min=1.0)
 
-    @property
-    def dropped_LP(self) -> Tensor:
-        """Share of the choices that no expert received."""
-        return (self.choices_P1[:, 0] - self.rows_LPE.sum(-1)) / self.choices_P1[:, 0].clamp(
-            min=1.0
-        )
 
-
-def balance(log_s: Tensor, shares_PE: Tensor, tokens: Tokens) -> Tensor:
+def balance_loss(log_s: Tensor, shares_PE: Tensor, tokens: CountedTokens) -> Tensor:
     """Return the balance loss of one layer, summed over packs.
 
     Args:
         log_s: ``[T, E]``.
         shares_PE: f of this layer.
+        tokens: the tokens that count.
     """
     counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
     p_PWE = log_s.softmax(-1).unflatten(0, (-1, tokens.width))
@@ -257,12 +249,18 @@ def lookahead_losses(
     Args:
         predicted: z′ ``[..., E]``.
         target: z ``[..., E]``, which gets no gradient.
-        ranking, of_set, margin: a, b and m of the formula.
+        k: experts per token.
+        temperature: T.
+        ranking: a, the factor of the ranking term.
+        of_set: b, the factor of the set term.
+        margin: m.
     """
     predicted = wide(predicted)
     target = wide(target.detach())
     losses = divergences(predicted, target, temperature)
-    return losses + set_losses(predicted, chosen(target, k), temperature, ranking, of_set, margin)
+    return losses + set_losses(
+        predicted, top_k_mask(target, k), temperature, ranking, of_set, margin
+    )
 
 
 def divergences(predicted: Tensor, target: Tensor, temperature: float) -> Tensor:
@@ -292,6 +290,10 @@ def set_losses(
     Args:
         predicted: z′ ``[..., E]``.
         those: bool ``[..., E]``, S.
+        temperature: T.
+        ranking: a, the factor of the ranking term.
+        of_set: b, the factor of the set term.
+        margin: m.
         among: bool ``[..., E]``, the experts that are compared with S; all by default.
     """
     if among is not None:
@@ -310,14 +312,15 @@ def set_losses(
 
 
 def recalls(predicted: Tensor, target: Tensor, k: int, among: int | None = None) -> Tensor:
-    """Return the share of the k chosen experts that are among the first ``among`` predicted,
-    ``[...]``.
+    """Return the share ``[...]`` of the k chosen experts among the first ``among`` predicted.
 
     Args:
-        predicted, target: z′ and z ``[..., E]``.
+        predicted: z′ ``[..., E]``.
+        target: z ``[..., E]``.
+        k: experts per token.
         among: k by default.
     """
-    return (chosen(predicted, among or k) & chosen(target, k)).sum(-1) / k
+    return (top_k_mask(predicted, among or k) & top_k_mask(target, k)).sum(-1) / k
 
 
 def anchor_losses(logits: Tensor, reference: Tensor, scores: str = "softmax") -> Tensor:
@@ -326,7 +329,9 @@ def anchor_losses(logits: Tensor, reference: Tensor, scores: str = "softmax") ->
     Only ``logits`` get a gradient.
 
     Args:
-        logits, reference: ``[T, E]``.
+        logits: ``[T, E]``.
+        reference: ``[T, E]``, logits at the start of the run.
+        scores: a key of ``SCORES``.
     """
     log_p, log_r = (log_scores(x, scores).log_softmax(-1) for x in (logits, reference.detach()))
     return (log_p.exp() * (log_p - log_r)).sum(-1)
@@ -339,4 +344,5 @@ def entropies(log_s: Tensor) -> Tensor:
 
 
 def mean(values: Sequence[Tensor]) -> Tensor:
+    """Return the mean over tensors of one shape, a scalar."""
     return torch.stack(list(values)).mean()

@@ -12,9 +12,7 @@ LOSSES = ("balance", "z", "temporal", "locality", "layer_ahead", "token_ahead", 
     frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid")
 )
 class RouterSettings:
-    """Coefficients of the losses in ``router_losses.py``; a loss with coefficient 0 is not
-    computed.
-    """
+    """Coefficients of the losses in ``router_losses.py``; with 0 a loss is not computed."""
 
     balance: float = Field(
         default=0.0, ge=0, description="Weight of the load-balancing loss, of each layer by itself"
@@ -72,7 +70,8 @@ class RouterSettings:
     @property
     def weights(self) -> dict[str, float]:
         """Coefficients of the losses that are trained, by name."""
-        return {name: weight for name in LOSSES if (weight := getattr(self, name))}
+        weights = {name: getattr(self, name) for name in LOSSES}
+        return {name: weight for name, weight in weights.items() if weight}
 
     @property
     def lookahead(self) -> bool:

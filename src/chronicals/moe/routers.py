@@ -1,24 +1,36 @@
-"""Find how the routers of a Hugging Face mixture weigh experts and which losses they can train."""
+"""Find the routers of a Hugging Face mixture, how they weigh experts, and which losses they train.
+
+Attention, router and experts of a layer are found by structure, not by class. The experts are the
+module with stacked weights (``down_proj`` ``[E, ., .]``), possibly in 4 bits. The router is a
+module next to the experts (or next to the adapters around them) with a weight ``[E, D]``. The
+attention is the first module with "Attention" in its class name.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chronicals.memory import decoder_layers
 from chronicals.models import asks_for_router_loss
-from chronicals.models.lookahead_heads import HEADS, lookahead_heads
 from chronicals.models.routed_experts import (
+    HEADS,
+    ROUTER_LOGITS,
     chosen_experts,
     count_of,
+    is_experts,
+    lookahead_heads,
+    outermost_path,
+    reading_logits,
     routed_experts,
-    without_adapters,
+    router_within,
+    unrecorded_routers,
 )
-from chronicals.models.router_logits import reading_logits, router_logits_of, unrecorded_routers
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
-from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_losses import SCORES
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import Routing
@@ -33,10 +45,10 @@ LENGTH = 24
 OF_SCORES = ("balance", "temporal", "locality", "anchor")
 """Losses that need the probabilities of experts."""
 
-Proof = tuple[str | None, bool]
+WeighingProof = tuple[str | None, bool]
 """``scores`` and ``logits`` of a ``Routing``."""
 
-_PROVED: dict[tuple[type, str], Proof | str] = {}
+_PROVED: dict[tuple[type, str], WeighingProof | str] = {}
 
 
 def experts_per_token(model: Any) -> int:
@@ -46,9 +58,8 @@ def experts_per_token(model: Any) -> int:
         ValueError: the configuration has no such field.
     """
     config = model.config.get_text_config()
-    found = next(
-        (value for name in K if isinstance(value := getattr(config, name, None), int)), None
-    )
+    values = (getattr(config, name, None) for name in K)
+    found = next((value for value in values if isinstance(value, int)), None)
     if found is None:
         name = type(model).__name__
         raise ValueError(
@@ -130,7 +141,7 @@ def routing_of(model: Any) -> Routing:
 
 
 @torch.no_grad()
-def _prove(twin: Any) -> Proof | str:
+def _prove(twin: Any) -> WeighingProof | str:
     """Return how the twin weighs experts, or a message that says why it cannot be determined."""
     experts = routed_experts(twin)
     if not experts:
@@ -155,7 +166,7 @@ def _prove(twin: Any) -> Proof | str:
         return f"calls the experts of {len(seen)} layers and has those of {len(experts)}"
     if any(chosen.shape != (LENGTH, experts_per_token(twin)) for chosen, _ in seen):
         return "gives tokens another number of experts than its configuration says"
-    logits = [scores.view(-1, scores.shape[-1]) for scores in router_logits_of(out, read)]
+    logits = [scores.view(-1, scores.shape[-1]) for scores in out.get(ROUTER_LOGITS) or read]
     if [len(scores) for scores in logits] != [LENGTH] * len(seen):
         return None, False
     same = (
@@ -181,12 +192,11 @@ def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> b
 
 
 def untrained_routers(model: Any) -> list[str]:
-    """Return the ends of the router weights' paths, as ``mlp.gate.weight``, if no router is
-    trained.
+    """Return the ends of the paths of router weights, as ``mlp.gate.weight``, if none is trained.
 
     If any router has a trained parameter, the list is empty.
     """
-    paths = {id(module): without_adapters(path) for path, module in model.named_modules()}
+    paths = {id(module): outermost_path(path) for path, module in model.named_modules()}
     routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
     if any(p.requires_grad for path in routers for p in model.get_submodule(path).parameters()):
         return []
@@ -204,3 +214,80 @@ def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:
     for name, module in heads.items():
         module.requires_grad_(name in trained)
     return [name for name in heads if name not in trained]
+
+
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Attribute names of the score correction, in a router or next to it."""
+
+
+@dataclass(frozen=True)
+class MixtureLayer:
+    """A layer with routed experts.
+
+    Attributes:
+        number: index among all decoder layers.
+        attention, experts, router: its modules.
+        num_experts: E.
+        correction: ``[E]``, added to scores when experts are chosen but not to their weights; None
+            if the model has none.
+    """
+
+    number: int
+    attention: nn.Module
+    experts: nn.Module
+    router: nn.Module
+    num_experts: int
+    correction: Tensor | None = None
+
+    @property
+    def gate(self) -> Tensor:
+        """Router weight, ``[E, D]``."""
+        return self.router.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Router bias ``[E]`` that is added to the logits, or None."""
+        return getattr(self.router, "bias", None)
+
+
+def mixture_layers(model: Any) -> list[MixtureLayer]:
+    """Return the layers of ``model`` with routed experts, in order.
+
+    Raises:
+        ValueError: the model has none, or a layer's router or attention is not found.
+    """
+    name = type(model).__name__
+    width = model.get_input_embeddings().weight.shape[1]
+    found = []
+    for number, layer in enumerate(decoder_layers(model)):
+        path, experts = next(
+            ((path, module) for path, module in layer.named_modules() if is_experts(module)),
+            ("", None),
+        )
+        if experts is None:
+            continue
+        count = count_of(experts)
+        block = outermost_path(path).rpartition(".")[0]
+        around = layer.get_submodule(block)
+        _, router = router_within(around, count, width) or ("", None)
+        attention = next(
+            (module for module in layer.modules() if "Attention" in type(module).__name__), None
+        )
+        if router is None or attention is None:
+            raise ValueError(
+                f"layer {number} of {name}: its {'router' if router is None else 'attention'} is "
+                "not found"
+            )
+        weights = (*around.named_parameters(), *around.named_buffers())
+        corrections = [
+            weight
+            for place, weight in weights
+            if place.rpartition(".")[2] in CORRECTIONS and weight.numel() == count
+        ]
+        correction = corrections[0].detach().flatten() if corrections else None
+        found.append(MixtureLayer(number, attention, experts, router, count, correction))
+    if not found:
+        raise ValueError(
+            f"{name} has no layer with routed experts; give a mixture-of-experts model"
+        )
+    return found

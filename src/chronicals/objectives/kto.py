@@ -9,7 +9,7 @@ It trains on answers that are judged one by one. By equation 8 and section 4.1,
 
 z estimates the policy's divergence from the reference. It is a mean over the whole optimizer step
 on all ranks, never over a micro-batch. y' is the answer of the nearest earlier row with another
-prompt (``data/kinds/judged_answers.py``). If a row leaves no room for y' in a pack, z is the mean
+prompt (``data/kinds/preferences.py``). If a row leaves no room for y' in a pack, z is the mean
 over the other rows; it is 0 if no row of the step has one.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.kinds.judged_answers import JUDGED
+from chronicals.data.kinds.preferences import JUDGED
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED

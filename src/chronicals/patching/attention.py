@@ -102,9 +102,9 @@ def install(model: Any, outputs_at_padding: bool = True) -> None:
         outputs_at_padding: if False, outputs at padding are zero and labels there are refused.
     """
     if outputs_at_padding:
-        attention_seam.install(model, SEAM)
+        attention_seam.install_seam(model, SEAM)
     else:
-        attention_seam.install(model, WITHOUT_PADDING)
+        attention_seam.install_seam(model, WITHOUT_PADDING)
         model.register_forward_pre_hook(_refuse_labels_at_padding, with_kwargs=True)
 
 
@@ -116,7 +116,7 @@ def is_installed(model: Any, outputs_at_padding: bool) -> bool:
 def remove(model: Any) -> None:
     """Undo ``install``."""
     for seam in (SEAM, WITHOUT_PADDING):
-        attention_seam.remove(model, seam)
+        attention_seam.remove_seam(model, seam)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse_labels_at_padding:
             del model._forward_pre_hooks[key]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from chronicals.lora.parameter_layer import innermost
-from chronicals.models.rebinding import OURS
+from chronicals.models.rebinding import REPLACEMENT
 from chronicals.quantization import class_module
 
 VALUE_TOLERANCE = 3e-5
@@ -32,7 +32,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 RUN_ATTRIBUTES = ("training", "forward", "gradient_checkpointing")
 """Attributes of a module that a run sets; two modules of one kind may differ in them."""
 
-FORM = OURS
+FORM = REPLACEMENT
 """Attribute of functions that replace a module's forward: the name of their form."""
 
 CAPTURING_HOOKS = "transformers.utils.output_capturing"

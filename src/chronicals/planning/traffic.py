@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chronicals.attention import attend_split
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
-from chronicals.data.packs.dealing import share_of
+from chronicals.data.packs.dealing import rank_share
 from chronicals.data.packs.parts import SPLIT
 from chronicals.distributed import (
     EmbeddingInShards,
@@ -287,7 +287,7 @@ def _of_attention(
         groups = (
             dist.new_group(list(range(0, end, by))) for end, by in ((inner, 1), (context, inner))
         )
-        share = share_of(
+        share = rank_share(
             np.array([0, tokens]), np.array([SPLIT]), Context(0, context, inner, *groups)
         )
         q, k, v = (

@@ -22,7 +22,7 @@ from chronicals.attention import why_not_divided
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import TokenStore
-from chronicals.data.packs.dealing import NOBODY, part_of, share_of
+from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
 from chronicals.data.packs.parts import SPLIT
 from chronicals.distributed import WAITING, Mesh
 from chronicals.model_shape import ModelShape
@@ -238,7 +238,7 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
         _documents(presented, lengths)
         for lengths in ((first, second), (second, first), (first, second, rest))
     )
-    rows = share_of(more.cu_seqlens.numpy(), shared, context).rows
+    rows = rank_share(more.cu_seqlens.numpy(), shared, context).rows
     with in_evaluation(model), WAITING.within():
         expected, swapped, found = (
             presented.as_forward(partial(presented.hidden_states, batch.to(device)))

@@ -30,7 +30,7 @@ from chronicals.distributed import (
 )
 from chronicals.memory import decoder_layers
 from chronicals.models import embedding_table, has_4bit_experts, kept_in_fp32
-from chronicals.models.rows import STORED, StoredRows
+from chronicals.models.rows import STORED_ROWS, StoredRows
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
 from chronicals.policies.exclusions import why_excluded
@@ -238,7 +238,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
         return
     products = list(names_of_products(model))
     dtype = GATHERED_TYPES[config.mixed_precision]
-    stored: StoredRows | None = getattr(model, STORED, None)
+    stored: StoredRows | None = getattr(model, STORED_ROWS, None)
 
     def read_in_memory(name: str, weight: Tensor, rows: range) -> Tensor:
         """Return a weight that every process holds, with the values of rank 0."""

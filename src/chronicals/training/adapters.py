@@ -38,8 +38,8 @@ from chronicals.models import (
     within_adapters,
 )
 from chronicals.models.gguf_loading import GGUF_FILE
-from chronicals.models.lookahead_heads import is_of_head, lookahead_heads
 from chronicals.models.peft_kinds import REFUSED, kinds
+from chronicals.models.routed_experts import is_of_head, lookahead_heads
 
 logger = logging.getLogger(__name__)
 

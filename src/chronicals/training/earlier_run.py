@@ -25,7 +25,7 @@ from typing import Any
 from chronicals.config import ChronicalsConfig
 from chronicals.data.reading.own_files import RUN_FILES
 from chronicals.models import within_adapters
-from chronicals.moe.anchor import FILE as ANCHOR
+from chronicals.moe.router_terms import FILE as ANCHOR
 from chronicals.saving import MANIFEST, remove
 from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
 from chronicals.training.errors import CheckpointError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, Source, filler_token, open_store
+from chronicals.data import BatchStream, RowSource, filler_token, open_store
 from chronicals.data.packs.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import (
@@ -197,7 +197,7 @@ def _known_of_all(
 def evaluate_data(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    data: Source,
+    data: RowSource,
     config: ChronicalsConfig,
 ) -> Evaluation:
     """Evaluate a model on data, as training does.

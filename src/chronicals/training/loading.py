@@ -19,7 +19,7 @@ from chronicals.formats.gguf.reader import gguf_of
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
 from chronicals.models.loading import (
-    DTYPES,
+    WEIGHT_DTYPES,
     is_packed,
     load_for_rows,
     load_replacing,
@@ -77,7 +77,7 @@ def load_to_train(
     )
     if model is None:
         given = (
-            DTYPES[config.mixed_precision],
+            WEIGHT_DTYPES[config.mixed_precision],
             trust_remote_code,
             config.quantization,
             watcher(config),
@@ -123,7 +123,7 @@ def _divided(
     Raises:
         NotByRows: the layout does not permit it, and ``sharding`` was set.
     """
-    dtype = DTYPES[config.mixed_precision]
+    dtype = WEIGHT_DTYPES[config.mixed_precision]
     sharing = config.sharding_ranks or ranks.count
     device = ranks.device
     kept = PRODUCT_TYPES[config.mixed_precision]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chronicals.models import kept_in_fp32
-from chronicals.models.peft_kinds import stays_in_fp32
+from chronicals.models.peft_kinds import IN_TYPES_OF_THEIR_OWN, kinds
 from chronicals.optimizers import FusedAdamW
 from chronicals.quantization import packed_modules
 
@@ -42,7 +42,9 @@ class Precision:
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
         adapted = hasattr(model, "chronicals_lora")
         patterns = kept_in_fp32(model, frozen)
-        of_peft = stays_in_fp32(model)
+        # Adapters of some types of PEFT compute with fp32 parameters over a base of any dtype.
+        adapters = kinds(model)
+        of_peft = bool(adapters) and all(kind in IN_TYPES_OF_THEIR_OWN for kind in adapters)
         for _, module in packed_modules(model):
             module.dtype = frozen
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import (
-    Source,
+    RowSource,
     TokenStore,
     open_divided,
     open_held_out,
@@ -133,8 +133,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def open_stores(
-    train: Source,
-    held_out: Source | None,
+    train: RowSource,
+    held_out: RowSource | None,
     embedding_rows: int,
     tokenizer: Any,
     config: ChronicalsConfig,
@@ -158,7 +158,7 @@ def open_stores(
     """
     folder = reports if ranks.writer else None
 
-    def options(name: str, source: Source) -> dict[str, Any]:
+    def options(name: str, source: RowSource) -> dict[str, Any]:
         return {
             "source": source,
             "tokenizer": tokenizer,

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.reading.standard_library import questions_and_answers
-from chronicals.data.tokens.tokenizer_training import train_tokenizer
+from chronicals.data.tokens.tokenizer_training import questions_and_answers, train_tokenizer
 from chronicals.generation import generate_answer, load_trained
 from chronicals.models import load_model, load_tokenizer
 from chronicals.training.evaluation import Evaluation, evaluate_data

@@ -12,13 +12,11 @@ import torch
 from chronicals.config import ConfigurationError
 from chronicals.data import TokenStore
 from chronicals.models import PresentedModel
-from chronicals.models.lookahead_heads import lookahead_heads
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.models.routed_experts import called_for_experts
+from chronicals.models.routed_experts import called_for_experts, lookahead_heads
 from chronicals.models.router_loss import SWITCH
-from chronicals.moe.anchor import FILE, Anchor, first_tokens
 from chronicals.moe.router_settings import RouterSettings
-from chronicals.moe.router_terms import RouterTerms
+from chronicals.moe.router_terms import FILE, Anchor, RouterTerms, first_tokens
 from chronicals.moe.routers import check_routers, choose_heads, routing_of, untrained_routers
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream, TokenStore
-from chronicals.data.making.target_columns import TargetColumn
+from chronicals.data.making.store import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
 from chronicals.objectives.columns import Columns

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import (
     Mesh,
@@ -40,7 +40,7 @@ from chronicals.training.guard import check_that_something_was_applied, saying_w
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop, Stop
 from chronicals.training.preparation import (
-    Source,
+    RowSource,
     check_class,
     check_precision,
     check_tokenizer,
@@ -144,8 +144,8 @@ class ChronicalsTrainer:
 
     def train(
         self,
-        train_dataset: Source,
-        eval_dataset: Source | None = None,
+        train_dataset: RowSource,
+        eval_dataset: RowSource | None = None,
         resume: bool | str | Path = False,
     ) -> TrainingResult:
         """Train and evaluate the model, and write the model and the report.
@@ -190,7 +190,7 @@ class ChronicalsTrainer:
                 self.tokenizer.pad_token = padding
 
     def _train(
-        self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None
+        self, train_dataset: RowSource, eval_dataset: RowSource | None, resumed: Path | None
     ) -> TrainingResult:
         model = self.model
         if self.device.type == "cuda":
@@ -221,7 +221,7 @@ class ChronicalsTrainer:
         for store in (train_store, eval_store):
             if store is not None:
                 check_dealt(store, self.objective, self.config)
-        plan = plan_of(train_store, self.config)
+        plan = plan_epoch(train_store, self.config)
         with (
             self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),

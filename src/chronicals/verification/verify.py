@@ -34,7 +34,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
-from chronicals.data.packs.loader import plan_of
+from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.memory import checkpoints_end_with_errors
@@ -47,7 +47,7 @@ from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.frozen import with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import (
-    Source,
+    RowSource,
     check_precision,
     fit_vocabulary,
     one_device,
@@ -164,8 +164,8 @@ def verify(
     model: Any,
     tokenizer: Any,
     config: ChronicalsConfig,
-    train_dataset: Source,
-    eval_dataset: Source | None = None,
+    train_dataset: RowSource,
+    eval_dataset: RowSource | None = None,
     steps: int = FEWEST,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
@@ -196,7 +196,7 @@ def verify(
     embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
-    plan = plan_of(store, config)
+    plan = plan_epoch(store, config)
     config = with_token_ids(
         fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer
     )

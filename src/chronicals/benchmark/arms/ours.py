@@ -19,7 +19,7 @@ from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.lora.peft_format import PREFIX
 from chronicals.models import load_tokenizer
-from chronicals.models.loading import DTYPES
+from chronicals.models.loading import WEIGHT_DTYPES
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
@@ -113,7 +113,7 @@ def ours(work: Work, plan: ArmPlan) -> None:
     run = f"run-{time.time_ns()}"
     config = work.config(run, **{"max_steps": plan.at_most + SPARE_STEPS, **plan.changes})
     load_model = load_in_4_bits if work.in_4_bits else load
-    model = load_model(work.model, DTYPES[config.mixed_precision])
+    model = load_model(work.model, WEIGHT_DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
     collector = Collector(work, plan, _settings(work, config, plan), config.use_fp8)

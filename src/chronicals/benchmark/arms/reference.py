@@ -17,7 +17,7 @@ from chronicals.benchmark.arms.split_products import split_frozen
 from chronicals.benchmark.arms.weights import load, load_dequantised, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Document, Work
-from chronicals.models.loading import DTYPES
+from chronicals.models.loading import WEIGHT_DTYPES
 
 TIGHT_STEPS = 3
 """Reference steps of a model whose weights, gradients and states fill the card."""
@@ -56,7 +56,7 @@ def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, str, bool]:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if work.in_4_bits:
-        dtype = DTYPES[work.config().mixed_precision]
+        dtype = WEIGHT_DTYPES[work.config().mixed_precision]
         model = load_dequantised(work.model, dtype, attn_implementation="sdpa")
     else:
         model = load(work.model, torch.float32, attn_implementation="sdpa")

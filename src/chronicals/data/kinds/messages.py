@@ -1,29 +1,38 @@
 """Messages of conversations: several dialects in, one form out.
 
 Dialects are OpenAI's messages, ShareGPT's ``from`` and ``value``, content in parts, tool calls with
-their arguments as JSON text, and null for a field that a message lacks.
+their arguments as JSON text, and null for a field that a message lacks. Tables hold messages, tools
+and answers as JSON text.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
-from chronicals.data.kinds.json_fields import (
-    MESSAGE_CONTENT_FIELDS,
-    MESSAGE_ROLE_FIELDS,
-    parsed_json,
-    read_json,
-)
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.plain_values import is_filled, is_missing, is_null, is_object, items_of
-from chronicals.data.reading.records import Record
-from chronicals.data.reading.row_fields import MEDIA_FIELDS
+from chronicals.data.reading.plain_values import (
+    is_filled,
+    is_missing,
+    is_null,
+    is_object,
+    list_items,
+    plain,
+)
+from chronicals.data.reading.records import MEDIA_FIELDS, RowRecord
 
 Message = dict[str, Any]
+
+TEXT_OR_MESSAGES = ("prompt", "completion", "response", "chosen", "rejected")
+"""Fields that hold a text, or messages, which some write as JSON text."""
+
+MESSAGE_ROLE_FIELDS = ("role", "from")
+MESSAGE_CONTENT_FIELDS = ("content", "value")
+"""Fields of a message, in the order in which they are read: who speaks, and what is said."""
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of an assistant's thoughts in messages, the usual one first."""
@@ -57,6 +66,15 @@ MEDIA_PART_TYPES = {
 }
 """Types of the parts of a content that are no text."""
 
+_JSON_OBJECT = re.compile(r"[ \t\n\r]*(?:\[[ \t\n\r]*)?\{")
+"""Beginning of a JSON object, or of a list of them."""
+
+_PRINTED_MESSAGE = re.compile(
+    r"\s*(?:\[\s*\{\s*'(?:role|from|content|value)'\s*:"
+    r"|\{\s*'(?:role|from)'\s*:\s*'\w+'\s*,\s*'(?:content|value)'\s*:)"
+)
+"""Beginning of a message, or of a list of them, as Python prints it."""
+
 
 def normal_messages(messages: Any, name: str, where: str) -> list[Message]:
     """Return messages in the form that chat templates read.
@@ -66,11 +84,12 @@ def normal_messages(messages: Any, name: str, where: str) -> list[Message]:
     Args:
         messages: the list as the row has it.
         name: of its field, for errors.
+        where: what errors call the row.
 
     Raises:
         DataError: a message lacks a field, or a field is of the wrong type.
     """
-    listed = items_of(messages)
+    listed = list_items(messages)
     if listed is None:
         raise DataError(
             f"{where}: {name} must be a list of messages, this is {type(messages).__name__}",
@@ -126,7 +145,20 @@ def _normal_message(message: Any, where: str) -> Message:
     if "tool_calls" in fields:
         fields["tool_calls"] = _normal_calls(fields["tool_calls"], where)
     if "weight" in fields:
-        _replace_weight(fields, f"{where} ({role})")
+        # OpenAI's weight: 0 is ``train: false``, 1 is the same as none.
+        weight = fields.pop("weight")
+        if not isinstance(weight, Number) or weight not in (0, 1):
+            raise DataError(
+                f"{where} ({role}): weight={weight!r} is not supported; it must be the number 0 "
+                "or 1",
+                "wrong_type",
+            )
+        if weight == 0 and fields.setdefault("train", False) is not False:
+            raise DataError(
+                f"{where} ({role}): weight=0 contradicts train={fields['train']!r}; keep one of "
+                "them",
+                "wrong_type",
+            )
     return fields
 
 
@@ -142,26 +174,11 @@ def _present_fields(fields: Mapping[str, Any]) -> Message:
     }
 
 
-def _replace_weight(fields: Message, where: str) -> None:
-    """Replace OpenAI's ``weight`` by ``train``: 0 is ``train: false``, 1 is the same as none."""
-    weight = fields.pop("weight")
-    if not isinstance(weight, Number) or weight not in (0, 1):
-        raise DataError(
-            f"{where}: weight={weight!r} is not supported; it must be the number 0 or 1",
-            "wrong_type",
-        )
-    if weight == 0 and fields.setdefault("train", False) is not False:
-        raise DataError(
-            f"{where}: weight=0 contradicts train={fields['train']!r}; keep one of them",
-            "wrong_type",
-        )
-
-
 def _joined_text(content: Any, where: str) -> str:
     """Return a content as one text; its parts of text are joined."""
     if isinstance(content, str):
         return content
-    parts = items_of(content)
+    parts = list_items(content)
     if parts is None:
         raise DataError(
             f"{where}: content must be text or a list of parts, this is {type(content).__name__}",
@@ -193,7 +210,7 @@ def _normal_calls(calls: Any, where: str) -> list[dict]:
 
     Each is ``{"type": "function", "function": {"name", "arguments": object}}``.
     """
-    calls = items_of(calls)
+    calls = list_items(calls)
     if calls is None or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{where}: tool_calls must be a list of objects", "wrong_type")
     normal = []
@@ -227,7 +244,7 @@ def _normal_calls(calls: Any, where: str) -> list[dict]:
     return normal
 
 
-def refuse_media(fields: Record, where: str) -> None:
+def refuse_media(fields: RowRecord, where: str) -> None:
     """Refuse a row or a message with a field of pictures, video or sound.
 
     Raises:
@@ -252,7 +269,9 @@ def check_answers(messages: Sequence[Message], prompt: int, where: str) -> bool:
     """Return whether the assistant answers in a normalised conversation.
 
     Args:
+        messages: of the conversation, in their normal form.
         prompt: number of messages that are its prompt.
+        where: what errors call the row.
 
     Raises:
         DataError: an answer is empty, and not set aside by ``train: false``.
@@ -283,11 +302,11 @@ def conversation_oddities(messages: Sequence[Message]) -> list[str]:
     return rules
 
 
-def as_list(value: Any) -> Any:
+def listed_messages(value: Any) -> Any:
     """Return a message by itself as a list of one, arrays and tuples as lists, else ``value``."""
     if is_object(value):
         return [value]
-    items = items_of(value)
+    items = list_items(value)
     return value if items is None else items
 
 
@@ -301,36 +320,119 @@ def role_of(message: Any) -> Any:
 
 
 def comparable(messages: list[Any]) -> list[Any]:
-    """Return (role, words, calls) of each message: equal if they say the same in any dialect."""
-    return [(role_of(message), _words_of(message), _calls_of(message)) for message in messages]
+    """Return (role, words, calls) of each message: equal if they say the same in any dialect.
+
+    Words are parts of text joined, without white space around them. A call is its name and its
+    arguments as sorted JSON.
+    """
+    said = list[Any]()
+    for message in messages:
+        if not is_object(message):
+            said.append((None, message, []))
+            continue
+        words = message.get("value") if is_null(message.get("content")) else message["content"]
+        if is_missing(words):
+            words = ""
+        parts = list_items(words) or ()
+        if parts and all(is_object(part) and isinstance(part.get("text"), str) for part in parts):
+            words = "".join(part["text"] for part in parts)
+        if isinstance(words, str):
+            words = words.strip()
+        calls = message.get("tool_calls")
+        if isinstance(calls, str):
+            calls = parsed_json(calls)
+        comparable_calls = list[Any]()
+        for call in list_items(listed_messages(calls)) or ():
+            function = call.get("function", call) if is_object(call) else call
+            if is_object(function):
+                arguments = function.get("arguments")
+                read = parsed_json(arguments) if isinstance(arguments, str) else None
+                if read is not None:
+                    arguments = read
+                function = function.get("name"), json.dumps(arguments, sort_keys=True, default=str)
+            comparable_calls.append(function)
+        said.append((role_of(message), words, comparable_calls))
+    return said
 
 
-def _words_of(message: Any) -> Any:
-    """Return what a message says: parts of text joined, without white space around it."""
-    if not is_object(message):
-        return message
-    words = message.get("value") if is_null(message.get("content")) else message["content"]
-    if is_missing(words):
-        return ""
-    parts = items_of(words) or ()
-    if parts and all(is_object(part) and isinstance(part.get("text"), str) for part in parts):
-        words = "".join(part["text"] for part in parts)
-    return words.strip() if isinstance(words, str) else words
+def with_conversations(record: RowRecord) -> RowRecord:
+    """Return the row with messages in the fields ``TEXT_OR_MESSAGES`` that hold them as JSON text.
+
+    Other texts stay as they are.
+    """
+    if not is_object(record):
+        return record
+    conversations = {}
+    for name in TEXT_OR_MESSAGES:
+        text = record.get(name)
+        messages = None
+        if isinstance(text, str) and _JSON_OBJECT.match(text):
+            messages = parsed_json(text)
+        if isinstance(messages, dict):
+            messages = [messages]
+        if not isinstance(messages, list) or not messages:
+            continue
+        if all(
+            isinstance(message, dict)
+            and not message.keys().isdisjoint(MESSAGE_ROLE_FIELDS)
+            and not message.keys().isdisjoint((*MESSAGE_CONTENT_FIELDS, "tool_calls"))
+            for message in messages
+        ):
+            conversations[name] = messages
+    return {**record, **conversations} if conversations else record
 
 
-def _calls_of(message: Any) -> list[Any]:
-    """Return (name, arguments as sorted JSON) of each tool call of a message."""
-    calls = message.get("tool_calls") if is_object(message) else None
-    if isinstance(calls, str):
-        calls = parsed_json(calls)
-    comparable_calls = list[Any]()
-    for call in items_of(as_list(calls)) or ():
-        function = call.get("function", call) if is_object(call) else call
-        if is_object(function):
-            arguments = function.get("arguments")
-            read = parsed_json(arguments) if isinstance(arguments, str) else None
-            if read is not None:
-                arguments = read
-            function = function.get("name"), json.dumps(arguments, sort_keys=True, default=str)
-        comparable_calls.append(function)
-    return comparable_calls
+def conversation_in(value: Any, name: str, where: str) -> Any:
+    """Return the value of a field of messages, read if it is JSON text.
+
+    Raises:
+        DataError: it begins like a JSON list and is none.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return read_json(value, name, where)
+    return value
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_json(value: Any, name: str, where: str) -> Any:
+    """Return ``value``, read if it is JSON text.
+
+    Args:
+        value: the field's value: JSON text, or what such a text holds.
+        name: of the field, for errors.
+        where: what errors call the row.
+
+    Raises:
+        DataError: it is text, but not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return plain(json.loads(value))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
+
+
+def refuse_printed_messages(record: RowRecord, where: str) -> None:
+    """Refuse a text that is a list of messages as Python prints it: it would be trained as text.
+
+    Raises:
+        DataError: a field holds such a text.
+    """
+    if not is_object(record):
+        return
+    for name in TEXT_OR_MESSAGES:
+        text = record.get(name)
+        if isinstance(text, str) and _PRINTED_MESSAGE.match(text):
+            raise DataError(
+                f"{where}: {name} holds messages as Python prints them; write JSON, "
+                "json.dumps(messages) in a table, or JSON lines",
+                "wrong_type",
+            )

@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
-from chronicals.data.kinds.json_fields import conversation_in, read_json
 from chronicals.data.kinds.messages import (
     SYSTEM_ROLES,
     THOUGHT_FIELDS,
     Message,
+    conversation_in,
     normal_messages,
+    read_json,
 )
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.plain_values import (
@@ -24,11 +25,10 @@ from chronicals.data.reading.plain_values import (
     is_missing,
     is_null,
     is_object,
-    items_of,
+    list_items,
     plain,
 )
-from chronicals.data.reading.records import Record
-from chronicals.data.reading.row_fields import (
+from chronicals.data.reading.records import (
     ALL_KIND_FIELDS,
     CONVERSATION_FIELDS,
     KIND_FIELDS,
@@ -38,6 +38,7 @@ from chronicals.data.reading.row_fields import (
     REQUESTED_KIND_FIELDS,
     TEMPLATE_FIELDS,
     TOKEN_FIELDS,
+    RowRecord,
 )
 
 ROW_KINDS = (*dict.fromkeys(kind for kind, _ in KIND_FIELDS),)
@@ -81,10 +82,10 @@ class NormalRow(NamedTuple):
     """
 
     kind: str
-    record: Record
+    record: RowRecord
 
     @classmethod
-    def of(cls, record: Record, kind: str, where: str) -> NormalRow:
+    def of(cls, record: RowRecord, kind: str, where: str) -> NormalRow:
         """Return a row of ``kind``, one of ``DOCUMENT_KINDS``, in its normal form.
 
         Raises:
@@ -93,7 +94,7 @@ class NormalRow(NamedTuple):
         return cls("chat" if kind in CHAT_KINDS else kind, normalise(record, kind, where))
 
 
-def plain_row(record: Record, where: str) -> Record:
+def plain_row(record: RowRecord, where: str) -> RowRecord:
     """Return the row with plain values in the fields that are read, and None for missing ones.
 
     A field of another kind of row that holds an empty list counts as missing, for tables of several
@@ -105,11 +106,17 @@ def plain_row(record: Record, where: str) -> Record:
     """
     if not is_object(record):
         return record
+    # Numbers, media and unread fields stay as they are.
+    kept = (*TOKEN_FIELDS, "scores", *MEDIA_FIELDS)
+    fields = dict[str, Any]()
     try:
-        fields = {
-            name: value if type(value) is str else _plain_field(name, value)
-            for name, value in record.items()
-        }
+        for name, value in record.items():
+            if type(value) is not str and (name in READ_FIELDS or name in MEDIA_FIELDS):
+                if is_null(value) or (name not in ALL_KIND_FIELDS and is_missing(value)):
+                    value = None
+                elif name not in kept:
+                    value = plain(value)
+            fields[name] = value
     except RecursionError:
         raise DataError(
             f"{where}: holds objects nested too deeply to be read", "wrong_type"
@@ -122,21 +129,12 @@ def plain_row(record: Record, where: str) -> Record:
         empty_label = name == "label" and isinstance(value, str) and not value.strip()
         if empty_label or is_missing(value):
             blank.append(name)
-    if blank and _kind_with(fields_of(fields).difference(blank)) not in (None, "prompt"):
+    if blank and _kind_with(non_null_fields(fields).difference(blank)) not in (None, "prompt"):
         fields |= dict.fromkeys(blank)
     return fields
 
 
-def _plain_field(name: str, value: Any) -> Any:
-    """Return a field's value as JSON has it; numbers, media and unread fields stay as they are."""
-    if name not in READ_FIELDS and name not in MEDIA_FIELDS:
-        return value
-    if is_null(value) or (name not in ALL_KIND_FIELDS and is_missing(value)):
-        return None
-    return value if name in (*TOKEN_FIELDS, "scores", *MEDIA_FIELDS) else plain(value)
-
-
-def fields_of(record: Mapping[str, Any]) -> frozenset[str]:
+def non_null_fields(record: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the fields that are not null."""
     return frozenset([name for name, value in record.items() if not is_null(value)])
 
@@ -145,6 +143,7 @@ def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     """Return the kind of a row, a name in ``ROW_KINDS``; fields that are None do not count.
 
     Args:
+        record: the row; anything but an object is refused.
         where: what errors call the row.
         wanted: kinds that are tried first: a row may have the fields of several.
 
@@ -172,7 +171,7 @@ def known_kind(record: Any, wanted: Collection[str] = ()) -> str | None:
     """Return the kind of a row as ``kind_of`` does, but None for a row of no kind."""
     if not is_object(record):
         return None
-    names = fields_of(record)
+    names = non_null_fields(record)
     kind = kind_among(names, wanted) or _kind_with(names)
     if kind == "completion" and not isinstance(record.get("prompt"), (str, NoneType)):
         return "chat"  # its prompt is a list of messages
@@ -192,7 +191,7 @@ def _kind_with(names: frozenset[str], wanted: frozenset[str] | None = None) -> s
     return None
 
 
-def normalise(record: Record, kind: str, where: str) -> Record:
+def normalise(record: RowRecord, kind: str, where: str) -> RowRecord:
     """Return the row in the form in which its ``kind`` is encoded.
 
     The form is ``messages`` (and ``tools``), ``prompt`` and ``completion`` (both texts, or both
@@ -202,15 +201,6 @@ def normalise(record: Record, kind: str, where: str) -> Record:
         DataError: a field is missing or of the wrong type, or the kind is none of
             ``DOCUMENT_KINDS``.
     """
-    try:
-        return _normalised(record, kind, where)
-    except RecursionError:
-        raise DataError(
-            f"{where}: holds objects nested too deeply to be read", "wrong_type"
-        ) from None
-
-
-def _normalised(record: Record, kind: str, where: str) -> Record:
     if kind in UNTRAINED_KINDS:
         raise DataError(f"{where}: {UNTRAINED_KINDS[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
@@ -221,43 +211,42 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
             record = {**record, "prompt": record[pair[0]], "completion": record[pair[1]]}
     if kind == "completion":
         return record
-    tools = _normal_tools(record.get("tools"), where)
-    if kind == "instruction":
-        return {"messages": _instruction_messages(record, where), "tools": tools}
-    for name in CONVERSATION_FIELDS:
-        if record.get(name) is not None:
-            listed = conversation_in(record[name], name, where)
-            messages = normal_messages(listed, name, where)
-            return {"messages": _after_system(record, messages, where), "tools": tools}
-    prompt = normal_messages(record["prompt"], "prompt", where)
-    completion = normal_messages(record["completion"], "completion", where)
-    return {
-        "prompt": _after_system(record, prompt, where),
-        "completion": completion,
-        "tools": tools,
-    }
+    try:
+        tools = (
+            read_json(record["tools"], "tools", where) if is_filled(record.get("tools")) else None
+        )
+        if is_missing(tools):
+            tools = None  # templates treat an empty list otherwise
+        elif not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
+        if kind == "instruction":
+            return {"messages": _instruction_messages(record, where), "tools": tools}
+        for name in CONVERSATION_FIELDS:
+            if record.get(name) is not None:
+                listed = conversation_in(record[name], name, where)
+                messages = normal_messages(listed, name, where)
+                return {"messages": _after_system(record, messages, where), "tools": tools}
+        prompt = normal_messages(record["prompt"], "prompt", where)
+        completion = normal_messages(record["completion"], "completion", where)
+        return {
+            "prompt": _after_system(record, prompt, where),
+            "completion": completion,
+            "tools": tools,
+        }
+    except RecursionError:
+        raise DataError(
+            f"{where}: holds objects nested too deeply to be read", "wrong_type"
+        ) from None
 
 
-def _normal_tools(tools: Any, where: str) -> list[Any] | None:
-    """Return the tools that a row offers, or None; templates treat an empty list otherwise."""
-    if not is_filled(tools):
-        return None
-    listed = read_json(tools, "tools", where)
-    if is_missing(listed):
-        return None
-    if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
-        raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
-    return listed
-
-
-def _after_system(record: Record, messages: list[Message], where: str) -> list[Message]:
+def _after_system(record: RowRecord, messages: list[Message], where: str) -> list[Message]:
     """Return the messages behind the row's own ``system``, unless they begin with one."""
     if not is_filled(record.get("system")) or messages[0]["role"] in SYSTEM_ROLES:
         return messages
     return [{"role": "system", "content": _text(record["system"], "system", where)}, *messages]
 
 
-def _instruction_messages(record: Record, where: str) -> list[Message]:
+def _instruction_messages(record: RowRecord, where: str) -> list[Message]:
     """Return the messages of an instruction and its answer.
 
     Fields are Alpaca's (Taori et al., 2023): instruction, input and output; LLaMA-Factory adds
@@ -271,7 +260,7 @@ def _instruction_messages(record: Record, where: str) -> list[Message]:
     return [*messages, *question_messages(record, where), answer]
 
 
-def question_messages(record: Record, where: str) -> list[Message]:
+def question_messages(record: RowRecord, where: str) -> list[Message]:
     """Return the messages before the answer to an ``instruction``.
 
     They are the turns of its ``history``, and the question with its ``input``.
@@ -288,8 +277,8 @@ def question_messages(record: Record, where: str) -> list[Message]:
     history = record.get("history")
     turns = read_json(history, "history", where) if is_filled(history) else None
     if not is_missing(turns):
-        for turn in items_of(turns) or [turns]:
-            pair = items_of(turn)
+        for turn in list_items(turns) or [turns]:
+            pair = list_items(turn)
             if pair is None or len(pair) != 2:
                 raise DataError(
                     f"{where}: history must be a list of [question, answer]", "wrong_type"
@@ -308,7 +297,7 @@ def _text(value: Any, name: str, where: str) -> str:
     return value
 
 
-def pair_of(record: Record) -> tuple[str, str] | None:
+def pair_of(record: RowRecord) -> tuple[str, str] | None:
     """Return other names that a row has for its prompt and completion; None if it needs none."""
     usual = "prompt" in record and "completion" in record
     if usual and record["prompt"] is not None and record["completion"] is not None:
@@ -319,14 +308,14 @@ def pair_of(record: Record) -> tuple[str, str] | None:
     return None
 
 
-def as_instruction(record: Record) -> Record:
+def as_instruction(record: RowRecord) -> RowRecord:
     """Return a plain completion as an instruction, which goes through the chat template."""
     prompt, completion = pair_of(record) or ("prompt", "completion")
     fields = {name: record[name] for name in TEMPLATE_FIELDS if name in record}
     return {**fields, "instruction": record[prompt], "output": record[completion]}
 
 
-def unread_fields(record: Record, kind: str) -> list[str]:
+def unread_fields(record: RowRecord, kind: str) -> list[str]:
     """Return the filled fields that a row of this kind has no place for.
 
     A plain completion is rendered without a chat template, so its system message, tools and history
@@ -337,7 +326,7 @@ def unread_fields(record: Record, kind: str) -> list[str]:
     return [name for name in TEMPLATE_FIELDS if is_filled(record.get(name))]
 
 
-def texts_of(record: Record) -> list[str]:
+def texts_of(record: RowRecord) -> list[str]:
     """Return the texts that people wrote in a normalised row, and the assistants' thoughts."""
     texts: list[Any] = []
     for field in ("messages", "prompt", "completion", "text"):

@@ -14,8 +14,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,16 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.config import ConfigurationError, Overlong
-from chronicals.data.kinds.judged_answers import JUDGED, ROWS_LOOKED_BACK
+from chronicals.data.kinds.preferences import JUDGED, ROWS_LOOKED_BACK
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
-from chronicals.data.making.chunks import Chunk, chunks_of
 from chronicals.data.making.documents import UNJUDGED
 from chronicals.data.making.encoding import ChunkEncoder, Encoded
 from chronicals.data.making.processes import TokenizingProcesses
-from chronicals.data.making.store import ITEM_COLUMNS, STORE_SCHEMA, TokenStore
+from chronicals.data.making.store import STORE_SCHEMA, STORE_SCHEMA_OF_ITEMS, TokenStore
 from chronicals.data.reading.gate import EXAMPLES, DataError, DataReport
-from chronicals.data.reading.records import Unparsed
+from chronicals.data.reading.records import Chunk, Unparsed, chunks_of
 from chronicals.data.reading.sources import (
-    Source,
+    RowSource,
     bytes_to_read,
     file_digests,
     read_unparsed,
@@ -55,7 +54,7 @@ QUIET_MINUTES = 30
 
 
 def build_store(
-    source: Source,
+    source: RowSource,
     tokenizer: Tokenizer,
     max_seq_length: int,
     cache_dir: Path | None = None,
@@ -64,8 +63,7 @@ def build_store(
     seed: int = 0,
     processes: int | None = None,
 ) -> TokenStore:
-    """Return the store of ``source``: opened if it was made before, otherwise tokenised and
-    written.
+    """Return the store of ``source``, which is tokenised and written if it was not made before.
 
     Args:
         source: what ``read_records`` reads.
@@ -86,7 +84,9 @@ def build_store(
     if isinstance(source, Iterator):
         source = list(source)
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
-    with _cache_errors(cache_dir):
+    # A row of other kinds may become several documents that belong together.
+    has_items = not tokenizer.kinds <= {*DOCUMENT_KINDS}
+    try:
         digests = file_digests(source, cache_dir)
         made_of: list[Any] = [
             max_seq_length,
@@ -94,7 +94,7 @@ def build_store(
             tokenizer.fingerprint(),
             source_fingerprint(source, cache_dir, seed),
         ]
-        if _has_items(tokenizer):
+        if has_items:
             made_of.append("prompts once, answers of other prompts")
         key, *earlier_keys = [
             hashlib.sha256(json.dumps([version, *made_of]).encode()).hexdigest()[:32]
@@ -107,22 +107,11 @@ def build_store(
             rows = _unchanged(
                 read_unparsed(source, seed), digests, lambda: file_digests(source, cache_dir)
             )
-            _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
+            tokenising = TokenizingProcesses(encoder, processes, bytes_to_read(source))
+            _write(path, rows, tokenising, STORE_SCHEMA_OF_ITEMS if has_items else STORE_SCHEMA)
         elif not builder:
             _wait_for(path)
         return replace(TokenStore.open(path), earlier_keys=tuple(earlier_keys))
-
-
-def _has_items(tokenizer: Tokenizer) -> bool:
-    """Return whether a row may become several documents that belong together."""
-    return not tokenizer.kinds <= {*DOCUMENT_KINDS}
-
-
-@contextmanager
-def _cache_errors(cache_dir: Path) -> Iterator[None]:
-    """Turn errors of the system about the cache into ones that name ``cache_dir``."""
-    try:
-        yield
     except OSError as error:
         place = error.filename and Path(error.filename)
         if not place or not (place.is_relative_to(cache_dir) or cache_dir.is_relative_to(place)):
@@ -140,6 +129,7 @@ def _unchanged(
     """Yield the rows.
 
     Args:
+        rows: with their places.
         before: digests of the files that they come from.
         digests: computes these anew.
 
@@ -172,7 +162,7 @@ def _wait_for(path: Path) -> None:
         if waited % MINUTE == 0:
             logger.info("waiting for another process to tokenise %s", path.name)
             written = 0
-            for aside in path.parent.glob(_aside(path, "*").name):
+            for aside in path.parent.glob(f".{path.stem}.*"):
                 with suppress(FileNotFoundError):  # it got its name meanwhile
                     written += aside.stat().st_size
             quiet = quiet + 1 if written == before else 0
@@ -188,73 +178,56 @@ def _wait_for(path: Path) -> None:
         waited = round(waited + 0.2, 1)
 
 
-def _aside(path: Path, name: str) -> Path:
-    """Return the file that a store is written to before it gets its name."""
-    return path.with_name(f".{path.stem}.{name}")
-
-
-def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
+def _write(
+    path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses, schema: pa.Schema
+) -> None:
     """Tokenise rows and write their store.
 
     The tokens are written aside, then the description; the tokens get their name last, so that
     whoever sees it sees all.
     """
-    tokenizer = tokenising.encoder.tokenizer
-    schema = STORE_SCHEMA
-    if _has_items(tokenizer):
-        for name in ITEM_COLUMNS:
-            schema = schema.append(pa.field(name, pa.int64()))
     counts = _Counts()
-    chunks = chunks_of(rows, ROWS_LOOKED_BACK if JUDGED in tokenizer.kinds else 0)
+    is_judged = JUDGED in tokenising.encoder.tokenizer.kinds
+    chunks = chunks_of(rows, ROWS_LOOKED_BACK if is_judged else 0)
     # Two machines that share a folder may have processes of the same number.
-    aside = _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")
+    aside = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     aside_description = aside.with_name(f"{aside.name}.json")
+    # The collector would walk through thousands of rows, which hold no cycles.
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        with _no_collection(), tokenising, open(aside, "wb") as raw:
+        with tokenising, open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
                 for chunk, encoded in tokenising.encoded(chunks):
                     counts.add(chunk, encoded)
-                    if len(encoded.documents):
-                        writer.write_batch(_record_batch(encoded, schema))
                     gc.collect(0)
+                    documents = encoded.documents
+                    if not len(documents):
+                        continue
+                    offsets = _column(documents.offsets.astype(np.int32))
+                    columns = [
+                        pa.ListArray.from_arrays(offsets, _column(documents.ids)),
+                        pa.ListArray.from_arrays(offsets, _column(documents.trained)),
+                        _column(documents.targets),
+                        _column(documents.rows),
+                        _column(encoded.hashes),
+                        _column(encoded.row_kinds),
+                        _column(documents.sides),
+                        _column(documents.shared),
+                        _column(documents.labels),
+                    ]
+                    columns = columns[: len(schema)]
+                    writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
             raw.flush()
             os.fsync(raw.fileno())
         aside_description.write_text(json.dumps(counts.description(), indent=1))
         os.replace(aside_description, path.with_suffix(".json"))
         os.replace(aside, path)
     finally:
+        if collects:
+            gc.enable()
         aside.unlink(missing_ok=True)
         aside_description.unlink(missing_ok=True)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python's collector from walking through thousands of rows, which hold no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _record_batch(encoded: Encoded, schema: pa.Schema) -> pa.RecordBatch:
-    """Return the documents of a chunk as columns of a store's file."""
-    documents = encoded.documents
-    offsets = _column(documents.offsets.astype(np.int32))
-    columns = [
-        pa.ListArray.from_arrays(offsets, _column(documents.ids)),
-        pa.ListArray.from_arrays(offsets, _column(documents.trained)),
-        _column(documents.targets),
-        _column(documents.rows),
-        _column(encoded.hashes),
-        _column(encoded.row_kinds),
-        _column(documents.sides),
-        _column(documents.shared),
-        _column(documents.labels),
-    ]
-    return pa.RecordBatch.from_arrays(columns[: len(schema)], schema=schema)
 
 
 def _column(values: np.ndarray) -> pa.Array:
@@ -302,14 +275,6 @@ class _Counts:
 
     def description(self) -> dict[str, Any]:
         """Return what lies beside the store as JSON."""
-        self._note_duplicates()
-        labels = self.labels - {UNJUDGED}
-        if len(labels) == 1:
-            judgement = "good" if labels == {1} else "bad"
-            self.report.note("one_label", example=f"every answer is {judgement}")
-        return {"report": self.report.to_dict(), "max_id": self.max_id}
-
-    def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])
         rows = np.concatenate([*self.rows, np.zeros(0, np.int64)])
         places = np.concatenate([*self.places, np.zeros(0, np.int64)])
@@ -322,3 +287,8 @@ class _Counts:
             self.report.note("duplicate_row", int(rows[at]), example)
         if len(again) > EXAMPLES:
             self.report.note("duplicate_row", count=len(again) - EXAMPLES)
+        labels = self.labels - {UNJUDGED}
+        if len(labels) == 1:
+            judgement = "good" if labels == {1} else "bad"
+            self.report.note("one_label", example=f"every answer is {judgement}")
+        return {"report": asdict(self.report), "max_id": self.max_id}

@@ -2,6 +2,12 @@
 
 Shapes: T tokens of N documents together; document n holds the positions ``offsets[n]`` to
 ``offsets[n + 1]``.
+
+Answers of an item share its prompt, which is in a pack once, as the item's last document. An item
+of several answers to one prompt, p y₀, p y₁ …, becomes the documents z y₀, z y₁ … and x. Here z is
+the last token of the prompt p, whose prediction differs from answer to answer, and x is what comes
+before it. A document's ``shared`` says how many tokens of x stand before it: it attends to them,
+and its positions go on from theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +25,23 @@ from chronicals.config import Overlong
 from chronicals.data.reading.gate import DataReport
 from chronicals.data.tokens.chat_template import TemplateError
 from chronicals.data.tokens.template import Tokenizer
+
+UNJUDGED = -1
+"""Label of a row that does not judge its answer."""
+
+MISMATCHED_SIDE = 1
+"""Place in its item of an answer to another prompt, beside a judged answer."""
+
+SHARED_COLUMN = "shared"
+"""Column of the tokens of the item's last document that stand before this one, 0 for none.
+
+That last document has ``IS_SHARED`` here.
+"""
+
+IS_SHARED = -1
+
+MIN_SHARED_TOKENS = 16
+"""Shorter prompts are not shared: a further document costs attention a tile of rows."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Marks:
+        """Return the marks of a tokenizer and of its chat template."""
         inner = tokenizer.tokenizer
         stops = {inner.eos_token_id} - {None}
         if inner.chat_template is not None:
@@ -55,13 +79,6 @@ class Marks:
         return cls(bos, pad, tuple(stops), re.compile("|".join(written)) if written else None)
 
 
-UNJUDGED = -1
-"""Label of a row that does not judge its answer."""
-
-MISMATCHED_SIDE = 1
-"""Place in its item of an answer to another prompt, beside a judged answer."""
-
-
 class DocumentPiece(NamedTuple):
     """A document by itself.
 
@@ -71,7 +88,7 @@ class DocumentPiece(NamedTuple):
         ids: int32 ``[tokens]``.
         trained: uint8 ``[tokens]``, 1 if the token is trained.
         shared: tokens of the item's shared prompt before it; -1 for that prompt
-            (``shared_prompts.py``).
+            (see above).
         label: the row's judgement of its answer: 1 good, 0 bad, -1 none.
     """
 
@@ -126,6 +143,7 @@ class FlatDocuments:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 ``[N]``."""
         return np.diff(self.offsets)
 
     @functools.cached_property
@@ -140,21 +158,6 @@ class FlatDocuments:
         first_tokens = np.minimum(starts, max(len(self.trained) - 1, 0))
         first_trained = np.where(self.lengths > 0, self.trained[first_tokens], 0)
         return running[self.offsets[1:]] - running[starts] - first_trained
-
-    @property
-    def prompts(self) -> int:
-        """Number of documents that are prompts, which the answers of an item share."""
-        return int((self.shared < 0).sum())
-
-    @property
-    def mismatched(self) -> int:
-        """Number of answers to another prompt, beside judged ones."""
-        return int(((self.sides == MISMATCHED_SIDE) & (self.labels != UNJUDGED)).sum())
-
-    def trained_items(self) -> FlatDocuments:
-        """Return the items whose documents all have targets; a shared prompt needs none."""
-        item = np.cumsum(self.sides == 0)
-        return self.only(~np.isin(item, item[(self.targets == 0) & (self.shared >= 0)]))
 
     def only(self, kept: np.ndarray) -> FlatDocuments:
         """Return the documents for which ``kept`` (bool ``[N]``) is True."""
@@ -173,28 +176,23 @@ class FlatDocuments:
             labels=self.labels[kept],
         )
 
-    def hashes(self) -> np.ndarray:
-        """Return a hash of the tokens of each document, uint64 ``[N]``.
-
-        It is splitmix64 of token and place, summed.
-        """
-        starts = self.offsets[:-1]
-        first = np.repeat(starts, self.lengths).astype(np.uint64)
-        places = np.arange(len(self.ids), dtype=np.uint64) - first
-        mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
-        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-        return _splitmix(
-            running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64)
-        )
-
     def hashes_of(self, rows: np.ndarray) -> np.ndarray:
         """Return a hash of all documents of each of ``rows``, uint64.
 
-        An answer to another prompt does not count: it is not the row's.
+        A document's hash is splitmix64 of token and place, summed. An answer to another prompt does
+        not count: it is not the row's.
         """
-        row_numbers, first = np.unique(self.rows, return_index=True)
-        by_side = self.hashes() * (2 * self.sides + 1).astype(np.uint64)
+        starts = self.offsets[:-1]
+        first_of = np.repeat(starts, self.lengths).astype(np.uint64)
+        places = np.arange(len(self.ids), dtype=np.uint64) - first_of
+        mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
+        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+        hashes = _splitmix(
+            running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64)
+        )
+        by_side = hashes * (2 * self.sides + 1).astype(np.uint64)
         by_side[(self.labels != UNJUDGED) & (self.sides == MISMATCHED_SIDE)] = 0
+        row_numbers, first = np.unique(self.rows, return_index=True)
         if not len(first):
             return by_side
         return np.add.reduceat(by_side, first)[np.searchsorted(row_numbers, rows)]
@@ -214,21 +212,49 @@ class FlatDocuments:
         padding = (self.trained == 1) & (self.ids == marks.pad)
         # Nothing predicts the first token, which may be a BOS that pads as well.
         padding[starts[lengths > 0]] = False
-        self._note_positions("trained_padding", padding, report)
         stop = np.isin(self.ids, marks.stops)
         masked = np.zeros(len(self.ids), bool)
         masked[1:] = stop[1:] & (self.trained[1:] == 0) & (self.trained[:-1] == 1) & ~stop[:-1]
         masked[starts[lengths > 0]] = False
-        self._note_positions("masked_stop", masked, report)
-
-    def _note_positions(self, rule: str, broken: np.ndarray, report: DataReport) -> None:
-        """Count the rows that hold a position for which ``broken`` (bool ``[T]``) is True."""
-        documents = np.searchsorted(self.offsets, np.flatnonzero(broken), side="right") - 1
-        for row in np.unique(self.rows[documents]):
-            report.note(rule, int(row))
+        for rule, broken in (("trained_padding", padding), ("masked_stop", masked)):
+            documents = np.searchsorted(self.offsets, np.flatnonzero(broken), side="right") - 1
+            for row in np.unique(self.rows[documents]):
+                report.note(rule, int(row))
 
 
-def fit(
+def share_prompt(item: list[DocumentPiece]) -> list[DocumentPiece]:
+    """Return an item with the tokens that all begin with as a document of its own behind them.
+
+    These tokens are not trained in any of the documents. Returns the item unchanged if there are
+    too few of them.
+    """
+    first, *others = (piece.ids for piece in item)
+    if not others:
+        return item
+    common = len(first)
+    for other in others:
+        common = min(common, len(other))
+        differs = first[:common] != other[:common]
+        if differs.any():
+            common = int(np.argmax(differs))
+    untrained = min(
+        int(np.argmax(piece.trained)) if piece.trained.any() else len(piece.ids) for piece in item
+    )
+    # The token before the first that differs or is trained predicts it, so each answer needs it.
+    shared = min(common, untrained) - 1
+    if shared < MIN_SHARED_TOKENS:
+        return item
+    sides = [
+        piece._replace(ids=piece.ids[shared:], trained=piece.trained[shared:], shared=shared)
+        for piece in item
+    ]
+    prompt = item[0]._replace(
+        side=len(item), ids=first[:shared], trained=item[0].trained[:shared], shared=IS_SHARED
+    )
+    return [*sides, prompt]
+
+
+def fit_item(
     item: list[DocumentPiece], width: int, overlong: Overlong, report: DataReport
 ) -> list[DocumentPiece]:
     """Return a row's item in at most ``width`` tokens; what was done is counted.
@@ -240,7 +266,9 @@ def fit(
 
     Args:
         item: the documents of a row, a shared prompt last.
+        width: most tokens of the item.
         overlong: what becomes of an item that is too long.
+        report: counts what is split, cut or dropped.
     """
     if item[0].label != UNJUDGED:
         item = _judged_first(item, width, report)
@@ -266,7 +294,14 @@ def fit(
     if room < 2 * len(answers):
         report.note("masked_by_cut", row, f"a prompt of {width - room:,} tokens")
         return []
-    length = _common_length([len(piece.ids) for piece in answers], room)
+    # The most tokens that each answer may keep so that all fit together.
+    length = room
+    left = room
+    for shorter, tokens in enumerate(sorted(len(piece.ids) for piece in answers)):
+        length = left // (len(answers) - shorter)
+        if tokens > length:
+            break
+        left -= tokens
     if any(piece.trained[length:].any() for piece in answers):
         report.note("cut_stop", row)
     cut = [
@@ -279,7 +314,7 @@ def _judged_first(item: list[DocumentPiece], width: int, report: DataReport) -> 
     """Return a judged answer whole, and as much of the answer to another prompt as fits.
 
     The other one keeps a target at least. If there is no room for that, the judged answer stands by
-    itself, behind its prompt; if that is too long by itself, ``fit`` cuts the item.
+    itself, behind its prompt; if that is too long by itself, ``fit_item`` cuts the item.
     """
     other = next(piece for piece in item if piece.side == MISMATCHED_SIDE)
     up_to_target = int(np.argmax(other.trained[1:])) + 2
@@ -298,24 +333,6 @@ def _judged_first(item: list[DocumentPiece], width: int, report: DataReport) -> 
     length = max(room, up_to_target)
     cut = other._replace(ids=other.ids[:length], trained=other.trained[:length])
     return [cut if piece is other else piece for piece in item]
-
-
-def are_identical(item: Sequence[DocumentPiece]) -> bool:
-    """Return whether there are several answers, and all have the same tokens."""
-    answers = [piece.ids for piece in item if piece.shared >= 0]
-    return len(answers) > 1 and all(np.array_equal(answers[0], other) for other in answers[1:])
-
-
-def _common_length(lengths: list[int], width: int) -> int:
-    """Return the most tokens that each document may keep so that all fit in ``width`` together."""
-    room = width
-    share = width
-    for shorter, length in enumerate(sorted(lengths)):
-        share = room // (len(lengths) - shorter)
-        if length > share:
-            break
-        room -= length
-    return share
 
 
 def _splitmix(values: np.ndarray) -> np.ndarray:

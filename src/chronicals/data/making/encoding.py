@@ -14,22 +14,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from chronicals.config import Overlong
-from chronicals.data.kinds.judged_answers import nearest_other_prompts
+from chronicals.data.kinds.preferences import nearest_other_prompts
 from chronicals.data.kinds.rows import ROW_KINDS, NormalRow
-from chronicals.data.making.chunks import CHUNK_ROWS, Chunk
 from chronicals.data.making.documents import (
     MISMATCHED_SIDE,
     UNJUDGED,
     DocumentPiece,
     FlatDocuments,
     Marks,
-    are_identical,
-    fit,
+    fit_item,
+    share_prompt,
 )
 from chronicals.data.making.recognition import RecognisedChunk, Recogniser
-from chronicals.data.making.shared_prompts import share_prompt
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.ledger import UNRECOGNISED
+from chronicals.data.reading.records import CHUNK_ROWS, Chunk
 from chronicals.data.tokens.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.tokens.template import Tokenizer
 
@@ -118,7 +117,10 @@ class ChunkEncoder:
         )
         fitted = read if unchanged else FlatDocuments.joined(fitted_pieces)
         read.inspect(self.marks, report)
-        documents = fitted.trained_items()
+        # An item stays if all its documents have targets; a shared prompt needs none.
+        item = np.cumsum(fitted.sides == 0)
+        untrained = (fitted.targets == 0) & (fitted.shared >= 0)
+        documents = fitted.only(~np.isin(item, item[untrained]))
         for row in np.setdiff1d(fitted.rows, documents.rows):
             lost_by_cut = read.targets[read.rows == row].min() > 0
             rule = "masked_by_cut" if lost_by_cut else "masked_row"
@@ -128,8 +130,9 @@ class ChunkEncoder:
         report.documents = len(documents)
         report.tokens = len(documents.ids)
         report.targets = int(documents.targets.sum())
-        report.prompts = documents.prompts
-        report.mismatched = documents.mismatched
+        report.prompts = int((documents.shared < 0).sum())
+        mismatched = (documents.sides == MISMATCHED_SIDE) & (documents.labels != UNJUDGED)
+        report.mismatched = int(mismatched.sum())
         row_kinds = _count_kinds(recognised, documents)
         chunk = recognised.chunk
         for finding in report.findings.values():
@@ -188,10 +191,12 @@ class ChunkEncoder:
         row = item[0].row
         whole = kind != "text" and self.tokenizer.train_on == "answers"
         overlong = self.overlong or ("cut" if whole else "split")
-        fitted = fit(share_prompt(item), self.width, overlong, recognised.report)
+        fitted = fit_item(share_prompt(item), self.width, overlong, recognised.report)
         if not fitted:
             recognised.left_out[row] = "dropped_row" if overlong == "drop" else "masked_by_cut"
-        if len(item) > 1 and item[0].label == UNJUDGED and are_identical(fitted):
+        answers = [piece.ids for piece in fitted if piece.shared >= 0]
+        equal = len(answers) > 1 and all(np.array_equal(answers[0], ids) for ids in answers[1:])
+        if equal and len(item) > 1 and item[0].label == UNJUDGED:
             recognised.report.note("identical_answers", row)
             recognised.left_out[row] = "identical_answers"
             return []

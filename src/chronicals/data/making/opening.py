@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ import numpy as np
 from chronicals.config import ChronicalsConfig
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.data.making.building import build_store
-from chronicals.data.making.store import TokenStore
+from chronicals.data.making.documents import IS_SHARED, MISMATCHED_SIDE, SHARED_COLUMN, UNJUDGED
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN, TokenStore
 from chronicals.data.reading.gate import DataReport, check_shares
 from chronicals.data.reading.ledger import Ledger
-from chronicals.data.reading.sources import Source
+from chronicals.data.reading.sources import RowSource
 from chronicals.data.tokens.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 def open_store(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     config: ChronicalsConfig,
     name: str | None = None,
@@ -54,10 +55,12 @@ def open_store(
         DataError: training on it would be wrong.
         ConfigurationError: ``gate`` names no rule.
     """
-    name = name or _name_of(source)
+    name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
     store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
     if training is not None:
-        note_overlap(store, training)
+        trained_too = np.isin(store.hashes, training.hashes)
+        for row in np.unique(store.rows[trained_too]):
+            store.report.note("held_out_in_training", int(row))
     ledger = store.report.ledger
     if scored or training is not None:
         ledger = replace(ledger, trained={}, held_out=ledger.trained)
@@ -65,7 +68,7 @@ def open_store(
 
 
 def open_divided(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     config: ChronicalsConfig,
     name: str | None = None,
@@ -83,7 +86,7 @@ def open_divided(
         ConfigurationError: ``gate`` names no rule.
     """
     assert config.validation_split
-    name = name or _name_of(source)
+    name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
     store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
     report = store.report
     if not len(store) or report.errors(config.gate):
@@ -108,6 +111,8 @@ def open_held_out(
     """Return the part of a store that is held out, with a report of its own.
 
     Args:
+        held_out: the second store of ``open_divided``.
+        config: the run's: the share that is held out, and what the gate lets pass.
         report_file: where the report is written as JSON.
 
     Raises:
@@ -127,12 +132,8 @@ def open_held_out(
     )
 
 
-def _name_of(source: Source) -> str:
-    return str(source) if isinstance(source, (str, Path)) else "dataset"
-
-
 def _tokenised(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     config: ChronicalsConfig,
     builder: bool,
@@ -152,20 +153,33 @@ def _tokenised(
         config.dataset_num_proc,
     )
     if embedding_rows is not None:
-        note_foreign_ids(store, len(tokenizer), embedding_rows)
+        if len(tokenizer) > embedding_rows:
+            example = f"{len(tokenizer):,} tokens, {embedding_rows:,} rows of the embedding"
+            lacking = len(tokenizer) - embedding_rows
+            store.report.note("vocabulary_too_large", example=example, count=lacking)
+        if store.max_id >= embedding_rows:
+            largest = np.array([store.document(number)[0].max() for number in range(len(store))])
+            example = f"token id {store.max_id} of {embedding_rows:,}"
+            for row in np.unique(store.rows[largest >= embedding_rows]):
+                store.report.note("id_out_of_range", int(row), example)
     return store
 
 
 def _with_documents_of(store: TokenStore, report: DataReport) -> DataReport:
     """Return ``report`` with the numbers of documents and tokens of ``store``."""
-    has_items = store.items is not None
+    prompts = 0
+    mismatched = 0
+    if store.items is not None:
+        prompts = int((store.columns[SHARED_COLUMN] == IS_SHARED).sum())
+        judged = store.columns[LABEL_COLUMN] != UNJUDGED
+        mismatched = int((judged & (store.columns[SIDE_COLUMN] == MISMATCHED_SIDE)).sum())
     return replace(
         report,
         documents=len(store),
         tokens=int(store.lengths.sum()),
         targets=int(store.targets.sum()),
-        prompts=store.prompts if has_items else 0,
-        mismatched=store.mismatched if has_items else 0,
+        prompts=prompts,
+        mismatched=mismatched,
     )
 
 
@@ -179,12 +193,12 @@ def _judged(
     """
     report = store.report
     if file is not None:
-        fields = report.to_dict()
+        fields = asdict(report)
         del fields["left_out"]  # the ledger has it
         content = {
             "data": name,
             **fields,
-            "ledger": ledger.to_dict(),
+            "ledger": asdict(ledger),
             "findings": report.entries(config.gate),
         }
         # One process of several writes the report. It must not stop alone if it cannot.
@@ -208,22 +222,3 @@ def log_report(
     """Log the summary of a report, then a table of its findings."""
     for level, line in report.table(shares, ledger):
         logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", name, line)
-
-
-def note_foreign_ids(store: TokenStore, vocabulary: int, embedding_rows: int) -> None:
-    """Count the tokens of the tokenizer, and the rows of the data, that the embedding lacks."""
-    report = store.report
-    if vocabulary > embedding_rows:
-        example = f"{vocabulary:,} tokens, {embedding_rows:,} rows of the embedding"
-        report.note("vocabulary_too_large", example=example, count=vocabulary - embedding_rows)
-    if store.max_id >= embedding_rows:
-        largest = np.array([store.document(number)[0].max() for number in range(len(store))])
-        example = f"token id {store.max_id} of {embedding_rows:,}"
-        for row in np.unique(store.rows[largest >= embedding_rows]):
-            report.note("id_out_of_range", int(row), example)
-
-
-def note_overlap(held_out: TokenStore, training: TokenStore) -> None:
-    """Count the held-out documents that are trained on as well."""
-    for row in np.unique(held_out.rows[np.isin(held_out.hashes, training.hashes)]):
-        held_out.report.note("held_out_in_training", int(row))

@@ -32,17 +32,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from chronicals.data.making.chunks import Chunk
 from chronicals.data.making.encoding import ChunkEncoder, Encoded
-from chronicals.data.making.frames import (
+from chronicals.data.making.worker import (
+    WORKER_SETTINGS,
     Frame,
     encoded_of_frame,
     frame_of_chunk,
     read_frame,
     write_frame,
 )
-from chronicals.data.making.worker import WORKER_SETTINGS
-from chronicals.data.tokens.batch_encoding import is_plain
+from chronicals.data.reading.records import Chunk
+from chronicals.data.tokens.batch_encoding import calls_rust_only
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +60,6 @@ CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 """Quota and period of a container (cgroup v2)."""
 
 
-def one_a_core() -> int:
-    """Return the number of cores that this process may use, by its affinity and its quota."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # there is no quota, or it is "max"
-        quota, period = map(int, CPU_QUOTA_FILE.read_text().split())
-        cores = min(cores, max(quota // period, 1))
-    return min(cores, MAX_TOKENIZING_PROCESSES)
-
-
 class TokenizingProcesses:
     """Processes with the tokenizer of ``encoder``.
 
@@ -78,14 +67,23 @@ class TokenizingProcesses:
 
     Args:
         encoder: makes documents of chunks.
-        count: number of processes; by default ``one_a_core()``. With one, no other is started.
+        count: number of processes; by default one for each core that this process may use, by its
+            affinity and its quota. With one, no other is started.
         expected: bytes that the rows are made of, as far as that is known.
     """
 
     def __init__(self, encoder: ChunkEncoder, count: int | None = None, expected: int = 0):
         self.encoder = encoder
         self.expected = expected
-        self.count = one_a_core() if count is None else count
+        if count is None:
+            count = os.cpu_count() or 1
+            if hasattr(os, "sched_getaffinity"):
+                count = len(os.sched_getaffinity(0))
+            with contextlib.suppress(OSError, ValueError):  # there is no quota, or it is "max"
+                quota, period = map(int, CPU_QUOTA_FILE.read_text().split())
+                count = min(count, max(quota // period, 1))
+            count = min(count, MAX_TOKENIZING_PROCESSES)
+        self.count = count
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         self._changing = threading.Lock()
         self._ended = False
@@ -192,7 +190,11 @@ class TokenizingProcesses:
         inner = tokenizer.tokenizer
         kind = type(inner)
         changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
-        if getattr(transformers, kind.__name__, None) is not kind or not is_plain(inner) or changed:
+        if (
+            getattr(transformers, kind.__name__, None) is not kind
+            or not calls_rust_only(inner)
+            or changed
+        ):
             raise TypeError(
                 f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
                 "would read it"
@@ -246,33 +248,30 @@ class _Program:
             questions = [_pipe(theirs, ours) for _ in range(count)]
             answers = [_pipe(ours, theirs) for _ in range(count)]
             pipes = [(question[0], answer[1]) for question, answer in zip(questions, answers)]
-            self._program = self._begun(folder, pipes)
+            one_thread = {
+                "RAYON_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "MALLOC_ARENA_MAX": "3",
+            }
+            quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+            path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            command = [sys.executable, "-P", "-m", "chronicals.data.making.worker", str(folder)]
+            with self._log.open("wb") as log:
+                self._program = subprocess.Popen(
+                    [*command, *(f"{chunks}:{out}" for chunks, out in pipes)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **one_thread, **quiet, "PYTHONPATH": path},
+                    start_new_session=True,
+                    pass_fds=[*itertools.chain(*pipes)],
+                )
             ours.pop_all()
         self.processes = [
             _Process(self, os.fdopen(question[1], "wb"), os.fdopen(answer[0], "rb"))
             for question, answer in zip(questions, answers, strict=True)
         ]
-
-    def _begun(self, folder: Path, pipes: list[tuple[int, int]]) -> subprocess.Popen[bytes]:
-        one_thread = {
-            "RAYON_NUM_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "MALLOC_ARENA_MAX": "3",
-        }
-        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        command = [sys.executable, "-P", "-m", "chronicals.data.making.worker", str(folder)]
-        with self._log.open("wb") as log:
-            return subprocess.Popen(
-                [*command, *(f"{chunks}:{out}" for chunks, out in pipes)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **one_thread, **quiet, "PYTHONPATH": path},
-                start_new_session=True,
-                pass_fds=[*itertools.chain(*pipes)],
-            )
 
     def last_words(self) -> str:
         """Return an error text for when one of the processes has ended."""

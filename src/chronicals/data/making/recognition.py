@@ -6,43 +6,87 @@ A row that cannot be used is left out, and counted under one of the gate's rules
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chronicals.data.kinds.json_fields import refuse_printed_messages, with_conversations
-from chronicals.data.kinds.judged_answers import (
+from chronicals.data.kinds.messages import (
+    check_answers,
+    conversation_oddities,
+    refuse_media,
+    refuse_printed_messages,
+    with_conversations,
+)
+from chronicals.data.kinds.preferences import (
     JUDGED,
+    PAIR_FIELDS,
+    PREFERENCE,
+    RANKED_ANSWERS,
+    RANKED_SCORES,
+    in_one_form,
     judged_completion,
     label_of,
     nearest_other_prompts,
-    with_answer_of,
+    sides_of,
 )
-from chronicals.data.kinds.messages import check_answers, conversation_oddities, refuse_media
-from chronicals.data.kinds.preferences import PREFERENCE, SIDES, sides_of
 from chronicals.data.kinds.rows import (
     DOCUMENT_KINDS,
+    EXPECTED_FIELDS,
     NormalRow,
     as_instruction,
+    kind_among,
     kind_of,
     known_kind,
+    non_null_fields,
     pair_of,
     plain_row,
     texts_of,
     unread_fields,
 )
-from chronicals.data.kinds.unusable_rows import refuse_halves, refuse_other_kind
-from chronicals.data.making.chunks import Chunk
 from chronicals.data.making.documents import MISMATCHED_SIDE
 from chronicals.data.reading.gate import DataError, DataReport
-from chronicals.data.reading.records import BadRow, Record, parsed
-from chronicals.data.tokens.conversation import chosen, messages_of
+from chronicals.data.reading.plain_values import is_object
+from chronicals.data.reading.records import BadRow, Chunk, RowRecord, parsed
+from chronicals.data.tokens.conversation import messages_of, trained_messages
 from chronicals.data.tokens.template import Tokenizer
 
 REPEATED_PROMPT_WORDS = 3
 """Shortest prompt, in words, whose repetition in a completion is reported.
 
 A completion that begins with a shorter prompt may be a returned greeting.
+"""
+
+_FIELDS_OF_PAIRS = (
+    (PAIR_FIELDS, "a pair is of both"),
+    (
+        (RANKED_ANSWERS, RANKED_SCORES),
+        "a ranked list is of both, with one number for each answer",
+    ),
+)
+"""Two fields that make a pair, and the words of the error if one stands alone."""
+
+_OTHER_OBJECTIVES = {
+    (PREFERENCE, JUDGED): (
+        "holds a judged answer (one answer and its label); take objective='kto' for these, or give "
+        "both a chosen and a rejected answer to each prompt"
+    ),
+    (PREFERENCE, "prompt"): (
+        "holds a prompt without answers; where other columns hold them, map them: "
+        "columns={'chosen': 'THEIR_BETTER', 'rejected': 'THEIR_WORSE'}"
+    ),
+    (JUDGED, PREFERENCE): (
+        "holds a preference pair; take an objective of pairs for these (objective='dpo', say), or "
+        "make "
+        "two rows of it, the chosen answer as completion with label true and the rejected one with "
+        "label false"
+    ),
+    (JUDGED, "prompt"): (
+        "holds a prompt without an answer; where other columns hold it and its label, map them: "
+        "columns={'completion': 'THEIR_ANSWER', 'label': 'THEIR_LABEL'}"
+    ),
+}
+"""Error text by (kind that the objective takes, kind of the row): what the row is, and what to do.
 """
 
 
@@ -80,7 +124,7 @@ class RecognisedChunk:
     report: DataReport
     drafts: list[Draft] = field(default_factory=list)
     labels: dict[int, int] = field(default_factory=dict)
-    judged: dict[int, Record] = field(default_factory=dict)
+    judged: dict[int, RowRecord] = field(default_factory=dict)
     row_kinds: dict[int, str] = field(default_factory=dict)
     left_out: dict[int, str] = field(default_factory=dict)
 
@@ -103,11 +147,6 @@ class _RowFindings:
         if rule not in self.rules:
             self.rules.add(rule)
             self.report.note(rule, self.row, example)
-
-    def take_kind(self, kind: str) -> None:
-        if self.kind is None:
-            self.kind = kind
-            self.report.forms[kind] = self.report.forms.get(kind, 0) + 1
 
 
 class Recogniser:
@@ -137,7 +176,17 @@ class Recogniser:
                 report.note(fault.rule, row, str(fault))
                 recognised.left_out[row] = fault.rule
                 continue
-            self._inspect_texts(row, documents, place, report)
+            # What the gate finds in what people wrote.
+            texts = [text for normal in documents for text in texts_of(normal.record)]
+            if documents[0].kind == "text" and sum(map(len, texts)) == 1:
+                report.note("single_token", row, place)
+            if any("\ufffd" in text for text in texts):
+                report.note("byte_garbage", row, place)
+            for text in texts if self.special_tokens else ():
+                written = self.special_tokens.search(text)
+                if written:
+                    report.note("special_token_in_text", row, f"{place} holds {written.group()!r}")
+                    break
             for side, normal in enumerate(documents):
                 recognised.drafts.append(Draft(row, side, place, normal))
         if JUDGED in self.tokenizer.kinds:
@@ -145,7 +194,7 @@ class Recogniser:
         return recognised
 
     def _documents(
-        self, row: int, record: Record | BadRow, place: str, recognised: RecognisedChunk
+        self, row: int, record: RowRecord | BadRow, place: str, recognised: RecognisedChunk
     ) -> list[NormalRow]:
         """Return what a row's documents are made of, and count what is odd in it.
 
@@ -173,7 +222,7 @@ class Recogniser:
         if kind == PREFERENCE and kind in kinds:
             documents = []
             sides = sides_of(record, place, note_prompt_field)
-            for name, side in zip(SIDES, sides, strict=True):
+            for name, side in zip(PAIR_FIELDS, sides, strict=True):
                 side_kind = kind_of(side, place)
                 documents.append(self._normal(side_kind, side, f"{place} ({name})", findings))
             return documents
@@ -184,7 +233,9 @@ class Recogniser:
             kind = kind_of(record, place)
         return [self._normal(kind, record, place, findings)]
 
-    def _normal(self, kind: str, record: Record, place: str, findings: _RowFindings) -> NormalRow:
+    def _normal(
+        self, kind: str, record: RowRecord, place: str, findings: _RowFindings
+    ) -> NormalRow:
         """Return one document of a row in the form in which it is encoded."""
         if kind == "completion":
             pair = pair_of(record)
@@ -196,16 +247,24 @@ class Recogniser:
             if self.tokenizer.completions_as_chat:
                 kind = "instruction"
                 record = as_instruction(record)
-        findings.take_kind(kind)
+        if findings.kind is None:
+            findings.kind = kind
+            forms = findings.report.forms
+            forms[kind] = forms.get(kind, 0) + 1
         for name in unread_fields(record, kind):
             findings.note("unread_field", f"{place}: {name}")
         normal = NormalRow.of(record, kind, place)
         if self.tokenizer.train_on == "answers":
             self._check_answers(normal, place, findings)
-            if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
+        if self.tokenizer.train_on == "answers" and kind == "completion":
+            if self.tokenizer.tokenizer.chat_template is not None:
                 findings.note("plain_completion", place)
-            if kind == "completion" and _repeats_prompt(normal.record):
-                findings.note("repeated_prompt", place)
+            prompt = normal.record["prompt"]
+            completion = normal.record["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                words = prompt.split(None, REPEATED_PROMPT_WORDS)
+                if completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS:
+                    findings.note("repeated_prompt", place)
         return normal
 
     def _check_answers(self, normal: NormalRow, place: str, findings: _RowFindings) -> None:
@@ -225,30 +284,13 @@ class Recogniser:
         roles = self.tokenizer.train_on_roles
         turns = self.tokenizer.train_on_turns
         answered = check_answers(messages, prompt, place)
-        if not answered and not chosen(messages, prompt, roles, turns, place):
+        if not answered and not trained_messages(messages, prompt, roles, turns, place):
             raise DataError(
                 f"{place}: no message of the assistant among {len(messages) - prompt}",
                 "no_assistant_turn",
             )
         for rule in conversation_oddities(messages):
             findings.note(rule, place)
-
-    def _inspect_texts(
-        self, row: int, documents: list[NormalRow], place: str, report: DataReport
-    ) -> None:
-        """Count what the gate finds in what people wrote."""
-        texts = [text for normal in documents for text in texts_of(normal.record)]
-        if documents[0].kind == "text" and sum(map(len, texts)) == 1:
-            report.note("single_token", row, place)
-        garbled = False
-        written = None
-        for text in texts:
-            garbled = garbled or "\ufffd" in text
-            written = written or (self.special_tokens and self.special_tokens.search(text))
-        if garbled:
-            report.note("byte_garbage", row, place)
-        if written:
-            report.note("special_token_in_text", row, f"{place} holds {written.group()!r}")
 
     def _add_mismatched(self, recognised: RecognisedChunk) -> None:
         """Add to each judged answer a document of its prompt with the answer to another prompt.
@@ -273,9 +315,10 @@ class Recogniser:
             recognised.drafts.append(Draft(draft.row, MISMATCHED_SIDE, draft.place, mismatched))
         recognised.leave_out(without_other, "no_other_prompt")
 
-    def mismatched(self, row: Record, other: Record, place: str) -> NormalRow:
+    def mismatched(self, row: RowRecord, other: RowRecord, place: str) -> NormalRow:
         """Return the prompt of one judged row with the answer of another."""
-        record = with_answer_of(row, other)
+        prompt, (_, answer) = in_one_form(row["prompt"], [row["completion"], other["completion"]])
+        record = {**row, "prompt": prompt, "completion": answer}
         kind = kind_of(record, place)
         if kind == "completion" and self.tokenizer.completions_as_chat:
             kind = "instruction"
@@ -283,11 +326,58 @@ class Recogniser:
         return NormalRow.of(record, kind, place)
 
 
-def _repeats_prompt(record: Record) -> bool:
-    """Return whether a completion, a text, begins with a prompt of several words."""
-    prompt = record["prompt"]
-    completion = record["completion"]
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        return False
-    words = prompt.split(None, REPEATED_PROMPT_WORDS)
-    return completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS
+def refuse_halves(record: RowRecord, where: str, kinds: Collection[str]) -> None:
+    """Refuse a row that has one of the two fields of a pair, if the objective takes pairs.
+
+    Raises:
+        DataError: the other field is missing.
+    """
+    if (
+        PREFERENCE not in kinds
+        or not is_object(record)
+        or kind_among(non_null_fields(record), kinds)
+    ):
+        return
+    for fields, words in _FIELDS_OF_PAIRS:
+        present = [name for name in fields if record.get(name) is not None]
+        missing = [name for name in fields if record.get(name) is None]
+        if len(present) == 1:
+            raise DataError(
+                f"{where}: has {present[0]}, but no {missing[0]}; {words}: where another column "
+                "holds it, map it: "
+                f"columns={{{missing[0]!r}: 'THEIR_NAME'}}",
+                "missing_field",
+            )
+
+
+def refuse_other_kind(kind: str, record: RowRecord, where: str, kinds: Collection[str]) -> None:
+    """Refuse a row whose kind the objective does not take.
+
+    Returns without an error for a kind that ``normalise`` refuses with its own words.
+
+    Args:
+        kind: of the row.
+        record: the row.
+        where: what errors call the row.
+        kinds: that the objective takes; not only ``DOCUMENT_KINDS``.
+
+    Raises:
+        DataError: the row is of another kind, or lacks a label.
+    """
+    named = [
+        f"{wanted}: {EXPECTED_FIELDS[wanted]}" if wanted in EXPECTED_FIELDS else wanted
+        for wanted in sorted(kinds)
+    ]
+    taken = f"the objective takes {', '.join(named)}"
+    row_kind = kind_among(non_null_fields(record), (PREFERENCE, JUDGED)) or kind
+    for wanted in sorted(kinds):
+        if (wanted, row_kind) in _OTHER_OBJECTIVES:
+            raise DataError(
+                f"{where}: {_OTHER_OBJECTIVES[wanted, row_kind]}; {taken}", "unusable_kind"
+            )
+    if JUDGED in kinds and record.get("label") is None:
+        with_label = {*non_null_fields(record), "label"}
+        if kind_among(with_label, (JUDGED,)) is not None:
+            label_of(record, where)  # raises
+    if kind in DOCUMENT_KINDS:
+        raise DataError(f"{where}: is of kind {kind}; {taken}", "unusable_kind")

@@ -20,9 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.data.kinds.rows import CHAT_KINDS, ROW_KINDS
-from chronicals.data.making.documents import MISMATCHED_SIDE, UNJUDGED
-from chronicals.data.making.shared_prompts import IS_SHARED, SHARED_COLUMN
-from chronicals.data.making.target_columns import TargetColumn
+from chronicals.data.making.documents import IS_SHARED, SHARED_COLUMN
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.ledger import Ledger
 
@@ -49,8 +47,62 @@ LABEL_COLUMN = "label"
 ITEM_COLUMNS = (SIDE_COLUMN, SHARED_COLUMN, LABEL_COLUMN)
 """Columns of a store whose rows may become several documents, in their order in the file."""
 
+STORE_SCHEMA_OF_ITEMS = pa.schema([*STORE_SCHEMA, *((name, pa.int64()) for name in ITEM_COLUMNS)])
+"""Schema of such a store."""
+
 PIECE_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd factor that distinguishes the pieces of a row, whose hash is the same."""
+
+
+@dataclass(frozen=True)
+class TargetColumn:
+    """Values of the targets of some documents.
+
+    Attributes:
+        values: ``[rows, ...]``, the values of each document's targets in their order.
+        starts: int64 ``[documents]``, first row of each document.
+        counts: int64 ``[documents]``, targets of each document.
+    """
+
+    values: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, counts: np.ndarray) -> TargetColumn:
+        """Return the column of a store.
+
+        Args:
+            values: ``[targets in all, ...]``.
+            counts: int64 ``[documents]``, targets of each document.
+
+        Raises:
+            ValueError: there are more or fewer values than targets.
+        """
+        if len(values) != counts.sum():
+            raise ValueError(f"{len(values)} values for {counts.sum()} targets")
+        return cls(values, np.cumsum(counts) - counts, counts)
+
+    def subset(self, indices: np.ndarray) -> TargetColumn:
+        """Return the column of some of the documents, over the same values."""
+        return replace(self, starts=self.starts[indices], counts=self.counts[indices])
+
+    def rows(self, documents: np.ndarray) -> np.ndarray:
+        """Return the rows of these documents' targets, one behind the other, int64."""
+        counts = self.counts[documents]
+        before = np.cumsum(counts) - counts
+        return np.repeat(self.starts[documents] - before, counts) + np.arange(counts.sum())
+
+    def laid(self, documents: np.ndarray, is_target: np.ndarray) -> np.ndarray:
+        """Return the values at the targets of a Batch, zero elsewhere, ``[T, ...]``.
+
+        Args:
+            documents: int64, the documents of the Batch in their order.
+            is_target: bool ``[T]``.
+        """
+        column = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
+        column[is_target] = self.values[self.rows(documents)]
+        return column
 
 
 @dataclass
@@ -146,17 +198,6 @@ class TokenStore:
         stored_once = self.lengths[self.columns[SHARED_COLUMN] == IS_SHARED].sum()
         return int(self.before.sum() - stored_once)
 
-    @property
-    def prompts(self) -> int:
-        """Number of documents that are prompts, which the answers of an item share."""
-        return int((self.columns[SHARED_COLUMN] == IS_SHARED).sum())
-
-    @property
-    def mismatched(self) -> int:
-        """Number of documents that are answers to another prompt, beside judged ones."""
-        judged = self.columns[LABEL_COLUMN] != UNJUDGED
-        return int((judged & (self.columns[SIDE_COLUMN] == MISMATCHED_SIDE)).sum())
-
     def is_prompt(self, index: int) -> bool:
         """Return whether a document is the prompt that the answers of its item share."""
         return SHARED_COLUMN in self.columns and bool(
@@ -200,6 +241,7 @@ class TokenStore:
         """Return the store with ``values`` of every target, document after document.
 
         Args:
+            name: under which Batches have them.
             values: ``[targets in all, ...]``.
 
         Raises:
@@ -232,6 +274,7 @@ class TokenStore:
 
         Args:
             share: of the documents that is held out; at least one is.
+            seed: decides which documents are held out.
 
         Raises:
             DataError: nothing is left to train on.
@@ -302,6 +345,7 @@ def _documents_in(batch: pa.RecordBatch, address: int) -> np.ndarray:
     """Return where the documents of a batch lie in the file.
 
     Args:
+        batch: a record batch of the file.
         address: of the file in memory.
 
     Returns:

@@ -115,6 +115,8 @@ def assemble(
         packs: int64 ``[steps, batches · packs]``, by their number in the plan.
         facts: int64 ``[steps, batches, 3]``, filled here: ``MAX_SEQLEN_FACT``, ``ENTRIES_FACT`` and
             ``TRAINED_FACT`` of each micro-batch.
+        documents: where tokens lie in the file, and the documents of each pack.
+        sizes: of a step.
 
     Returns:
         The number of steps that are written; and the document that lies outside the file or does

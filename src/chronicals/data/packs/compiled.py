@@ -26,7 +26,7 @@ from chronicals.data.packs.machine_code import COMPILING_MODULE, source_hash
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "chronicals-"
+CODE_FOLDER_PREFIX = "chronicals-"
 """Beginning of the names of folders with machine code."""
 
 DAYS_KEPT = 7
@@ -40,6 +40,7 @@ def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False)
     """Decorate a function that numba compiles on its first call for the types it gets.
 
     Args:
+        function: what is compiled; without it the decorator itself is returned.
         nogil: release the GIL while it runs.
     """
     if function is None:
@@ -58,7 +59,7 @@ class _SourceFolder:
 
     def __init__(self, locator: Any):
         self._locator = locator
-        self._path = os.path.join(locator.get_cache_path(), PREFIX + source_hash())
+        self._path = os.path.join(locator.get_cache_path(), CODE_FOLDER_PREFIX + source_hash())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._locator, name)
@@ -71,7 +72,7 @@ class _SourceFolder:
         if os.path.isdir(self._path):
             return
         with suppress(OSError):  # another process may delete them at the same time
-            for folder in Path(self._path).parent.glob(f"{PREFIX}*"):
+            for folder in Path(self._path).parent.glob(f"{CODE_FOLDER_PREFIX}*"):
                 if folder.stat().st_mtime < time.time() - DAYS_KEPT * 86400:
                     shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(self._path, exist_ok=True)

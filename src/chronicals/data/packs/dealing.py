@@ -88,18 +88,8 @@ class Dealing:
         rank_of[plan.documents] = np.where(plan.part_of < 0, SPLIT, plan.part_of // parts_a_rank)
         return cls(context, rank_of)
 
-    def share(self, numbers: np.ndarray, bounds: np.ndarray, entries: int) -> RankShare:
-        """Return this rank's share of documents.
 
-        Args:
-            numbers: of the documents in the store, or ``FILLER_DOCUMENT``.
-            bounds: of the documents in the micro-batch.
-            entries: the documents of the share come in multiples of so many.
-        """
-        return share_of(bounds, self.rank_of[numbers], self.context, entries)
-
-
-def share_of(
+def rank_share(
     bounds: np.ndarray, ranks: np.ndarray, context: Context, entries: int = 1
 ) -> RankShare:
     """Return the share of a rank in T tokens; see the drawing above.
@@ -107,6 +97,7 @@ def share_of(
     Args:
         bounds: int ``[N + 1]``, of the documents.
         ranks: ``[N]``, who has each: a rank, ``SPLIT`` or ``NOBODY``.
+        context: the ranks, and which of them this is.
         entries: the documents of the share come in multiples of so many.
 
     Raises:
@@ -177,6 +168,7 @@ def _split_documents(
 
     Args:
         chunk: int64 ``[S]``, length of the chunks of each.
+        context: the ranks, and which of them this is.
         whole_ends: bounds of its other documents in its own tokens.
         longest: bound on the lengths of its other documents.
     """
@@ -222,6 +214,7 @@ def _gathered_keys(chunk: np.ndarray, context: Context, tokens: int) -> SharedKe
 
     Args:
         chunk: int64 ``[S]``, length of the chunks of each document.
+        context: the ranks, and which of them this is.
         tokens: number that each of the ``outer`` neighbourhoods sends.
     """
     outer = context.outer
@@ -253,7 +246,9 @@ def part_of(batch: Batch, ranks: np.ndarray, context: Context, filler: int = 0) 
     """Return a rank's part of a Batch in host memory, without shared prompts.
 
     Args:
+        batch: the whole micro-batch.
         ranks: ``[N]``, who has each document: a rank, ``SPLIT`` or ``NOBODY``.
+        context: the ranks, and which of them this is.
         filler: the token that filler documents are made of.
 
     Raises:
@@ -261,7 +256,7 @@ def part_of(batch: Batch, ranks: np.ndarray, context: Context, filler: int = 0) 
     """
     if batch.keys is not None:
         raise ValueError("documents that share prompts are dealt where a Batch is assembled")
-    share = share_of(batch.cu_seqlens.numpy(), ranks, context)
+    share = rank_share(batch.cu_seqlens.numpy(), ranks, context)
     rows = torch.as_tensor(share.rows)
     documents = torch.as_tensor(share.documents)
 

@@ -1,11 +1,11 @@
-"""Batches from a token store: packs in a shuffled endless stream, divided over steps, micro-batches
-and ranks.
+"""Batches from a token store, whose packs are a shuffled endless stream.
 
-The stream is a function of the seed: epoch e is the plan's packs in the order of generator (seed,
-e). A position in it is the number of packs consumed by all ranks together. Step s takes
-``batch_size × accumulation × ranks`` packs in a row, so its documents depend on that product alone.
-The cost of packs decides which micro-batch and rank takes which of them (``balancing``). After the
-last epoch the stream goes on with empty packs, which count nothing.
+It is divided over steps, micro-batches and ranks. The stream is a function of the seed: epoch e is
+the plan's packs in the order of generator (seed, e). A position in it is the number of packs
+consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row,
+so its documents depend on that product alone. The cost of packs decides which micro-batch and rank
+takes which of them (``balancing``). After the last epoch the stream goes on with empty packs, which
+count nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from chronicals.batch import Batch, Context
 from chronicals.config import ChronicalsConfig
+from chronicals.data.making.documents import SHARED_COLUMN
 from chronicals.data.making.opening import open_store
-from chronicals.data.making.shared_prompts import SHARED_COLUMN
 from chronicals.data.making.store import TokenStore
 from chronicals.data.packs.assembly import (
     ENTRY_SHARES,
@@ -31,16 +33,14 @@ from chronicals.data.packs.assembly import (
     PackedDocuments,
     StepSizes,
 )
-from chronicals.data.packs.balancing import balance
+from chronicals.data.packs.balancing import PackSums, balanced_packs
 from chronicals.data.packs.dealing import Dealing
-from chronicals.data.packs.pack_sums import PackSums
 from chronicals.data.packs.packing import PackPlan
 from chronicals.data.packs.parts import IN_ORDER, plan_parts
-from chronicals.data.packs.prefetch import prefetch
 from chronicals.data.packs.step_memory import StepMemory
 from chronicals.data.packs.steps import Step
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.sources import Source
+from chronicals.data.reading.sources import RowSource
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,10 @@ Between two calls the thread needs the GIL. If other threads run Python, it gets
 ``sys.getswitchinterval()`` (5 ms), which is longer than a small step takes.
 """
 
+_Result = TypeVar("_Result")
 
-def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
+
+def plan_epoch(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
     """Return the packs of one epoch, in as many parts as processes share them."""
     items = store.items
     parts = config.pack_parts or config.context_parallel
@@ -105,7 +107,7 @@ class BatchStream:
         shuffle: False keeps the plan's order (evaluation), as ``packing_strategy="in-order"``
             always does.
         pin: build into pinned memory, for copies that do not wait.
-        plan: ``plan_of(store, config)`` if it was made before.
+        plan: ``plan_epoch(store, config)`` if it was made before.
         context: the ranks to which each micro-batch is dealt; ``rank`` is then the same for all of
             them.
 
@@ -137,7 +139,7 @@ class BatchStream:
         self.rank = rank
         self.ranks = ranks
         self.seed = config.seed
-        self.plan = plan_of(store, config) if plan is None else plan
+        self.plan = plan_epoch(store, config) if plan is None else plan
         most_entries = self.batch_size * (self.plan.max_documents + WIDTH_BUCKETS)
         self._sizes = StepSizes(
             self.accumulation,
@@ -258,8 +260,13 @@ class BatchStream:
         counts = []
         for position in positions:
             packs = self._packs_at(position)
-            own_packs.append(self._balanced(packs)[:, self.rank].ravel())
             counts.append(self._sums.counts(packs, slots))
+            # Packs stay as they come if documents keep their order.
+            places = np.arange(len(packs)).reshape(self.accumulation, self.ranks, self.batch_size)
+            if not self.in_order:
+                costs = self._sums.costs[packs]
+                places = balanced_packs(costs, self.accumulation, self.ranks, self.batch_size)
+            own_packs.append(packs[places[:, self.rank].ravel()])
         memory = StepMemory(
             self._sizes,
             len(positions),
@@ -300,33 +307,47 @@ class BatchStream:
             epoch, index = divmod(position + taken, len(self.plan))
             if self.epochs is not None and epoch >= self.epochs:
                 break
-            piece = self._order_of(epoch)[index : index + self.packs_a_step - taken]
+            known, order = self._known_order
+            if known != epoch:
+                order = np.arange(len(self.plan))
+                if self.shuffle:
+                    order = np.random.default_rng([self.seed, epoch]).permutation(order)
+                self._known_order = epoch, order
+            piece = order[index : index + self.packs_a_step - taken]
             packs[taken : taken + len(piece)] = piece
             taken += len(piece)
         return packs
 
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the packs of an epoch in their order; that of the last epoch asked is kept."""
-        known, order = self._known_order
-        if known != epoch:
-            order = np.arange(len(self.plan))
-            if self.shuffle:
-                order = np.random.default_rng([self.seed, epoch]).permutation(order)
-            self._known_order = epoch, order
-        return order
 
-    def _balanced(self, packs: np.ndarray) -> np.ndarray:
-        """Return the packs of a step as ``[accumulation, ranks, batch_size]``, balanced by cost.
+def prefetch(tasks: Iterable[Callable[[], _Result]], depth: int) -> Generator[_Result, None, None]:
+    """Yield the results of ``tasks`` in their order.
 
-        They stay as they come if documents keep their order.
-        """
-        if self.in_order:
-            return packs.reshape(self.accumulation, self.ranks, self.batch_size)
-        costs = self._sums.costs[packs]
-        return packs[balance(costs, self.accumulation, self.ranks, self.batch_size)]
+    One thread calls the tasks; they are taken from their iterable in the consumer's thread. Closing
+    the iterator waits for the task that runs and drops the others.
+
+    Args:
+        tasks: functions that compute a result each.
+        depth: results that are computed, or being computed, before they are asked for.
+
+    Raises:
+        Exception: what a task raised, in the place of its result.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    waiting: deque[Future[_Result]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(thread.submit(task))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # An interpreter that ends has already joined the thread, and its modules may be gone.
+        if not sys.is_finalizing():
+            thread.shutdown(cancel_futures=True)
 
 
-def create_dataloader(dataset: Source, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:
+def create_dataloader(dataset: RowSource, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:
     """Return Batches of a data set: tokenised into a store, checked, packed, prefetched.
 
     Args:

@@ -15,15 +15,20 @@ Plans run in numba without the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numba.core import types
 from numba.extending import intrinsic
+from torch import Tensor
 
 from chronicals.data.packs.compiled import compiled
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,13 @@ def plan_packs(
                 f"max_documents={max_documents}: an item has {widest} documents, which must share "
                 "a pack"
             )
-        documents, offsets = documents_of(
+        documents, offsets = documents_of_items(
             items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest, *NO_PACKS)
         )
     return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
 
 
-def documents_of(
+def documents_of_items(
     items: np.ndarray, packed: np.ndarray, offsets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return documents pack after pack and the bounds of packs, from the same of items.
@@ -161,6 +166,7 @@ def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> 
     Args:
         words: uint64, the bits.
         summary: uint64, a bit for each word that is not 0.
+        start: number of the first bit that counts.
     """
     word = start >> 6
     bits = words[word] & (~np.uint64(0) << np.uint64(start & 63))
@@ -345,3 +351,108 @@ in the plan. ``in-order`` does not return to earlier packs and takes ``NO_PACKS`
 
 NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 """Room and number of documents of no packs."""
+
+
+class SequencePacker:
+    """Packs tokenised rows into rows of exactly ``max_seq_length`` tokens.
+
+    Args:
+        max_seq_length: width of a packed row; longer documents are cut there, counted and warned
+            about.
+        padding_token_id: fills the tail of a row.
+    """
+
+    PADDING = -1
+    """``sequence_ids`` of positions that hold no document; documents count from 0 in each row."""
+
+    def __init__(self, max_seq_length: int, padding_token_id: int = 0):
+        if max_seq_length < 1:
+            raise ValueError(f"max_seq_length={max_seq_length}: must be at least 1")
+        self.max_seq_length = max_seq_length
+        self.padding_token_id = padding_token_id
+        self.original_tokens = 0
+        self.packed_tokens = 0
+        self.truncated_documents = 0
+
+    @property
+    def efficiency(self) -> float:
+        """Documents' tokens as a share of the positions in the packed rows of the last ``pack``."""
+        return self.original_tokens / self.packed_tokens if self.packed_tokens else 0.0
+
+    def pack(self, dataset: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
+        """Return packed rows, each ``max_seq_length`` long.
+
+        They have ``input_ids``, ``labels``, ``position_ids`` and ``sequence_ids``.
+
+        Args:
+            dataset: rows with ``input_ids`` and optionally ``labels`` (aligned, not shifted, -100
+                for what is not trained). The first label of every document becomes -100: nothing
+                precedes it.
+
+        Raises:
+            ValueError: a row is empty, or its labels are not as long as its ids.
+        """
+        self.truncated_documents = 0
+        ids = []
+        labels = []
+        for number, row in enumerate(dataset):
+            tokens = list(row["input_ids"])
+            marks = list(row.get("labels", row["input_ids"]))
+            if not tokens or len(tokens) != len(marks):
+                raise ValueError(
+                    f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, "
+                    "non-zero counts"
+                )
+            self.truncated_documents += len(tokens) > self.max_seq_length
+            ids.append(tokens[: self.max_seq_length])
+            labels.append([-100, *marks[1 : self.max_seq_length]])
+        if self.truncated_documents:
+            logger.warning(
+                "%d documents were cut at max_seq_length=%d",
+                self.truncated_documents,
+                self.max_seq_length,
+            )
+        plan = plan_packs([len(tokens) for tokens in ids], self.max_seq_length)
+        self.original_tokens = plan.tokens
+        self.packed_tokens = len(plan) * self.max_seq_length
+        rows = []
+        for pack in plan:
+            row: dict[str, list[int]] = {
+                "input_ids": [],
+                "labels": [],
+                "position_ids": [],
+                "sequence_ids": [],
+            }
+            for place, number in enumerate(pack):
+                row["input_ids"] += ids[number]
+                row["labels"] += labels[number]
+                row["position_ids"] += range(len(ids[number]))
+                row["sequence_ids"] += [place] * len(ids[number])
+            tail = self.max_seq_length - len(row["input_ids"])
+            row["input_ids"] += [self.padding_token_id] * tail
+            row["labels"] += [-100] * tail
+            row["position_ids"] += range(tail)
+            row["sequence_ids"] += [self.PADDING] * tail
+            rows.append(row)
+        return rows
+
+    def create_attention_mask(
+        self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True
+    ) -> Tensor:
+        """Return a mask, bool ``[B, 1, S, S]``.
+
+        It is True if the row's position may attend to the column's. A position attends to its own
+        document, with ``causal`` no further than itself. Padding attends to itself only, so that no
+        row of the softmax is empty; nothing attends to padding.
+
+        Args:
+            sequence_ids: ``[B, S]`` or ``[S]``, as ``pack`` gives them.
+            causal: no position attends to later ones.
+        """
+        ids = torch.as_tensor(sequence_ids)
+        if ids.ndim == 1:
+            ids = ids[None]
+        allowed = (ids[:, :, None] == ids[:, None, :]) & (ids != self.PADDING)[:, None, :]
+        if causal:
+            allowed = allowed.tril()
+        return (allowed | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device))[:, None]

@@ -16,7 +16,13 @@ from __future__ import annotations
 import numpy as np
 
 from chronicals.data.packs.compiled import compiled
-from chronicals.data.packs.packing import NO_PACKS, STRATEGIES, PackPlan, documents_of, plan_packs
+from chronicals.data.packs.packing import (
+    NO_PACKS,
+    STRATEGIES,
+    PackPlan,
+    documents_of_items,
+    plan_packs,
+)
 
 SPLIT = -1
 """Part number of a document that is split, so that every part has two chunks of it."""
@@ -36,6 +42,11 @@ def plan_parts(
     """Assign every document to a pack and to a part of it; arguments as of ``plan_packs``.
 
     Args:
+        lengths: tokens of each document.
+        max_seq_length: width of a pack.
+        max_documents: most documents in a pack; None for no limit.
+        strategy: one of ``STRATEGIES``.
+        items: int64 ``[items + 1]``, bounds of items; None if every document is one.
         parts: of a pack. Each holds ``max_documents // parts`` documents at most.
 
     Raises:
@@ -77,13 +88,14 @@ def plan_parts(
             f"max_documents={max_documents}: {parts} parts of a pack must hold {widest} each"
         )
     if strategy == IN_ORDER:
-        order, pack_of, part_of = _in_order(totals, width, limit, parts)
+        pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
+        order = np.lexsort((np.arange(totals.size), pack_of))
     else:
         costs = np.add.reduceat(sizes**2, bounds[:-1]) if sizes.size else sizes
         packed = _packed_by_size(totals, costs, width, limit, parts, strategy)
         order, pack_of, part_of = _evened(*packed, totals, costs, width, limit, parts)
     offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=1 if sizes.size else 0)))
-    documents, offsets = documents_of(bounds, order, offsets)
+    documents, offsets = documents_of_items(bounds, order, offsets)
     return PackPlan(
         documents,
         offsets,
@@ -109,6 +121,8 @@ def _packed_by_size(
         costs: int64 ``[items]``, what attention costs in each.
         width: tokens of a part.
         limit: most items in a part.
+        parts: of a pack.
+        strategy: one of ``STRATEGIES``.
     """
     long = np.flatnonzero(totals > width)
     short = np.flatnonzero(totals <= width)
@@ -207,23 +221,22 @@ def _deal(
             part_of[first:end] = dealt
 
 
-def _in_order(
-    totals: np.ndarray, width: int, limit: int, parts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return items as they come, and the pack and the part of each.
-
-    An item goes into the first part from that of the last item on that has room, or into a new
-    pack.
-    """
-    pack_of, part_of = _next_parts(totals, _split_size(totals, parts), width, limit, parts)
-    by_pack = np.lexsort((np.arange(totals.size), pack_of))
-    return by_pack, pack_of, part_of
-
-
 @compiled(nogil=True)
 def _next_parts(
     sizes: np.ndarray, split: np.ndarray, width: int, limit: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pack and the part of each item as they come, each int64 ``[items]``.
+
+    An item goes into the first part from that of the last item on that has room, or into a new
+    pack.
+
+    Args:
+        sizes: int64 ``[items]``, tokens of each.
+        split: int64 ``[items]``, tokens that each takes of every part if it is split.
+        width: tokens of a part.
+        limit: most items in a part.
+        parts: of a pack.
+    """
     pack_of = np.empty(sizes.size, np.int64)
     part_of = np.empty(sizes.size, np.int64)
     room = np.full(parts, width)

@@ -51,8 +51,21 @@ class FileDigests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._new:
-            self._save()
+        """Add the new digests to the file, which another process may have changed meanwhile.
+
+        Of two processes at once the later wins; the other's files are read again some time.
+        """
+        if not self._new:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = {name: entry for name, entry in self._load().items() if name not in self._new}
+        entries = list({**earlier, **self._new}.items())[-REMEMBERED_FILES:]
+        aside = self.path.with_name(f".{self.path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        try:
+            aside.write_text(json.dumps(dict(entries), indent=0))
+            os.replace(aside, self.path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def of(self, file: Path) -> str:
         """Return the digest of a file.
@@ -89,21 +102,6 @@ class FileDigests:
             logger.warning("%s: not JSON; files are read again", self.path)
             return {}
         return known if isinstance(known, dict) else {}
-
-    def _save(self) -> None:
-        """Add the new digests to the file, which another process may have changed meanwhile.
-
-        Of two processes at once the later wins; the other's files are read again some time.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = {name: entry for name, entry in self._load().items() if name not in self._new}
-        entries = list({**earlier, **self._new}.items())[-REMEMBERED_FILES:]
-        aside = self.path.with_name(f".{self.path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
-        try:
-            aside.write_text(json.dumps(dict(entries), indent=0))
-            os.replace(aside, self.path)
-        finally:
-            aside.unlink(missing_ok=True)
 
 
 def _stamp(file: Path) -> list[int]:

@@ -21,7 +21,15 @@ import pyarrow.parquet as pq
 
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.nulls import cleaner
-from chronicals.data.reading.records import BadRow, Line, Record, Row, Unparsed, encodable, parsed
+from chronicals.data.reading.records import (
+    BadRow,
+    Line,
+    PlacedRow,
+    RowRecord,
+    Unparsed,
+    encodable,
+    parsed,
+)
 
 COLUMNAR_ROWS_AT_ONCE = 1024
 """Rows of a columnar file that are made Python objects together."""
@@ -58,9 +66,15 @@ def read_file(path: Path) -> Iterator[Unparsed]:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 text ({_undecodable(path) or error.reason}); save it as UTF-8"
-        ) from error
+        fault = error.reason
+        with _open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as in_line:
+                    fault = f"{in_line.reason}, byte {in_line.start} of line {number}"
+                    break
+        raise DataError(f"{path}: not UTF-8 text ({fault}); save it as UTF-8") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         reason = " ".join(str(error).split())
         raise DataError(
@@ -96,39 +110,25 @@ def _open_text(path: Path, newline: str | None = "") -> io.TextIOWrapper:
     return io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline=newline)
 
 
-def _undecodable(path: Path) -> str:
-    """Return the place of the first byte that is not UTF-8, in words; empty if there is none."""
-    with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return f"{error.reason}, byte {error.start} of line {number}"
-    return ""
-
-
-def _read_text(path: Path) -> Iterator[Row]:
+def _read_text(path: Path) -> Iterator[PlacedRow]:
     """Yield a whole text, or parts of a long one, which end with a paragraph, a line or a word."""
     with _open_text(path, newline=None) as stream:
         text = stream.read(MAX_TEXT_ROW + 1)
         place = f"{path}"
         lines = 0
         while len(text) > MAX_TEXT_ROW:
-            end = _end_of_part(text)
+            end = MAX_TEXT_ROW
+            for separator in ("\n\n", "\n", " "):
+                # in the second half of the part only, so that parts are not too short
+                found = text.rfind(separator, MAX_TEXT_ROW // 2, MAX_TEXT_ROW)
+                if found >= 0:
+                    end = found + len(separator)
+                    break
             yield f"{path}:{lines + 1}", {"text": text[:end]}
             lines += text.count("\n", 0, end)
             text = text[end:] + stream.read(end)
             place = f"{path}:{lines + 1}"
         yield place, {"text": text}
-
-
-def _end_of_part(text: str) -> int:
-    """Return the end of the last paragraph, line or word in the second half of a part."""
-    for separator in ("\n\n", "\n", " "):
-        at = text.rfind(separator, MAX_TEXT_ROW // 2, MAX_TEXT_ROW)
-        if at >= 0:
-            return at + len(separator)
-    return MAX_TEXT_ROW
 
 
 def _read_json_lines(path: Path) -> Iterator[Unparsed]:
@@ -256,7 +256,11 @@ class _JsonWindow:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended or not _is_cut(error):
+                # A text that is right and only ends too early has an open string, or an error at
+                # its very end, within the longest word.
+                at_end = error.pos >= len(error.doc) - len("-Infinity")
+                is_cut = at_end or error.msg.startswith("Unterminated string")
+                if self._ended or not is_cut:
                     raise self.fault(error.msg, error.pos) from None
             except (ValueError, RecursionError) as error:
                 raise self.fault(str(error)) from error
@@ -290,17 +294,7 @@ class _JsonWindow:
         self._ended = not more
 
 
-def _is_cut(error: json.JSONDecodeError) -> bool:
-    """Return whether the text may be right and only end too early.
-
-    It then has an open string, or an error at its very end.
-    """
-    longest_word = len("-Infinity")
-    at_end = error.pos >= len(error.doc) - longest_word
-    return at_end or error.msg.startswith("Unterminated string")
-
-
-def _read_separated(path: Path, separator: str) -> Iterator[Row]:
+def _read_separated(path: Path, separator: str) -> Iterator[PlacedRow]:
     """Yield the rows behind a header; values are text, and may hold newlines inside quotes."""
     csv.field_size_limit(2**31 - 1)  # the module refuses fields over 128 KiB otherwise
     with _open_text(path) as stream:
@@ -345,13 +339,13 @@ def _check_names(path: Path, names: list[str]) -> None:
         )
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     # Pages are read one by one, never a whole row group.
     with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         yield from _read_batches(path, file.iter_batches(COLUMNAR_ROWS_AT_ONCE))
 
 
-def _read_arrow(path: Path) -> Iterator[Row]:
+def _read_arrow(path: Path) -> Iterator[PlacedRow]:
     """Yield the rows of Arrow IPC, a file (as Feather) or a stream (as ``datasets`` writes)."""
     with pa.memory_map(str(path)) as source:
         beginning = source.read(6)
@@ -381,7 +375,7 @@ def _batches_of_stream(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
         )
 
 
-def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[PlacedRow]:
     number = 0
     for batch in batches:
         _check_names(path, batch.schema.names)
@@ -392,7 +386,7 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row
                 yield f"{path}: row {number}", clean(record) if clean else record
 
 
-def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:
+def _records(batch: pa.RecordBatch) -> list[RowRecord | BadRow]:
     """Return the rows as Python objects; one with a value that Python has no form for is bad."""
     try:
         return batch.to_pylist(maps_as_pydicts="lossy")
@@ -403,18 +397,14 @@ def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:
             for row in range(batch.num_rows):
                 records += _records(batch.slice(row, 1))
             return records
-        name = _unreadable_column(batch)
+        name = ", ".join(batch.schema.names)
+        for column_name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist(maps_as_pydicts="lossy")
+            except (ValueError, OverflowError):
+                name = column_name
+                break
         return [BadRow(f"column {name!r} cannot be read: {error}", "wrong_type")]
-
-
-def _unreadable_column(row: pa.RecordBatch) -> str:
-    """Return the name of the column that has no form in Python."""
-    for name, column in zip(row.schema.names, row.columns, strict=True):
-        try:
-            column.to_pylist(maps_as_pydicts="lossy")
-        except (ValueError, OverflowError):
-            return name
-    return ", ".join(row.schema.names)
 
 
 COLUMNAR: dict[str, Reader] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from chronicals.config import ConfigurationError
@@ -301,6 +301,7 @@ class DataReport:
         """Return the level of a finding; an error stops the run.
 
         Args:
+            rule: name of a rule that was broken.
             shares: largest shares of the rows that replace those of ``RULES``.
         """
         share = shares.get(rule, RULES[rule].share)
@@ -401,11 +402,9 @@ class DataReport:
         """Return the findings that stop a run, as ``entries`` gives them."""
         return [entry for entry in self.entries(shares) if entry["level"] == "error"]
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict) -> DataReport:
+        """Return the report that ``dataclasses.asdict`` made a dict of."""
         findings = {rule: Finding(**finding) for rule, finding in fields["findings"].items()}
         return cls(**{**fields, "findings": findings})
 
@@ -422,11 +421,11 @@ class DataReport:
         if not self.rows:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
         if not self.targets:
-            lines = "".join(f"\n  {describe(entry)}" for entry in self.entries(shares))
+            lines = "".join(f"\n  {finding_line(entry)}" for entry in self.entries(shares))
             raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows:{lines}")
         wrong = self.errors(shares)
         if wrong:
-            lines = "".join(f"\n  {describe(entry)}" for entry in wrong)
+            lines = "".join(f"\n  {finding_line(entry)}" for entry in wrong)
             allowed = {
                 entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong
             }
@@ -442,7 +441,7 @@ def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
         counts[name] = counts.get(name, 0) + count
 
 
-def describe(entry: Mapping[str, Any]) -> str:
+def finding_line(entry: Mapping[str, Any]) -> str:
     """Return a finding in one line."""
     rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
     example = f"; for one, {entry['example']}" if entry["example"] else ""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 UNRECOGNISED = "unrecognised"
 """The kind of rows whose fields identify none, or that cannot be read."""
@@ -107,9 +106,6 @@ class Ledger:
     def is_scored(self) -> bool:
         """True if the data are held out as a whole."""
         return bool(self.held_out) and not self.trained
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _total_by_kind(counts: RowCounts) -> str:

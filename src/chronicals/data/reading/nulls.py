@@ -68,6 +68,7 @@ def _cleaner_of(kind: pa.DataType, name: str, inside: bool = False) -> Clean | N
     """Return a function that removes such nulls from a value; None if it can hold none.
 
     Args:
+        kind: Arrow's type of the value.
         name: of the field, or of the free-form field around it.
         inside: the value lies in a list.
     """

@@ -59,7 +59,13 @@ def own_files(folder: Path, names: Collection[str]) -> set[str]:
         names: of the files and folders in it.
     """
     own = set[str]()
-    if _is_run(folder, names):
+    is_run = (
+        "resume.yaml" in names
+        or ("model" in names and (folder / "model" / "chronicals.json").is_file())
+        or ("checkpoints" in names and any((folder / "checkpoints").glob("step-*/manifest.json")))
+        or any(name in names and _is_report(folder / name) for name in DATA_REPORTS)
+    )
+    if is_run:
         own |= RUN_FILES.intersection(names)
     weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     if (
@@ -71,17 +77,6 @@ def own_files(folder: Path, names: Collection[str]) -> set[str]:
     if any(name.endswith(".arrow") or name == "file-digests.json" for name in names):
         own |= {name for name in names if STORE_FILE.fullmatch(name)}
     return own
-
-
-def _is_run(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is that of a run."""
-    if "resume.yaml" in names:
-        return True
-    if "model" in names and (folder / "model" / "chronicals.json").is_file():
-        return True
-    if "checkpoints" in names and any((folder / "checkpoints").glob("step-*/manifest.json")):
-        return True
-    return any(name in names and _is_report(folder / name) for name in DATA_REPORTS)
 
 
 def _is_report(file: Path) -> bool:

@@ -1,8 +1,8 @@
-"""Values as JSON has them, from whatever library a row came: lists, objects, text, numbers, and
-None for what is missing.
+"""Values as JSON has them, from whatever library a row came.
 
-A missing value has many spellings: None, NaN, NaT, pandas' NA, a null of Arrow. A list may be a
-tuple, an array of numpy, a column of pandas or a tensor. Text is never a list, whatever its length.
+They are lists, objects, text, numbers, and None for what is missing. A missing value has many
+spellings: None, NaN, NaT, pandas' NA, a null of Arrow. A list may be a tuple, an array of numpy, a
+column of pandas or a tensor. Text is never a list, whatever its length.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_filled(value: Any) -> bool:
     return not is_missing(value) and not (isinstance(value, str) and value == "")
 
 
-def items_of(value: Any) -> list[Any] | None:
+def list_items(value: Any) -> list[Any] | None:
     """Return the items of a list, tuple, array or column as a list; None for anything else.
 
     Text is no sequence here.
@@ -98,7 +98,7 @@ def plain(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {name: plain(inner) for name, inner in value.items()}
-    items = items_of(value)
+    items = list_items(value)
     if items is not None:
         return [plain(item) for item in items]
     if _is_arrow_scalar(value):

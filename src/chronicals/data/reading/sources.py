@@ -22,8 +22,15 @@ from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.nulls import cleaner, without_nulls
 from chronicals.data.reading.own_files import own_files
 from chronicals.data.reading.plain_values import is_null
-from chronicals.data.reading.records import BadRow, Record, Row, Unparsed, parsed
-from chronicals.data.reading.row_fields import IDENTIFYING_FIELDS, KIND_FIELDS
+from chronicals.data.reading.records import (
+    IDENTIFYING_FIELDS,
+    KIND_FIELDS,
+    BadRow,
+    PlacedRow,
+    RowRecord,
+    Unparsed,
+    parsed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +42,11 @@ _DATASET_DESCRIPTIONS = {
 }
 """Files that ``datasets`` writes beside rows."""
 
-Source = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[Record]
+RowSource = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[RowRecord]
 """One source, several, or rows in memory."""
 
 
-def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
+def read_records(source: RowSource, seed: int = 0) -> Iterator[PlacedRow]:
     """Yield ``(place, record)`` for each row; ``place`` is what an error message calls it.
 
     A row that cannot be read (a line that does not parse, a wrong number of fields, a missing
@@ -58,8 +65,8 @@ def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
         yield place, parsed(record)
 
 
-def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
-    """Yield rows as ``read_records`` does, but lines of JSON unparsed, for ``records.parsed``."""
+def read_unparsed(source: RowSource, seed: int = 0) -> Iterator[Unparsed]:
+    """Yield rows as ``read_records`` does, but lines of JSON unparsed, for ``parsed``."""
     parts = _named(source)
     if parts is None:
         records = _cleaned(_in_memory(source), source)
@@ -72,18 +79,23 @@ def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
             yield from _rows(part)
         if share:
             for number, row in enumerate(_rows(part)):
-                if _drawn(f"{seed} {position} {number}", share):
+                # A row drawn at one share is drawn at larger ones.
+                text = f"{seed} {position} {number}"
+                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                if int.from_bytes(digest) < share * 2**64:
                     yield row
 
 
-def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
+def source_fingerprint(source: RowSource, cache_dir: Path, seed: int = 0) -> str:
     """Return a hash of the content of ``read_records(source, seed)``.
 
     Files count by their bytes and endings, not by their names; a hub name by its present revision;
     a ``Dataset`` by its own fingerprint; other rows by their values.
 
     Args:
+        source: what ``read_records`` reads.
         cache_dir: where digests of files are remembered.
+        seed: as that of ``read_records``.
 
     Raises:
         DataError: a source does not exist, or is a generator, which could not be read a second
@@ -91,13 +103,22 @@ def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
     """
     parts = _named(source)
     if parts is None:
-        return _fingerprint_of_rows(_in_memory(source))
+        rows = _in_memory(source)
+        of_dataset = getattr(rows, "_fingerprint", None)  # it has no public name
+        if isinstance(of_dataset, str):
+            return hashlib.sha256(of_dataset.encode()).hexdigest()
+        if iter(rows) is rows:
+            raise DataError("a generator can be read only once; give list(rows)")
+        digest = hashlib.sha256()
+        for record in rows:
+            digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
+        return digest.hexdigest()
     with FileDigests(cache_dir) as digests:
         described = [_description(part, digests, seed) for part in parts]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def bytes_to_read(source: Source) -> int:
+def bytes_to_read(source: RowSource) -> int:
     """Return the bytes of the files that are read; other sources count nothing."""
     total = 0.0
     for part, files in _local(source):
@@ -105,7 +126,7 @@ def bytes_to_read(source: Source) -> int:
     return int(total)
 
 
-def file_digests(source: Source, cache_dir: Path) -> dict[Path, str]:
+def file_digests(source: RowSource, cache_dir: Path) -> dict[Path, str]:
     """Return a digest of each file that is read; ``cache_dir`` remembers digests."""
     digests = {}
     with FileDigests(cache_dir) as known:
@@ -115,7 +136,7 @@ def file_digests(source: Source, cache_dir: Path) -> dict[Path, str]:
     return digests
 
 
-def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
+def _local(source: RowSource) -> Iterator[tuple[DataSource, list[Path]]]:
     """Yield the sources that are files of the formats in ``READERS``, with their files."""
     for part in _named(source) or ():
         path = Path(part.path).expanduser()
@@ -123,7 +144,7 @@ def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
             yield part, _files(path)
 
 
-def _named(source: Source) -> list[DataSource] | None:
+def _named(source: RowSource) -> list[DataSource] | None:
     """Return the sources that are named; None if the rows themselves were given."""
     parts = source if isinstance(source, (list, tuple)) else [source]
     if not parts or not all(isinstance(part, (str, Path, DataSource)) for part in parts):
@@ -131,7 +152,7 @@ def _named(source: Source) -> list[DataSource] | None:
     return [part if isinstance(part, DataSource) else DataSource(str(part)) for part in parts]
 
 
-def _in_memory(source: Any) -> Iterable[Record]:
+def _in_memory(source: Any) -> Iterable[RowRecord]:
     """Return rows in memory.
 
     Raises:
@@ -157,21 +178,17 @@ def _in_memory(source: Any) -> Iterable[Record]:
     return source
 
 
-def _cleaned(rows: Iterable[Record], dataset: Any) -> Iterable[Record]:
+def _cleaned(rows: Iterable[RowRecord], dataset: Any) -> Iterable[RowRecord]:
     """Return rows without the nulls that a dataset of ``datasets`` fills objects with.
 
     Args:
+        rows: of the dataset.
         dataset: what the rows come from.
     """
     if not hasattr(dataset, "features"):
         return rows
     clean = cleaner(dataset.features.arrow_schema) if dataset.features else without_nulls
     return map(clean, rows) if clean else rows
-
-
-def _drawn(text: str, share: float) -> bool:
-    """Return True for ``share`` of all texts; a text drawn at one share is drawn at larger ones."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
 
 
 def _rows(part: DataSource) -> Iterator[Unparsed]:
@@ -182,12 +199,13 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
         yield f"{part.name}: {place}" if part.name else place, record
 
 
-def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
-    """Return the record with columns under the names of ``row_fields``.
+def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecord | BadRow:
+    """Return the record with columns under the names of ``records``.
 
     Other columns stay as they are, except fields that would identify another kind of row.
 
     Args:
+        record: the row; a bad one is returned as it is.
         columns: the record's names by the new ones; a dot leads into an object.
     """
     if not isinstance(record, Mapping):
@@ -231,25 +249,35 @@ def _fields_of_other_kinds(named: Mapping[str, str]) -> frozenset[str]:
 
 
 def _read(part: DataSource) -> Iterator[Unparsed]:
-    """Return the rows of a source, wherever they are."""
+    """Yield the rows of a source, wherever they are."""
     path = Path(part.path).expanduser()
     if _is_saved_dataset(path):
-        return _read_saved(path, part)
+        yield from _read_saved(path, part)
+        return
     if _is_hub_name(path, part.path):
-        return _read_hub(part)
+        datasets = _datasets(part.path)
+        with _hub_faults(part):
+            rows = datasets.load_dataset(
+                part.path, part.subset, split=part.split or "train", streaming=True
+            )
+            for number, record in enumerate(_cleaned(rows, rows), 1):
+                yield f"{part.path}: row {number}", record
+        return
     for field in ("subset", "split"):
         if getattr(part, field) is not None:
             raise DataError(
                 f"{path}: {field}={getattr(part, field)!r} belongs to a hub name; here, name the "
                 "files themselves"
             )
-    return itertools.chain.from_iterable(map(read_file, _files(path, log=True)))
+    for file in _files(path, log=True):
+        yield from read_file(file)
 
 
 def _files(path: Path, log: bool = False) -> list[Path]:
     """Return the files that a path or pattern stands for, sorted.
 
     Args:
+        path: of a file or folder, or a pattern.
         log: log what is left out of folders.
 
     Raises:
@@ -365,7 +393,7 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def _read_saved(path: Path, part: DataSource) -> Iterator[Row]:
+def _read_saved(path: Path, part: DataSource) -> Iterator[PlacedRow]:
     if part.subset is not None:
         raise DataError(
             f"{path}: subset={part.subset!r} belongs to a hub name; a saved folder has splits at "
@@ -395,16 +423,6 @@ def _is_hub_name(path: Path, name: str) -> bool:
         and not path.exists()
         and reader_of(path) is None
     )
-
-
-def _read_hub(part: DataSource) -> Iterator[Row]:
-    datasets = _datasets(part.path)
-    with _hub_faults(part):
-        rows = datasets.load_dataset(
-            part.path, part.subset, split=part.split or "train", streaming=True
-        )
-        for number, record in enumerate(_cleaned(rows, rows), 1):
-            yield f"{part.path}: row {number}", record
 
 
 @contextlib.contextmanager
@@ -457,18 +475,6 @@ def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str,
         "columns": sorted((part.columns or {}).items()),
         "seed": seed if part.weight % 1 else None,
     }
-
-
-def _fingerprint_of_rows(rows: Iterable[Record]) -> str:
-    of_dataset = getattr(rows, "_fingerprint", None)  # it has no public name
-    if isinstance(of_dataset, str):
-        return hashlib.sha256(of_dataset.encode()).hexdigest()
-    if iter(rows) is rows:
-        raise DataError("a generator can be read only once; give list(rows)")
-    digest = hashlib.sha256()
-    for record in rows:
-        digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def _as_list(value: Any) -> Any:

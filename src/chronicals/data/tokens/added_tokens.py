@@ -56,6 +56,7 @@ class AddedTokens:
         out, too.
 
         Args:
+            text: what was tokenised.
             ids: of the text.
             places: of the added tokens among the ids.
         """

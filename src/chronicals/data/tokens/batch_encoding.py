@@ -1,15 +1,14 @@
-"""Encoding of many rows at once: the tokens that ``Tokenizer.encode`` gives for each, by one call
-of the fast tokenizer's own threads.
+r"""Encoding of many rows at once, with the tokens that ``Tokenizer.encode`` gives for each.
 
-Only the whole rendering of a conversation is tokenised. The bounds of its answers are found in its
-text. With T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before
-p:
+One call of the fast tokenizer's own threads encodes them all. Only the whole rendering of a
+conversation is tokenised. The bounds of its answers are found in its text. With T(·) the tokenizer,
+a bound p in the text x, and s the last added token that ends before p:
 
     T(x) = T(up to s) + T(from s on)   added tokens are cut out before anything else sees the text
     T(x[:p]) is a prefix of T(x)       if T(from s to p), by itself, is what T(x) holds from s on
 
 So the bound's place among the tokens is that of s plus the length of T(from s to p). This is a
-short text such as ``<|im_start|>assistant\\n``, the same in every row, and is tokenised once.
+short text such as ``<|im_start|>assistant\n``, the same in every row, and is tokenised once.
 
 Some rows are not decided so: a bound inside a token, another rendering of the last turn under a
 tokenizer that normalises, roles other than the assistant, any refusal. They are left to
@@ -19,30 +18,37 @@ tokenizer that normalises, roles other than the assistant, any refusal. They are
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 
 from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.records import Record
 from chronicals.data.tokens.added_tokens import AddedTokens, CutText
 from chronicals.data.tokens.byte_pairs import BytePairs, HasIds
 from chronicals.data.tokens.chat_template import RenderRequest
-from chronicals.data.tokens.conversation import Conversation, first_unsaid, texts_said
+from chronicals.data.tokens.conversation import (
+    Conversation,
+    first_unsaid,
+    followed_by_another,
+    not_said,
+    texts_said,
+)
 from chronicals.data.tokens.prefixes import Prefixes
-from chronicals.data.tokens.spans import followed_by_another, not_said
-from chronicals.data.tokens.template import Tokenizer, Tokens
+from chronicals.data.tokens.template import Tokenizer, TokenLists
 from chronicals.data.tokens.texts import (
+    TextPlace,
+    TokenisedTexts,
     check_text,
     is_unicode,
     without_double_beginning,
     without_end,
 )
-from chronicals.data.tokens.tokenised_texts import TextPlace, TokenisedTexts
 
 TokenArrays = tuple[np.ndarray, np.ndarray]
 """Token ids (int32), and for each whether it is trained (uint8)."""
@@ -52,8 +58,6 @@ EncodedRows = list[TokenArrays | DataError]
 
 NamedRows = tuple[Sequence[NormalRow], Sequence[str]]
 """Rows, and the names that errors call them."""
-
-T = TypeVar("T")
 
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
@@ -74,7 +78,7 @@ class BatchEncoder:
 
     def __init__(self, encoder: Tokenizer):
         self.encoder = encoder
-        self.fast = is_plain(encoder.tokenizer)
+        self.fast = calls_rust_only(encoder.tokenizer)
         self.added_tokens = AddedTokens.of(encoder.tokenizer) if self.fast else None
         self.beginning = encoder.tokenizer.bos_token_id
         self.ending = encoder.tokenizer.eos_token_id
@@ -83,7 +87,14 @@ class BatchEncoder:
 
     def on_one_core(self) -> None:
         """Tokenise in the caller's thread from now on, by tiktoken if it gives the same ids."""
-        self.encoder.template.copy_globals_once()
+        if self.encoder.tokenizer.chat_template is not None:
+            # For each text jinja copies the template's globals, which it keeps in a ChainMap; a
+            # dict is copied in a tenth of the time, and nothing is put into either afterwards. A
+            # faulty template is reported when it is used.
+            with contextlib.suppress(ValueError, jinja2.TemplateError):
+                compiled = self.encoder.template.compiled()
+                if compiled is not None:
+                    compiled.globals = dict(compiled.globals)
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
@@ -91,6 +102,7 @@ class BatchEncoder:
         """Return the tokens of each row, or its error.
 
         Args:
+            rows: in their normal form.
             places: what errors call the rows.
         """
         return next(self.encode([(rows, places)]))
@@ -150,21 +162,15 @@ class BatchEncoder:
 
     def _begin(self, row: NormalRow, place: str, texts: TokenisedTexts) -> Finish | Conversation:
         if self.fast and row.kind == "text":
-            return self._text(row.record, place, texts)
+            self.encoder.end(place)
+            text = check_text(row.record["text"], "text", place)
+            added = texts.add(text, special=True, whole=True)
+            return lambda: (texts[added], texts.all_trained(added))
         if self.fast and row.kind == "completion":
             return self._completion(row, place, texts)
         if self.fast and row.kind == "chat":
             return self.encoder.conversation(row.record, place)
         return lambda: _arrays(self.encoder.encode_normalised(row, place))
-
-    def _text(self, record: Record, where: str, texts: TokenisedTexts) -> Finish:
-        self.encoder.end(where)
-        place = texts.add(check_text(record["text"], "text", where), special=True, whole=True)
-
-        def finish() -> TokenArrays:
-            return texts[place], texts.all_trained(place)
-
-        return finish
 
     def _completion(self, row: NormalRow, where: str, texts: TokenisedTexts) -> Finish:
         self.encoder.end(where)
@@ -196,8 +202,9 @@ class BatchEncoder:
     def _rendered(
         self, chats: Mapping[int, Conversation], places: Sequence[str]
     ) -> dict[int, RenderedChat | DataError]:
-        """Return the conversations as text, by number of row, with their parts before and through
-        each answer; many are rendered at once.
+        """Return the conversations as text, by number of row; many are rendered at once.
+
+        Each has its parts before and through each answer.
         """
         template = self.encoder.template
         wholes = template.texts(
@@ -211,15 +218,19 @@ class BatchEncoder:
                 continue
             chat = RenderedChat(conversation, whole)
             rendered[n] = chat
-            numbers = self._answers(conversation)
+            # The trained messages whose place the text may tell.
+            numbers = []
+            if self.encoder.train_on != "all" and self.added_tokens is not None:
+                for number in conversation.trained:
+                    if number and conversation.messages[number]["role"] == "assistant":
+                        numbers.append(number)
             if len(numbers) >= MANY_ANSWERS:
                 self._prove(chat, numbers)
             answers += [_Answer(chat, number, places[n]) for number in numbers]
-        for group in _grouped(answers, lambda answer: len(answer.chat.whole)):
+        for group in _grouped(answers):
             unknown = [answer for answer in group if answer.number not in answer.chat.before]
             parts = template.texts(
-                [answer.chat.up_to(answer.number, answer.place) for answer in unknown],
-                generation=True,
+                [answer.request(answer.number) for answer in unknown], generation=True
             )
             for answer, text in zip(unknown, parts, strict=True):
                 answer.chat.before[answer.number] = self._shared(text, answer.chat.whole)
@@ -228,22 +239,10 @@ class BatchEncoder:
                 for answer in group
                 if answer.chat.is_early(answer.number) and answer.number not in answer.chat.through
             ]
-            parts = template.texts(
-                [answer.chat.up_to(answer.number + 1, answer.place) for answer in unknown]
-            )
+            parts = template.texts([answer.request(answer.number + 1) for answer in unknown])
             for answer, text in zip(unknown, parts, strict=True):
                 answer.chat.through[answer.number] = self._shared(text, answer.chat.whole)
         return rendered
-
-    def _answers(self, chat: Conversation) -> list[int]:
-        """Return the numbers of the trained messages whose place the text may tell."""
-        if self.encoder.train_on == "all" or self.added_tokens is None:
-            return []
-        return [
-            number
-            for number in chat.trained
-            if number and chat.messages[number]["role"] == "assistant"
-        ]
 
     def _prove(self, chat: RenderedChat, numbers: list[int]) -> None:
         """Fill ``before`` and ``through`` of a long conversation without rendering its parts.
@@ -257,9 +256,16 @@ class BatchEncoder:
 
         def prove(known: dict[int, Shared | None], number: int, count: int, asks: bool) -> None:
             part = prefixes.part(count, asks)
-            shared = None if part is None else _shared_part(chat.whole, *part, exact)
-            if shared is not None:
-                known[number] = shared
+            if part is None:
+                return
+            # ``rest`` are the letters of the part behind those known to be of the whole.
+            place, rest = part
+            if chat.whole.startswith(rest, place):
+                known[number] = Shared(place + len(rest), True, True)
+            elif exact and rest.isascii():
+                # No other text has the tokens of the whole, and ASCII letters do not change that.
+                common = _common_prefix(rest, chat.whole[place : place + len(rest)])
+                known[number] = Shared(place + common, False, True)
 
         for number in numbers:
             prove(chat.before, number, number, True)
@@ -315,7 +321,7 @@ class BatchEncoder:
     def _answer(
         self, chat: RenderedChat, number: int, row: CutText, where: str
     ) -> tuple[int, int] | None:
-        """Return the span as ``trained_span`` does, or None if the text does not decide it."""
+        """Return the span as ``answer_span`` does, or None if the text does not decide it."""
         before = chat.before.get(number)
         if before is None or not before.entire:
             return None
@@ -356,7 +362,11 @@ class BatchEncoder:
         """Return which of the row's added tokens is the stop token that closes an answer.
 
         Args:
+            chat: the conversation as text.
+            number: of the answer's message.
+            row: the conversation's text, ids and added tokens.
             bound: where the answer begins in the text.
+            where: what errors call the row.
         """
         stop = self.encoder.template.stop
         if not row.added_tokens.is_unmistakable(stop):
@@ -372,8 +382,9 @@ class BatchEncoder:
         return None
 
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
-        """Yield what is rendered up to and including an answer: first by itself, then with a next
-        message.
+        """Yield what is rendered up to and including an answer.
+
+        It is rendered by itself first, then with a next message.
         """
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if chat.is_early(number):
@@ -418,10 +429,6 @@ class RenderedChat:
         """Return whether a message follows it."""
         return number + 1 < len(self.conversation.messages)
 
-    def up_to(self, number: int, where: str) -> RenderRequest:
-        """Return a request for the first ``number`` messages."""
-        return self.conversation.messages[:number], self.conversation.tools, where
-
 
 class _Answer(NamedTuple):
     """A trained message, and what errors call its row."""
@@ -430,8 +437,13 @@ class _Answer(NamedTuple):
     number: int
     place: str
 
+    def request(self, count: int) -> RenderRequest:
+        """Return a request for the first ``count`` messages."""
+        conversation = self.chat.conversation
+        return conversation.messages[:count], conversation.tools, self.place
 
-def is_plain(tokenizer: Any) -> bool:
+
+def calls_rust_only(tokenizer: Any) -> bool:
     """Return whether calling the tokenizer is calling its Rust part and nothing more."""
     if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
         return False
@@ -440,28 +452,13 @@ def is_plain(tokenizer: Any) -> bool:
     return all(getattr(type(tokenizer), name).__module__ in general for name in names)
 
 
-def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | None:
-    """Return the common beginning of a part and the whole; None if tokens may say otherwise.
-
-    Args:
-        place: letters of the part that are known to be those of ``whole``.
-        rest: letters of the part behind these.
-        exact: no other text has the tokens of ``whole``. ASCII letters behind some of it do not
-            change that.
-    """
-    if whole.startswith(rest, place):
-        return Shared(place + len(rest), True, True)
-    letters = place + _common_prefix(rest, whole[place : place + len(rest)])
-    return Shared(letters, False, True) if exact and rest.isascii() else None
-
-
-def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in order, as many at a time as have ``RENDERED_LETTERS``."""
-    group = list[T]()
+def _grouped(answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
+    """Yield the answers in order, as many at a time as have ``RENDERED_LETTERS``."""
+    group = list[_Answer]()
     total = 0
-    for item in items:
-        group.append(item)
-        total += letters(item)
+    for answer in answers:
+        group.append(answer)
+        total += len(answer.chat.whole)
         if total >= RENDERED_LETTERS:
             yield group
             group = []
@@ -470,7 +467,7 @@ def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T
         yield group
 
 
-def _arrays(tokens: Tokens) -> TokenArrays:
+def _arrays(tokens: TokenLists) -> TokenArrays:
     ids, trained = tokens
     return np.array(ids, np.int32), np.array(trained, np.uint8)
 

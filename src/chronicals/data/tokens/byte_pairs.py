@@ -1,12 +1,12 @@
-"""Byte-level BPE by tiktoken: the ids that a fast tokenizer's Rust part gives, in a third of its
-time.
+"""Byte-level BPE by tiktoken, with the ids that a fast tokenizer's Rust part gives.
 
+It takes a third of the Rust part's time.
 The two programs give the same ids if they agree in each of three steps. Texts and tokenizers that
 are not known to agree are left to the Rust part, such as texts that its normaliser would change.
 
 - Added tokens are cut out of the text first, the leftmost and of these the longest, here by a
   regular expression.
-- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``PATTERNS``. Both programs
+- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``SPLIT_PATTERNS``. Both programs
   split it in the same way if its characters are ``SETTLED``: later versions of Unicode gave others
   a class, and each program has its own version.
 - In each piece neighbours are merged: by tokenizers the pair that stands first in its list of
@@ -56,7 +56,7 @@ GPT2_DIGITS = _GPT2.replace("NUMBERS", r"\p{N}").replace("NO_BLANK", r"[^\s\p{N}
 Blanks end before a digit.
 """
 
-PATTERNS = {
+SPLIT_PATTERNS = {
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Llama 3",
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Qwen 2",
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}": "Qwen 3.5",
@@ -93,8 +93,11 @@ class EncodedIds(NamedTuple):
 
 
 class HasIds(Protocol):
+    """Tokens of a text: a ``tokenizers.Encoding``, or an ``EncodedIds``."""
+
     @property
-    def ids(self) -> list[int]: ...
+    def ids(self) -> list[int]:
+        """Token ids of the text."""
 
 
 Encode = Callable[[Sequence[str], bool], Sequence[HasIds]]
@@ -133,7 +136,13 @@ class BytePairs:
         described = json.loads(backend.to_str())
         pattern = _pattern(described)
         around = _around(rust, described["post_processor"])
-        if pattern is None or around is None or not _cuts_plainly(described):
+        if pattern is None or around is None:
+            return None
+        # Added tokens must be found anywhere in a text, and only NFC may change the rest.
+        for token in described["added_tokens"]:
+            if any(token[way] for way in ("single_word", "lstrip", "rstrip", "normalized")):
+                return None
+        if described["normalizer"] not in (None, {"type": "NFC"}):
             return None
         ranks = _ranks(described["model"])
         if ranks is None:
@@ -209,15 +218,26 @@ def _pattern(described: dict[str, Any]) -> str | None:
         "behavior": "Isolated",
         "invert": False,
     }
-    return split if isolated and not more and not last["use_regex"] and split in PATTERNS else None
+    return (
+        split
+        if isolated and not more and not last["use_regex"] and split in SPLIT_PATTERNS
+        else None
+    )
 
 
-def _cuts_plainly(described: dict[str, Any]) -> bool:
-    """Return whether added tokens are found anywhere in a text, and only NFC changes the rest."""
-    for token in described["added_tokens"]:
-        if any(token[way] for way in ("single_word", "lstrip", "rstrip", "normalized")):
-            return False
-    return described["normalizer"] is None or described["normalizer"] == {"type": "NFC"}
+_PRINTABLE = [
+    *range(ord("!"), ord("~") + 1),
+    *range(ord("¡"), ord("¬") + 1),
+    *range(ord("®"), ord("ÿ") + 1),
+]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = dict.fromkeys(_OTHERS, ord("\uffff")) | {
+    256 + number: byte for number, byte in enumerate(_OTHERS)
+}
+"""Byte of each letter of a byte-level vocabulary, by code point (GPT-2).
+
+Printable letters stand for themselves. A letter that stands for no byte becomes U+FFFF.
+"""
 
 
 def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
@@ -252,25 +272,6 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
         if parts == 1 or model["ignore_merges"]:
             ranks[letters] = id
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
-
-
-def _byte_letters() -> dict[int, int]:
-    """Return the byte of each letter of a byte-level vocabulary, by code point (GPT-2).
-
-    Printable letters stand for themselves. A letter that stands for no byte becomes U+FFFF.
-    """
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(others, ord("\uffff")) | {
-        256 + number: byte for number, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_letters()
 
 
 def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import jinja2
 
 from chronicals.data.kinds.messages import THOUGHT_FIELDS, Message
 from chronicals.data.reading.gate import DataError
@@ -62,7 +59,17 @@ class Dialect:
         if self.text_arguments and isinstance(arguments, dict):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
         if not self.text_arguments and isinstance(arguments, str):
-            return {**call, "arguments": _object(arguments)}
+            try:
+                value = json.loads(arguments)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"the arguments of a call, {arguments[:40]!r}, do not parse as JSON: {error}"
+                ) from error
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"the arguments of a call must be a JSON object, these are {arguments[:40]!r}"
+                )
+            return {**call, "arguments": value}
         return call
 
 
@@ -76,30 +83,16 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
 
-    def copy_globals_once(self) -> None:
-        """Render faster from now on, in this whole process.
-
-        For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict
-        is copied in a tenth of the time, and nothing is put into either afterwards.
-        """
-        if self.tokenizer.chat_template is None:
-            return
-        # A faulty template is reported when it is used.
-        with contextlib.suppress(ValueError, jinja2.TemplateError):
-            compiled = self.compiled()
-            if compiled is not None:
-                compiled.globals = dict(compiled.globals)
-
-    def source(self, tools: Any = None) -> str:
-        """Return the template's text; some tokenizers have another one for chats with tools."""
-        return self.tokenizer.get_chat_template(tools=tools)
-
     def compiled(self, tools: Any = None) -> Any:
         """Return the template as transformers compiled it; None if this version hides it."""
         from transformers.utils import chat_template_utils
 
         compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
-        return None if compile_template is None else compile_template(self.source(tools))
+        return (
+            None
+            if compile_template is None
+            else compile_template(self.tokenizer.get_chat_template(tools=tools))
+        )
 
     @functools.cached_property
     def dialect(self) -> Dialect:
@@ -153,6 +146,7 @@ class ChatTemplate:
 
         Args:
             formed: messages, as ``form`` returns them.
+            tools: that the model is offered to call.
             generation: end with the text that asks the assistant to answer.
             where: what errors call the row.
 
@@ -266,20 +260,3 @@ class ChatTemplate:
         return self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds.
-
-    Raises:
-        DataError: it holds none.
-    """
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the arguments of a call, {text[:40]!r}, do not parse as JSON: {error}"
-        ) from error
-    if not isinstance(value, dict):
-        raise DataError(f"the arguments of a call must be a JSON object, these are {text[:40]!r}")
-    return value

@@ -42,7 +42,7 @@ END_OF_TEXT = "eos_token"
 
 
 @dataclass(frozen=True)
-class Family:
+class TemplateFamily:
     """A chat template that models of one family share.
 
     Attributes:
@@ -79,57 +79,57 @@ LFM_TOOLS = tuple(
 PHI_TURN = ("<|system|>", "<|user|>", "<|assistant|>")
 
 FAMILIES = {
-    "alpaca": Family("alpaca", END_OF_TEXT),
-    "vicuna": Family("vicuna", END_OF_TEXT),
-    "llama2": Family("llama2", END_OF_TEXT),
-    "llama3": Family("llama3", "<|eot_id|>", LLAMA3_TURN),
-    "llama3.1": Family("llama3.1", "<|eot_id|>", LLAMA3_TURN),
-    "llama3.2": Family("llama3.2", "<|eot_id|>", LLAMA3_TURN),
-    "llama4": Family(
+    "alpaca": TemplateFamily("alpaca", END_OF_TEXT),
+    "vicuna": TemplateFamily("vicuna", END_OF_TEXT),
+    "llama2": TemplateFamily("llama2", END_OF_TEXT),
+    "llama3": TemplateFamily("llama3", "<|eot_id|>", LLAMA3_TURN),
+    "llama3.1": TemplateFamily("llama3.1", "<|eot_id|>", LLAMA3_TURN),
+    "llama3.2": TemplateFamily("llama3.2", "<|eot_id|>", LLAMA3_TURN),
+    "llama4": TemplateFamily(
         "llama4",
         "<|eot|>",
         ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>"),
     ),
-    "mistral-v1": Family("mistral-v1", END_OF_TEXT),
-    "mistral-v3": Family("mistral-v3", END_OF_TEXT, MISTRAL_V3),
-    "mistral-v3-tekken": Family("mistral-v3-tekken", END_OF_TEXT, MISTRAL_V3),
-    "mistral-v7-tekken": Family(
+    "mistral-v1": TemplateFamily("mistral-v1", END_OF_TEXT),
+    "mistral-v3": TemplateFamily("mistral-v3", END_OF_TEXT, MISTRAL_V3),
+    "mistral-v3-tekken": TemplateFamily("mistral-v3-tekken", END_OF_TEXT, MISTRAL_V3),
+    "mistral-v7-tekken": TemplateFamily(
         "mistral-v7-tekken",
         END_OF_TEXT,
         ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     ),
-    "gemma": Family("gemma", "<end_of_turn>", GEMMA_TURN),
-    "gemma2": Family("gemma", "<end_of_turn>", GEMMA_TURN),
-    "gemma3": Family("gemma3", "<end_of_turn>", GEMMA_TURN),
-    "gemma3n": Family("gemma3", "<end_of_turn>", GEMMA_TURN),
-    "phi3": Family("phi3", "<|end|>", PHI_TURN),
-    "phi3.5": Family("phi3.5", "<|end|>", PHI_TURN),
-    "phi3-small": Family("phi3-small", "<|end|>", PHI_TURN),
-    "cohere": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
-    "command-r": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
-    "aya": Family("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
-    "deepseek-v2": Family("deepseek-v2", END_OF_TEXT, DEEPSEEK_TURN),
-    "deepseek-v3": Family(
+    "gemma": TemplateFamily("gemma", "<end_of_turn>", GEMMA_TURN),
+    "gemma2": TemplateFamily("gemma", "<end_of_turn>", GEMMA_TURN),
+    "gemma3": TemplateFamily("gemma3", "<end_of_turn>", GEMMA_TURN),
+    "gemma3n": TemplateFamily("gemma3", "<end_of_turn>", GEMMA_TURN),
+    "phi3": TemplateFamily("phi3", "<|end|>", PHI_TURN),
+    "phi3.5": TemplateFamily("phi3.5", "<|end|>", PHI_TURN),
+    "phi3-small": TemplateFamily("phi3-small", "<|end|>", PHI_TURN),
+    "cohere": TemplateFamily("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
+    "command-r": TemplateFamily("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
+    "aya": TemplateFamily("cohere", "<|END_OF_TURN_TOKEN|>", COHERE_TURN),
+    "deepseek-v2": TemplateFamily("deepseek-v2", END_OF_TEXT, DEEPSEEK_TURN),
+    "deepseek-v3": TemplateFamily(
         "deepseek-v3", "<\uff5cend\u2581of\u2581sentence\uff5c>", DEEPSEEK_TURN + DEEPSEEK_TOOLS
     ),
-    "exaone": Family("exaone", "[|endofturn|]", EXAONE_TURN),
-    "exaone4": Family("exaone4", "[|endofturn|]", (*EXAONE_TURN, "[|tool|]")),
-    "falcon-h1": Family("falcon-h1", "<|im_end|>", IM_START),
-    "gpt-oss": Family(
+    "exaone": TemplateFamily("exaone", "[|endofturn|]", EXAONE_TURN),
+    "exaone4": TemplateFamily("exaone4", "[|endofturn|]", (*EXAONE_TURN, "[|tool|]")),
+    "falcon-h1": TemplateFamily("falcon-h1", "<|im_end|>", IM_START),
+    "gpt-oss": TemplateFamily(
         "gpt-oss", "<|return|>", ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
     ),
-    "granite": Family(
+    "granite": TemplateFamily(
         "granite", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
     ),
-    "lfm2": Family("lfm2", "<|im_end|>", IM_START + LFM_TOOLS),
-    "openchat": Family("openchat", "<|end_of_turn|>"),
-    "saiga": Family("saiga", END_OF_TEXT),
-    "nemotron-h": Family("nemotron-h", "<|im_end|>", IM_START),
-    "qwen2.5": Family("qwen2.5", "<|im_end|>", IM_START),
-    "qwen2.5-vl": Family("qwen2.5-vl", "<|im_end|>", IM_START),
-    "qwen3": Family("qwen3", "<|im_end|>", IM_START),
-    "qwen3-instruct": Family("qwen3-instruct", "<|im_end|>", IM_START),
-    "qwen3-vl": Family("qwen3-vl", "<|im_end|>", IM_START),
+    "lfm2": TemplateFamily("lfm2", "<|im_end|>", IM_START + LFM_TOOLS),
+    "openchat": TemplateFamily("openchat", "<|end_of_turn|>"),
+    "saiga": TemplateFamily("saiga", END_OF_TEXT),
+    "nemotron-h": TemplateFamily("nemotron-h", "<|im_end|>", IM_START),
+    "qwen2.5": TemplateFamily("qwen2.5", "<|im_end|>", IM_START),
+    "qwen2.5-vl": TemplateFamily("qwen2.5-vl", "<|im_end|>", IM_START),
+    "qwen3": TemplateFamily("qwen3", "<|im_end|>", IM_START),
+    "qwen3-instruct": TemplateFamily("qwen3-instruct", "<|im_end|>", IM_START),
+    "qwen3-vl": TemplateFamily("qwen3-vl", "<|im_end|>", IM_START),
 }
 """Templates by name; ``benchmarks/public_templates.py`` names the public text that each equals."""
 
@@ -141,6 +141,7 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     """Give a tokenizer a chat template, which it then saves, and return it.
 
     Args:
+        tokenizer: a transformers tokenizer, which is changed.
         name: one of ``GENERIC_TEMPLATES`` or ``FAMILIES``, or the path of a file with Jinja text;
             None changes nothing.
 
@@ -168,7 +169,7 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     return tokenizer
 
 
-def _family_text(tokenizer: Any, name: str, family: Family) -> str:
+def _family_text(tokenizer: Any, name: str, family: TemplateFamily) -> str:
     """Return the template of a family, for a tokenizer that has all its special tokens."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     needed = [*family.tokens, family.stop]

@@ -49,7 +49,7 @@ LAZY_FILTERS = {
 CONSUMING_FILTERS = {"first", "join", "list", "max", "min", "sort", "sum"}
 """Filters that use an iterator up, or let nothing else use it."""
 
-State = tuple[tuple[tuple[int, str], str], ...]
+NamespaceState = tuple[tuple[tuple[int, str], str], ...]
 """Values of the namespaces, as ``repr`` gives them, by (number of namespace, name)."""
 
 
@@ -65,10 +65,12 @@ class Prefixes:
         self._messages = messages
         self._tools = tools
         self._whole = whole
-        self._rests: dict[tuple[bool, State], str | None] = {}
+        self._rests: dict[tuple[bool, NamespaceState], str | None] = {}
         self._runs: dict[bool, _Run] = {}
         compiled = template.compiled(tools)
-        if compiled is None or not _keeps_nothing(compiled, template.source(tools)):
+        if compiled is None or not _keeps_nothing(
+            compiled, template.tokenizer.get_chat_template(tools=tools)
+        ):
             return
         try:
             runs = {
@@ -84,6 +86,7 @@ class Prefixes:
         """Return the text of the first ``count`` messages; None if it is not proved.
 
         Args:
+            count: number of messages.
             generation: end with the text that asks the assistant to answer.
 
         Returns:
@@ -103,49 +106,44 @@ class Prefixes:
         if (generation, state) not in self._rests:
             if len(self._rests) >= MAX_STATES:
                 return None
-            self._rests[generation, state] = self._rest(count, generation, place)
+            # The text behind the loop's end, if messages are not looked at there.
+            first = self._messages[:count]
+            try:
+                alone = _Run(self._template, first, self._tools, generation)
+                text = self._template.text(first, self._tools, generation)
+            except Exception:  # jinja raises whatever the template's author chose
+                self._rests[generation, state] = None
+            else:
+                differs = alone.ended != place or alone.looked_again or alone.text != text
+                self._rests[generation, state] = None if differs else text[place:]
         rest = self._rests[generation, state]
         return None if rest is None else (place, rest)
-
-    def _rest(self, count: int, generation: bool, place: int) -> str | None:
-        """Return the text behind the loop's end, if messages are not looked at there; else None."""
-        part = self._messages[:count]
-        try:
-            run = _Run(self._template, part, self._tools, generation)
-            text = self._template.text(part, self._tools, generation)
-        except Exception:  # jinja raises whatever the template's author chose
-            return None
-        if run.ended != place or run.looked_again or run.text != text:
-            return None
-        return text[place:]
 
 
 def _keeps_nothing(compiled: Any, source: str) -> bool:
     """Return whether the template loops outside of buffers, and has no state but namespaces."""
     tree = compiled.environment.parse(source)
     for parent in tree.find_all(nodes.Node):
-        if any(_keeps(parent, child) for child in parent.iter_child_nodes()):
-            return False
+        for child in parent.iter_child_nodes():
+            # An iterator that the parent may keep for later use.
+            keeps = False
+            if isinstance(child, nodes.Name) and child.name == "loop":
+                keeps = not isinstance(parent, (nodes.Getattr, nodes.Getitem))
+            elif isinstance(child, nodes.Filter) and child.name in LAZY_FILTERS:
+                looped = isinstance(parent, nodes.For) and child is parent.iter
+                consumed = (
+                    isinstance(parent, nodes.Filter)
+                    and child is parent.node
+                    and parent.name in LAZY_FILTERS | CONSUMING_FILTERS
+                )
+                keeps = not (looped or consumed)
+            if keeps:
+                return False
     for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock)):
         if block.find(nodes.For):
             return False
     return not any(
         name.name in ("cycler", "joiner", "lipsum") for name in tree.find_all(nodes.Name)
-    )
-
-
-def _keeps(parent: nodes.Node, child: nodes.Node) -> bool:
-    """Return whether ``child`` is an iterator that ``parent`` may keep for later use."""
-    if isinstance(child, nodes.Name) and child.name == "loop":
-        return not isinstance(parent, (nodes.Getattr, nodes.Getitem))
-    if not isinstance(child, nodes.Filter) or child.name not in LAZY_FILTERS:
-        return False
-    if isinstance(parent, nodes.For):
-        return child is not parent.iter
-    return not (
-        isinstance(parent, nodes.Filter)
-        and child is parent.node
-        and parent.name in LAZY_FILTERS | CONSUMING_FILTERS
     )
 
 
@@ -177,7 +175,7 @@ class _Run:
     ):
         self.messages = messages
         self.places: list[int | None] = []
-        self.states: list[State] = []
+        self.states: list[NamespaceState] = []
         self.ended: int | None = None
         self.looked_again = False
         self.compared = 0
@@ -185,7 +183,7 @@ class _Run:
         self._seen_end = False
         self._letters = 0
         self._state: dict[tuple[int, str], str] = {}
-        self._known: dict[State, State] = {}
+        self._known: dict[NamespaceState, NamespaceState] = {}
         self._recording = True
         self._namespaces: list[Any] = []
         pieces = []
@@ -209,7 +207,14 @@ class _Run:
             proper = (
                 in_loop and len(self.places) == number and self.loops == 1 and not self._seen_end
             )
-            state = self._current_state()
+            # One object for equal states; with too many of them, stop.
+            state = tuple(sorted(self._state.items()))
+            if state not in self._known and len(self._known) == MAX_STATES:
+                self._recording = False
+                self._state.clear()
+                state = ()
+            else:
+                state = self._known.setdefault(state, state)
             self.places.append(self._letters if proper and self._recording else None)
             self.states.append(state)
         if number >= len(self.messages):
@@ -222,23 +227,12 @@ class _Run:
             self.ended = self._letters
         self._seen_end = True
 
-    def _current_state(self) -> State:
-        """Return one object for equal states; with too many of them, stop and return ()."""
-        state = tuple(sorted(self._state.items()))
-        if state not in self._known and len(self._known) == MAX_STATES:
-            self._stop_recording()
-            return ()
-        return self._known.setdefault(state, state)
-
-    def _stop_recording(self) -> None:
-        self._recording = False
-        self._state.clear()
-
     def _record(self, number: int, name: str, value: Any) -> None:
         if self._recording and _is_plain(value):
             self._state[number, name] = repr(value)
         else:
-            self._stop_recording()
+            self._recording = False
+            self._state.clear()
 
     def _recorded_namespace(self, *args: Any, **attributes: Any) -> Namespace:
         record = self._record
@@ -281,7 +275,7 @@ class _Watched(Sequence[Message]):
             run.look(self._first + index, in_loop=False)
             return run.messages[self._first + index]
         run.look_at_end()
-        return self._plain()[index]
+        return list(run.messages[self._first :])[index]
 
     def __len__(self) -> int:
         self._run.look_at_end()
@@ -293,10 +287,7 @@ class _Watched(Sequence[Message]):
 
     def __eq__(self, other: object) -> bool:
         self._run.look_at_end()
-        return self._plain() == other
-
-    def _plain(self) -> list[Message]:
-        return list(self._run.messages[self._first :])
+        return list(self._run.messages[self._first :]) == other
 
     __hash__ = None  # type: ignore[assignment]
 

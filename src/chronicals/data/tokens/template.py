@@ -1,7 +1,7 @@
 """Tokenizer of rows: token ids and the mask of what is trained, also for evaluation and generation.
 
 A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is
-found by rendering prefixes of it (``spans``). ``encode`` is the definition, a row at a time;
+found by rendering prefixes of it (``conversation``). ``encode`` is the definition, a row at a time;
 ``batch_encoding`` gives the same for many rows at once.
 """
 
@@ -16,18 +16,26 @@ from typing import Any, get_args
 import numpy as np
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
-from chronicals.data.kinds.json_fields import with_conversations
-from chronicals.data.kinds.messages import Message
+from chronicals.data.kinds.messages import Message, with_conversations
 from chronicals.data.kinds.rows import DOCUMENT_KINDS, NormalRow, as_instruction, kind_of, plain_row
 from chronicals.data.reading.gate import DataError
-from chronicals.data.reading.records import Record
+from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
-from chronicals.data.tokens.continuation import Continuation
-from chronicals.data.tokens.conversation import Conversation, chosen, messages_of
-from chronicals.data.tokens.spans import trained_span
-from chronicals.data.tokens.texts import check_text, without_double_beginning, without_end
+from chronicals.data.tokens.conversation import (
+    Conversation,
+    answer_span,
+    messages_of,
+    other_span,
+    trained_messages,
+)
+from chronicals.data.tokens.texts import (
+    Continuation,
+    check_text,
+    without_double_beginning,
+    without_end,
+)
 
-__all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
+__all__ = ["Message", "TemplateError", "TokenLists", "Tokenizer", "stop_token_ids"]
 
 FINGERPRINT_TEXT = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
 """Text that tokenizers with the same vocabulary split in different ways.
@@ -38,7 +46,7 @@ For tokenizers in Python nothing else shows how they split.
 STORED_TRAIN_ON: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
 """Values of ``train_on`` as written in fingerprints, which are part of the names of stores."""
 
-Tokens = tuple[list[int], list[bool]]
+TokenLists = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained."""
 
 
@@ -112,7 +120,7 @@ class Tokenizer:
             config.train_after_stop,
         )
 
-    def encode(self, record: Record, where: str) -> Tokens:
+    def encode(self, record: RowRecord, where: str) -> TokenLists:
         """Return the token ids of a row and the mask of what is trained.
 
         Raises:
@@ -126,9 +134,22 @@ class Tokenizer:
             record = as_instruction(record)
         return self.encode_normalised(NormalRow.of(record, kind, where), where)
 
-    def encode_normalised(self, row: NormalRow, where: str) -> Tokens:
+    def encode_normalised(self, row: NormalRow, where: str) -> TokenLists:
         """Encode a row that is normalised already, as ``encode`` does."""
-        return _ENCODERS[row.kind](self, row.record, where)
+        record = row.record
+        if row.kind == "chat":
+            return self.encode_conversation(self.conversation(record, where), where)
+        if row.kind == "tokens":
+            return self._tokens(record, where)
+        end = self.end(where)
+        if row.kind == "text":
+            ids = [*self.prompt(check_text(record["text"], "text", where)), end]
+            return ids, [True] * len(ids)
+        prompt = check_text(record["prompt"], "prompt", where)
+        text = check_text(record["completion"], "completion", where)
+        before = self.prompt(prompt)
+        after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
+        return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
 
     @functools.cached_property
     def continuation(self) -> Continuation:
@@ -180,7 +201,10 @@ class Tokenizer:
         """Return the ids that the template renders.
 
         Args:
+            messages: of the conversation, in their normal form.
+            tools: that the model is offered to call.
             generation: end with the text that asks the assistant to answer.
+            where: what errors call the row.
         """
         return self.template.ids(self.template.form(messages, where), tools, generation, where)
 
@@ -192,16 +216,15 @@ class Tokenizer:
         """
         return self.template.stop
 
-    def conversation(self, record: Record, where: str) -> Conversation:
+    def conversation(self, record: RowRecord, where: str) -> Conversation:
         """Return the messages of a row in the template's form, and which of them are trained."""
         messages, prompt = messages_of(record)
-        trained = chosen(messages, prompt, self.train_on_roles, self.train_on_turns, where)
+        trained = trained_messages(
+            messages, prompt, self.train_on_roles, self.train_on_turns, where
+        )
         return Conversation(self.template.form(messages, where), record.get("tools"), trained)
 
-    def _chat(self, record: Record, where: str) -> Tokens:
-        return self.encode_conversation(self.conversation(record, where), where)
-
-    def encode_conversation(self, conversation: Conversation, where: str) -> Tokens:
+    def encode_conversation(self, conversation: Conversation, where: str) -> TokenLists:
         """Return the token ids of a conversation and the mask of what is trained.
 
         Raises:
@@ -212,9 +235,11 @@ class Tokenizer:
             return ids, [True] * len(ids)
         trained = [False] * len(ids)
         for number in conversation.trained:
-            start, end = trained_span(self.template, conversation, number, ids, where)
             if conversation.messages[number]["role"] == "assistant":
+                start, end = answer_span(self.template, conversation, number, ids, where)
                 end = self.end_of_answer(conversation, number, ids, end)
+            else:
+                start, end = other_span(self.template, conversation, number, ids, where)
             trained[start:end] = [True] * (end - start)
         return ids, trained
 
@@ -224,23 +249,25 @@ class Tokenizer:
         """Return the end, in ``ids``, of what is trained of an answer.
 
         Args:
+            conversation: as the template takes it.
             number: of the message.
+            ids: of the whole conversation.
             end: place behind its stop token.
         """
         if not self.train_after_stop:
             return end
         if number + 1 == len(conversation.messages):
             return len(ids)
-        while end < len(ids) and self._is_white_space(int(ids[end])):
+        # Tokens that are white space and nothing else.
+        while end < len(ids):
+            token = int(ids[end])
+            if token not in self._white:
+                is_text = token not in self.tokenizer.added_tokens_decoder
+                self._white[token] = is_text and not self.template.decode([token]).strip()
+            if not self._white[token]:
+                break
             end += 1
         return end
-
-    def _is_white_space(self, token: int) -> bool:
-        """Return whether a token is white space and nothing else."""
-        if token not in self._white:
-            is_text = token not in self.tokenizer.added_tokens_decoder
-            self._white[token] = is_text and not self.template.decode([token]).strip()
-        return self._white[token]
 
     # --- everything else
     # -----------------------------------------------------------------------------------------
@@ -265,20 +292,7 @@ class Tokenizer:
             )
         return self.tokenizer.eos_token_id
 
-    def _completion(self, record: Record, where: str) -> Tokens:
-        end = self.end(where)
-        prompt = check_text(record["prompt"], "prompt", where)
-        text = check_text(record["completion"], "completion", where)
-        before = self.prompt(prompt)
-        after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
-        return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
-
-    def _text(self, record: Record, where: str) -> Tokens:
-        end = self.end(where)
-        ids = [*self.prompt(check_text(record["text"], "text", where)), end]
-        return ids, [True] * len(ids)
-
-    def _tokens(self, record: Record, where: str) -> Tokens:
+    def _tokens(self, record: RowRecord, where: str) -> TokenLists:
         ids = _integers(record["input_ids"])
         labels = record.get("labels")
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
@@ -333,6 +347,7 @@ def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
     """Return values as int64 ``[T]``; None if they are no flat list of whole numbers.
 
     Args:
+        values: a list, an array or a tensor.
         kinds: numpy's kinds of types that count as whole numbers.
     """
     try:
@@ -345,20 +360,13 @@ def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
     return array.astype(np.int64) if whole and array.ndim == 1 else None
 
 
-_ENCODERS = {
-    "chat": Tokenizer._chat,
-    "completion": Tokenizer._completion,
-    "text": Tokenizer._text,
-    "tokens": Tokenizer._tokens,
-}
-
-
 def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
     """Return the ids at which generation must end.
 
     They are the stop token that training used, and the tokenizer's own end of text.
 
     Args:
+        tokenizer: a transformers tokenizer.
         chats: the chat template was trained, so its stop token counts.
 
     Raises:

@@ -1,8 +1,14 @@
-"""Training of a tokenizer from text, with a chat template and its stop token."""
+"""Training of a tokenizer from text, and real text that every machine has to train it on.
+
+The text are the documentation strings of Python's standard library, as questions and answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 CHAT_TEMPLATE = (
@@ -12,6 +18,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML."""
+
+SKIPPED_PACKAGES = {
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+}
+
+MAX_ANSWER_LETTERS = 300
+"""An answer is the whole sentences up to here."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -45,3 +64,51 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def questions_and_answers(folder: Path | None = None) -> list[dict]:
+    """Return chat rows, sorted by name: "What does json.dumps do?" and its documentation.
+
+    Args:
+        folder: the library's sources; those of the running Python by default. Files are parsed,
+            never imported.
+    """
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    rows = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if SKIPPED_PACKAGES & set(parts) or any(part.startswith("_") for part in parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for name, text in _documented(tree, ".".join(parts)):
+            # The first sentences, unless they are too short or not ASCII.
+            paragraph = " ".join(text.split("\n\n")[0].split())
+            answer = ""
+            for sentence in paragraph.replace(". ", ".\n").split("\n"):
+                if len(answer) + len(sentence) + 1 > MAX_ANSWER_LETTERS:
+                    break
+                answer = f"{answer} {sentence}".strip()
+            if len(answer) > 20 and answer.isascii():
+                rows[name] = answer
+    chats = []
+    for name in sorted(rows):
+        question = {"role": "user", "content": f"What does {name} do?"}
+        chats.append({"messages": [question, {"role": "assistant", "content": rows[name]}]})
+    return chats
+
+
+def _documented(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield names and documentation of public functions, classes and methods below ``node``."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, definitions) or child.name.startswith("_"):
+            continue
+        name = f"{prefix}.{child.name}"
+        text = ast.get_docstring(child)
+        if text:
+            yield name, text
+        if isinstance(child, ast.ClassDef):
+            yield from _documented(child, name)

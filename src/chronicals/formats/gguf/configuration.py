@@ -19,7 +19,6 @@ from chronicals.formats.gguf.rotation import (
     FLOAT_TOLERANCE,
     extra_tensors,
     head_dim,
-    local_rope_parameters,
     rope_of,
     rope_parameters,
     rope_settings,
@@ -41,6 +40,7 @@ def settings_of(config: Any, family: Family) -> dict[str, Any]:
 
     Args:
         config: of a language model (transformers).
+        family: its family in GGUF.
 
     Raises:
         NotExpressible: GGUF has no form for its rotation.
@@ -64,7 +64,17 @@ def config_of(file: GGUFFile) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    _check_is_whole_model(file)
+    kind = file.value("general.type")
+    if kind not in (None, "model"):
+        raise ValueError(
+            f"{file.path}: general.type={kind!r}: is no model by itself; give the file of the model"
+        )
+    parts = file.value("split.count")
+    if parts is not None and parts > 1:
+        raise ValueError(
+            f"{file.path}: is one of {parts} parts; join them (llama-gguf-split --merge) and give "
+            "the whole file"
+        )
     settings = ArchitectureSettings(file)
     model_type = _model_type_of(settings)
     family = FAMILIES[model_type]
@@ -73,23 +83,8 @@ def config_of(file: GGUFFile) -> Any:
         if hasattr(config, name):
             setattr(config, name, any(settings.has(tensor) for tensor in tensors))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    _check_settings(settings, config)
-    _check_rotation(settings, config, family)
+    _check_computed_alike(settings, config, family)
     return config
-
-
-def _check_is_whole_model(file: GGUFFile) -> None:
-    kind = file.value("general.type")
-    parts = file.value("split.count")
-    if kind not in (None, "model"):
-        raise ValueError(
-            f"{file.path}: general.type={kind!r}: is no model by itself; give the file of the model"
-        )
-    if parts is not None and parts > 1:
-        raise ValueError(
-            f"{file.path}: is one of {parts} parts; join them (llama-gguf-split --merge) and give "
-            "the whole file"
-        )
 
 
 def _model_type_of(settings: ArchitectureSettings) -> str:
@@ -139,24 +134,23 @@ def _fields_of(settings: ArchitectureSettings, family: Family) -> dict[str, Any]
         raise settings.file.refused(f"heads have keys of {width} and values of {value_width}")
     rope = rope_parameters(settings, width)
     if family.has_local_rope:
-        rope = {"full_attention": rope, "sliding_attention": local_rope_parameters(settings)}
+        local_base = settings.get("rope.freq_base_swa", 10000.0)
+        local = {"rope_type": "default", "rope_theta": local_base}
+        rope = {"full_attention": rope, "sliding_attention": local}
     fields["rope_parameters"] = rope
     fields["vocab_size"] = settings.file.shape_of("token_embd.weight")[0]
     fields["tie_word_embeddings"] = not settings.has("output.weight")
-    fields |= _special_tokens(settings.file)
+    ids = {name: settings.file.value(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
+    fields["bos_token_id"] = ids["bos"]
+    fields["pad_token_id"] = ids["pad"]
+    # Generation ends at either of two.
+    ends = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
+    fields["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
     return family.implied_fields(SimpleNamespace(**fields)) | fields
 
 
-def _special_tokens(file: GGUFFile) -> dict[str, Any]:
-    """Return the ids of special tokens; generation ends at either of two (eos, eot)."""
-    ids = {name: file.value(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
-    ends = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
-    eos = ends[0] if len(ends) == 1 else ends or None
-    return {"bos_token_id": ids["bos"], "pad_token_id": ids["pad"], "eos_token_id": eos}
-
-
-def _check_settings(settings: ArchitectureSettings, config: Any) -> None:
-    """Raise NotExpressible where the configuration has another setting than the file."""
+def _check_computed_alike(settings: ArchitectureSettings, config: Any, family: Family) -> None:
+    """Raise NotExpressible where the configuration has another setting or rotation than the file."""
     class_name = type(config).__name__
     ours = settings_of(config, family_of(config))
     for key in settings.names():
@@ -164,37 +158,32 @@ def _check_settings(settings: ArchitectureSettings, config: Any) -> None:
             continue
         value = settings.get(key)
         name = f"{settings.architecture}.{key}"
-        if key not in ours and not _is_default(key, value):
+        # LongRoPE is recognised by its tensors.
+        has_no_effect = value in (0, 0.0, "none", False) or (
+            key == "rope.scaling.type" and value == "longrope"
+        )
+        if key not in ours and not has_no_effect:
             raise settings.file.refused(
                 f"{name}={value!r} is a setting that {class_name} does not have"
             )
-        if key in ours and not _same(ours[key], value):
+        if key not in ours:
+            continue
+        if isinstance(ours[key], int | float) and isinstance(value, int | float):
+            same = math.isclose(float(ours[key]), float(value), rel_tol=FLOAT_TOLERANCE)
+        else:
+            same = bool(ours[key] == value)
+        if not same:
             raise settings.file.refused(
                 f"{name}={value!r}, where {class_name} computes by {ours[key]!r}"
             )
-
-
-def _check_rotation(settings: ArchitectureSettings, config: Any, family: Family) -> None:
-    """Raise NotExpressible where the model would rotate queries and keys otherwise."""
     file = settings.file
     for name, values in extra_tensors(config):
         if name in file.tensors and not torch.allclose(
             file.read(name), torch.from_numpy(values), rtol=1e-3
         ):
-            raise file.refused(f"{name} has other values than {type(config).__name__} computes by")
+            raise file.refused(f"{name} has other values than {class_name} computes by")
     part = rope_of(config).get("partial_rotary_factor", 1.0)
     if part != 1.0 and not family.rotates_part_of_head:
         raise file.refused(
             f"{settings.architecture}.rope.dimension_count is not the {head_dim(config)} of a head"
         )
-
-
-def _is_default(key: str, value: Any) -> bool:
-    """Return whether a setting has no effect; LongRoPE is recognised by its tensors."""
-    return value in (0, 0.0, "none", False) or (key == "rope.scaling.type" and value == "longrope")
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        return math.isclose(float(ours), float(theirs), rel_tol=FLOAT_TOLERANCE)
-    return bool(ours == theirs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import NotExpressible
 from chronicals.formats.gguf.rotation import (
     head_dim,
     longrope_attention_factor,
@@ -102,6 +102,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
+        """True if models of the family have routed experts."""
         return any(setting.key == "expert_count" for setting in self.settings)
 
 
@@ -138,10 +139,6 @@ def family_of(config: Any) -> Family:
 # --- values that llama.cpp computes from others
 
 
-def _all_layers_full(config: Any) -> list[str]:
-    return ["full_attention"] * config.num_hidden_layers
-
-
 def _full_each(period: int) -> Callable[[Any], list[str]]:
     """Return a function that gives every ``period``-th layer full attention, others a window."""
 
@@ -167,11 +164,6 @@ def _query_scale(largest: int) -> Callable[[Any], int]:
         return head_dim(config)
 
     return query_pre_attn_scalar
-
-
-def _rotated_layers(config: Any) -> list[int]:
-    """Return 1 for each layer with rotary positions, else 0: SmolLM3 has none in every fourth."""
-    return [int((n + 1) % 4 != 0) for n in range(config.num_hidden_layers)]
 
 
 def _context_within_window(config: Any) -> int:
@@ -217,13 +209,20 @@ CONTEXT_WITHIN_WINDOW = Setting(
 
 WINDOW = Setting("sliding_window", "attention.sliding_window")
 EXPERTS_USED = Setting("num_experts_per_tok", "expert_used_count")
-EXPERTS = (Setting("num_experts", "expert_count"), EXPERTS_USED)
+ROUTED_EXPERTS = (Setting("num_experts", "expert_count"), EXPERTS_USED)
 LOCAL_EXPERTS = (Setting("num_local_experts", "expert_count"), EXPERTS_USED)
 EXPERT_WIDTH = Setting("moe_intermediate_size", "expert_feed_forward_length")
 
 SILU = {"hidden_act": "silu"}
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
-FULL_ATTENTION = {"layer_types": _all_layers_full}
+FULL_ATTENTION = {"layer_types": lambda config: ["full_attention"] * config.num_hidden_layers}
+ROTATED_THREE_OF_FOUR = {
+    "no_rope_layers": lambda config: [
+        int((n + 1) % 4 != 0) for n in range(config.num_hidden_layers)
+    ]
+}
+"""1 for each layer with rotary positions, else 0: SmolLM3 has none in every fourth."""
+
 EXPERTS_IN_ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 FAMILIES: dict[str, Family] = {
@@ -253,7 +252,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         "QWEN2MOE",
         settings=(
-            *EXPERTS,
+            *ROUTED_EXPERTS,
             EXPERT_WIDTH,
             Setting("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
         ),
@@ -261,14 +260,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "QWEN3MOE",
-        settings=(*EXPERTS, EXPERT_WIDTH),
+        settings=(*ROUTED_EXPERTS, EXPERT_WIDTH),
         implied=SILU
         | EXPERTS_IN_ALL_LAYERS
         | {"norm_topk_prob": True, "use_sliding_window": False},
     ),
     "olmoe": Family(
         "OLMOE",
-        settings=EXPERTS,
+        settings=ROUTED_EXPERTS,
         implied=SILU
         | {
             "norm_topk_prob": False,
@@ -325,7 +324,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         "SMOLLM3",
-        implied=SILU | FULL_ATTENTION | {"no_rope_layers": _rotated_layers},
+        implied=SILU | FULL_ATTENTION | ROTATED_THREE_OF_FOUR,
         reorders_heads=True,
     ),
     "olmo2": Family("OLMO2", implied=SILU),

@@ -1,8 +1,7 @@
-"""Reading a GGUF file: its settings, and its tensors as stored or dequantised, by package gguf."""
+"""Read a GGUF file: its settings, and its tensors as stored or dequantised, by package gguf."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -12,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from chronicals.formats.gguf.errors import NotExpressible
 
 GGUF_SUFFIX = ".gguf"
 _MODEL_FILES = ("config.json", "adapter_config.json")
@@ -56,12 +53,6 @@ def gguf_of(name: str | Path) -> Path | None:
     return files[0] if files else None
 
 
-def fingerprint(path: Path) -> dict[str, str]:
-    """Return name and SHA-256 of a file, which identify the base of an adapter."""
-    with path.open("rb") as file:
-        return {"file": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 class GGUFFile:
     """A GGUF file, mapped into memory.
 
@@ -89,10 +80,6 @@ class GGUFFile:
         """Return a setting by its whole key, None if there is none."""
         field = self.reader.get_field(key)
         return None if field is None else field.contents()
-
-    def settings(self) -> list[str]:
-        """Return the keys of all settings."""
-        return [key for key in self.reader.fields if not key.startswith("GGUF.")]
 
     def type_of(self, name: str) -> str:
         """Return the name of a tensor's ggml type, as ``Q8_0``."""
@@ -137,7 +124,8 @@ class ArchitectureSettings:
     def names(self) -> list[str]:
         """Return the keys of all settings of the architecture."""
         prefix = f"{self.architecture}."
-        return [key.removeprefix(prefix) for key in self.file.settings() if key.startswith(prefix)]
+        keys = self.file.reader.fields
+        return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value; numbers are rounded to the seven digits that fp32 has.
@@ -169,3 +157,7 @@ class ArchitectureSettings:
     def has(self, tensor: str) -> bool:
         """Return whether the file has a tensor."""
         return tensor in self.file.tensors
+
+
+class NotExpressible(ValueError):
+    """GGUF, or llama.cpp, has no form for a part of the model, which the message names."""

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chronicals.formats.gguf.errors import NotExpressible
-from chronicals.formats.gguf.reader import ArchitectureSettings
+from chronicals.formats.gguf.reader import ArchitectureSettings, NotExpressible
 
 FLOAT_TOLERANCE = 1e-5
 """Relative tolerance of settings and frequencies, which a file holds in fp32."""
@@ -109,6 +108,7 @@ def rope_parameters(settings: ArchitectureSettings, width: int) -> dict[str, Any
     """Return ``rope_parameters`` of the layers that see all tokens, from a file's settings.
 
     Args:
+        settings: of the file.
         width: elements of a head.
 
     Raises:
@@ -142,12 +142,6 @@ def rope_parameters(settings: ArchitectureSettings, width: int) -> dict[str, Any
             factors = settings.file.read(f"rope_factors_{name}.weight")
             rope[f"{name}_factor"] = factors.tolist()
     return rope
-
-
-def local_rope_parameters(settings: ArchitectureSettings) -> dict[str, Any]:
-    """Return ``rope_parameters`` of layers with a window, where these have their own."""
-    theta = settings.get("rope.freq_base_swa", 10000.0)
-    return {"rope_type": "default", "rope_theta": theta}
 
 
 def _llama3_parameters(

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.formats.expert_names import DOWN, EXPERT_NAME, EXPERT_ROLES, GATE, STACK_NAME, UP
-from chronicals.formats.gguf.errors import NotExpressible
 from chronicals.formats.gguf.families import Family
+from chronicals.formats.gguf.reader import NotExpressible
 from chronicals.formats.gguf.rotation import head_dim
+from chronicals.formats.tensor_names import DOWN, EXPERT_NAME, EXPERT_ROLES, GATE, STACK_NAME, UP
 
 TensorPart = tuple[str, Any, Tensor]
 """The name of a tensor of the model, an index into it, and the values there."""
@@ -75,6 +75,8 @@ def pieces_of(
 
     Args:
         shapes: of the model's tensors, by name.
+        config: of the language model (transformers).
+        family: its family in GGUF.
 
     Raises:
         NotExpressible: the architecture has no place for one.
@@ -87,10 +89,12 @@ def pieces_of(
     for name, shape in shapes.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # the file has the embedding alone
-        if single := EXPERT_NAME.fullmatch(name):
+        single = EXPERT_NAME.fullmatch(name)
+        stacked = STACK_NAME.fullmatch(name)
+        if single:
             target = _expert_name(role=single[3], block=int(single[1]))
             experts.setdefault(target, {})[int(single[2])] = name
-        elif stacked := STACK_NAME.fullmatch(name):
+        elif stacked:
             suffix = "bias" if stacked[3] else "weight"
             pieces += _pieces_of_stack(name, shape, int(stacked[1]), stacked[2], suffix, family)
         else:
@@ -100,7 +104,17 @@ def pieces_of(
         if sorted(numbered) != list(range(len(names))):
             raise NotExpressible(f"{target}: experts {sorted(numbered)} are there, not all from 0")
         shape = (len(names), *shapes[names[0]])
-        pieces.append(TensorPiece(target, shape, names, torch.stack, _unstacked(names)))
+        pieces.append(
+            TensorPiece(
+                target,
+                shape,
+                names,
+                torch.stack,
+                lambda stack, names=names: [  # type: ignore[misc]
+                    (name, ..., tensor) for name, tensor in zip(names, stack, strict=True)
+                ],
+            )
+        )
     return pieces
 
 
@@ -113,10 +127,6 @@ def _expert_name(role: str, block: int, suffix: str = "weight") -> str:
     return f"{gguf.TENSOR_NAMES[tensor].format(bid=block)}.{suffix}"
 
 
-def _unstacked(names: tuple[str, ...]) -> Callable[[Tensor], list[TensorPart]]:
-    return lambda stack: [(name, ..., tensor) for name, tensor in zip(names, stack, strict=True)]
-
-
 def _piece_of(
     name: str, shape: tuple[int, ...], table: Any, config: Any, family: Family
 ) -> TensorPiece:
@@ -126,7 +136,26 @@ def _piece_of(
         raise NotExpressible(f"{name}: {family.architecture} has no such tensor in GGUF")
     if target.endswith("attn_sinks"):
         target += ".weight"
-    to_file, from_file = _layout(name, config, family)
+    offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+    reordered = family.reorders_heads and name.endswith(
+        ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+    )
+    half = head_dim(config) // 2
+
+    def to_file(x: Tensor) -> Tensor:
+        if offset:
+            return x + offset
+        if reordered:
+            return x.view(-1, 2, half, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+        return x
+
+    def from_file(x: Tensor) -> Tensor:
+        if offset:
+            return x - offset
+        if reordered:
+            return x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+        return x
+
     return TensorPiece(
         target,
         shape,
@@ -134,23 +163,6 @@ def _piece_of(
         lambda sources: to_file(sources[0]),
         lambda written: [(name, ..., from_file(written))],
     )
-
-
-def _layout(
-    name: str, config: Any, family: Family
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the functions from a tensor's layout in the model to that in the file, and back."""
-    if family.norm_offset and name.endswith("norm.weight"):
-        return lambda x: x + family.norm_offset, lambda x: x - family.norm_offset
-    if family.reorders_heads and name.endswith(
-        ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
-    ):
-        half = head_dim(config) // 2
-        return (
-            lambda x: x.view(-1, 2, half, *x.shape[1:]).transpose(1, 2).reshape(x.shape),
-            lambda x: x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape),
-        )
-    return lambda x: x, lambda x: x
 
 
 def _pieces_of_stack(

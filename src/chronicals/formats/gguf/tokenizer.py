@@ -18,11 +18,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from chronicals.formats.gguf.errors import NotExpressible
-from chronicals.formats.gguf.reader import GGUFFile
-from chronicals.formats.gguf.splits import BY_EXPRESSIONS, WITHOUT_MERGED_WORDS
-from chronicals.formats.gguf.unigram import BLANK, SERVE_MERGED, UNSUPPORTED_FORMS, unigram_of
-from chronicals.formats.gguf.vocabulary import Vocabulary, read_vocabulary
+from chronicals.formats.gguf.reader import GGUFFile, NotExpressible
+from chronicals.formats.gguf.vocabulary import (
+    BLANK,
+    BY_EXPRESSIONS,
+    SERVE_MERGED,
+    UNSUPPORTED_FORMS,
+    WITHOUT_MERGED_WORDS,
+    Vocabulary,
+    read_vocabulary,
+    unigram_of,
+)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens (``gguf.TokenType``)."""
@@ -41,6 +47,7 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
     """Describe a fast tokenizer in the words of GGUF.
 
     Args:
+        tokenizer: a fast tokenizer of transformers.
         rows: of the embedding: as many tokens are written, unused ones behind the tokenizer's.
         stops: ids at which generation ends.
 
@@ -76,6 +83,12 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         unigram = unigram_of(described, rows)
         common["types"][unigram.unknown] = UNKNOWN
         common["special"]["unk"] = unigram.unknown
+        notes = _notes(described, UNSUPPORTED_FORMS)
+        if unigram.space_prefix and not unigram.merges_blanks:
+            notes.append(
+                "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer "
+                "does"
+            )
         return Vocabulary(
             model="t5",
             pre="default",
@@ -84,7 +97,7 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
             space_prefix=unigram.space_prefix,
             merges_blanks=unigram.merges_blanks,
             charsmap=unigram.charsmap,
-            notes=_notes(described, UNSUPPORTED_FORMS) + unigram.notes,
+            notes=notes,
             **common,
         )
     notes = _notes(described, (*UNSUPPORTED_FORMS, "Strip"))
@@ -211,10 +224,20 @@ def tokenizer_of(file: GGUFFile) -> Any:
         ValueError: the one beside it has other tokens; or there is none, and the file's is of a
             kind that is not proved here.
     """
+    from transformers import AutoTokenizer
+
     vocabulary = read_vocabulary(file)
     folder = file.path.parent
     if (folder / TOKENIZER_FILE).exists():
-        return _tokenizer_beside(file.path, folder, vocabulary.tokens)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokens = vocabulary.tokens
+        for text, number in tokenizer.get_vocab().items():
+            if number >= len(tokens) or tokens[number] != text:
+                raise ValueError(
+                    f"{folder / TOKENIZER_FILE}: token {text!r} is not that of {file.path.name} at "
+                    "its id, so it is of another model; take it away, or put the right one there"
+                )
+        return tokenizer
     if vocabulary.model == "gpt2":
         made = _byte_level(file.path, vocabulary)
     elif vocabulary.model == "llama":
@@ -225,19 +248,6 @@ def tokenizer_of(file: GGUFFile) -> Any:
             f"from a GGUF file; {TAKE_TOKENIZER}"
         )
     return _with_special_tokens(made, vocabulary)
-
-
-def _tokenizer_beside(path: Path, folder: Path, tokens: list[str]) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for text, number in tokenizer.get_vocab().items():
-        if number >= len(tokens) or tokens[number] != text:
-            raise ValueError(
-                f"{folder / TOKENIZER_FILE}: token {text!r} is not that of {path.name} at its id, "
-                "so it is of another model; take it away, or put the right one there"
-            )
-    return tokenizer
 
 
 def _ids_in_use(vocabulary: Vocabulary) -> dict[str, int]:
@@ -289,9 +299,18 @@ def _with_byte_fallback(path: Path, vocabulary: Vocabulary) -> Any:
     ids = _ids_in_use(vocabulary)
     normal = {text: number for text, number in ids.items() if types[number] == NORMAL}
     unknown = vocabulary.tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
+    # All pairs of tokens that make a token, ordered by the score of the token that they make, then
+    # by the ids of the two.
+    pairs = []
+    for text, number in normal.items():
+        for cut in range(1, len(text)):
+            left = text[:cut]
+            right = text[cut:]
+            if left in normal and right in normal:
+                pairs.append((-vocabulary.scores[number], normal[left], normal[right], left, right))
     model = models.BPE(
         vocab=ids,
-        merges=_merges_by_score(normal, vocabulary.scores),
+        merges=[(left, right) for *_, left, right in sorted(pairs)],
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
@@ -305,21 +324,6 @@ def _with_byte_fallback(path: Path, vocabulary: Vocabulary) -> Any:
         [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
     )
     return made
-
-
-def _merges_by_score(normal: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, in the order in which they are merged.
-
-    They are ordered by the score of the token that they make, then by the ids of the two.
-    """
-    merges = []
-    for text, number in normal.items():
-        for cut in range(1, len(text)):
-            left = text[:cut]
-            right = text[cut:]
-            if left in normal and right in normal:
-                merges.append((-scores[number], normal[left], normal[right], left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _with_special_tokens(made: Any, vocabulary: Vocabulary) -> Any:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chronicals.formats.gguf.errors import NotExpressible
+from chronicals.formats.gguf.reader import NotExpressible
 from chronicals.formats.gguf.tensors import TensorPiece
 from chronicals.formats.gguf.writer import add_settings, write_tensors_to
-from chronicals.formats.part_names import reads_images, vision_name
+from chronicals.formats.tensor_names import reads_images, vision_name
 from chronicals.formats.weight_files import StoredTensor
 
 PROJECTOR_TYPES = {"f32": "F32", "f16": "F16"}
@@ -149,6 +149,7 @@ def vision_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]
     """Return all settings of the file, by their keys.
 
     Args:
+        config: of a model of images and text.
         processor: of ``processor_of``.
 
     Raises:
@@ -177,6 +178,7 @@ def vision_tensors(config: Any, stored: Iterable[StoredTensor]) -> dict[str, Sto
     """Return the tensors that images go through, by the names of its modules below ``model``.
 
     Args:
+        config: of a model of images and text.
         stored: all tensors that are not of the language part.
 
     Raises:
@@ -214,7 +216,8 @@ def _pieces_of_one(name: str, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
     # A parameter that belongs to no module ends with "_weight", or has no such end.
     match = re.fullmatch(r"(.+?)[._](weight|bias)", name)
     stem, suffix = (match[1], f".{match[2]}") if match else (name, "")
-    if joined := _QKV.fullmatch(stem):
+    joined = _QKV.fullmatch(stem)
+    if joined:
         rows = shape[0] // 3
         for n, role in enumerate(("V_ENC_ATTN_Q", "V_ENC_ATTN_K", "V_ENC_ATTN_V")):
             target = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[role]].format(bid=joined["block"])
@@ -261,7 +264,8 @@ def _target(stem: str) -> str:
         projector = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.V_MMPROJ]
         return str(projector.format(bid=LLAVA_PROJECTOR[stem]))
     for pattern, role in VISION_TENSORS.items():
-        if match := re.fullmatch(pattern, stem):
+        match = re.fullmatch(pattern, stem)
+        if match:
             number = next((n for n in match.groupdict().values() if n is not None), None)
             return str(gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[role]].format(bid=number))
     raise NotExpressible(f"{stem}: has no place in GGUF among what reads images")
@@ -285,6 +289,9 @@ def write_projector(
     """Write the file.
 
     Args:
+        target: file to write.
+        settings: of ``vision_settings``.
+        pieces: of ``vision_pieces``.
         tensors: of the model, by the names that pieces have for them.
         kind: of ``PROJECTOR_TYPES``.
     """

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from chronicals.formats.gguf.configuration import settings_of
-from chronicals.formats.gguf.errors import NotExpressible
 from chronicals.formats.gguf.families import Family, family_of
-from chronicals.formats.gguf.reader import require_gguf
+from chronicals.formats.gguf.reader import NotExpressible, require_gguf
 from chronicals.formats.gguf.rotation import extra_tensors
 from chronicals.formats.gguf.tensors import TensorPiece, pieces_of
 from chronicals.formats.gguf.vocabulary import Vocabulary
@@ -77,6 +76,9 @@ LLAMA_CPP_KINDS = (
 IMPORTANCE_KINDS = ("iq3_xs", "iq3_xxs", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs")
 """Kinds that it makes only with an importance matrix."""
 
+OF_EXPERTS = "_exps.weight"
+"""End of the names of stacked experts in a file."""
+
 HEAD_TYPE = "Q8_0"
 """Type of the head where other weights have fewer bits."""
 
@@ -111,9 +113,10 @@ def plan_gguf(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> GG
     require_gguf()
     family = family_of(config)
     pieces = pieces_of({name: stored.shape for name, stored in tensors.items()}, config, family)
-    if missing := {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}:
+    missing = {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}
+    if missing:
         raise NotExpressible(f"{', '.join(sorted(missing))}: no tensor of the model is that")
-    if kind in EXPERTS_KINDS and not any(_is_of_experts(piece) for piece in pieces):
+    if kind in EXPERTS_KINDS and not any(piece.name.endswith(OF_EXPERTS) for piece in pieces):
         raise NotExpressible(f"gguf-{kind}: the model has no experts, whose type that is")
     types = {piece.name: _type_of(piece, kind, config) for piece in pieces}
     extra = dict(extra_tensors(config))
@@ -131,10 +134,6 @@ def bytes_of(piece: TensorPiece, ggml_type: Any) -> int:
     return rows * int(gguf.quant_shape_to_byte_shape(piece.shape, ggml_type)[-1])
 
 
-def _is_of_experts(piece: TensorPiece) -> bool:
-    return piece.name.endswith("_exps.weight")
-
-
 def _type_of(piece: TensorPiece, kind: str, config: Any) -> Any:
     """Return the type of a tensor in the file; rows that are no whole blocks are F16."""
     import gguf
@@ -146,7 +145,7 @@ def _type_of(piece: TensorPiece, kind: str, config: Any) -> Any:
     )
     has_few_bits = kind.startswith(("q4", "q5"))
     name = HEAD_TYPE if is_head and has_few_bits else WEIGHT_TYPES[kind]
-    if kind in EXPERTS_KINDS and not _is_of_experts(piece):
+    if kind in EXPERTS_KINDS and not piece.name.endswith(OF_EXPERTS):
         name = EXPERTS_KINDS[kind]
     ggml_type = gguf.GGMLQuantizationType[name]
     block, _ = gguf.GGML_QUANT_SIZES[ggml_type]
@@ -164,7 +163,11 @@ def write_gguf(
     """Write the file; no more than one of its tensors is in memory.
 
     Args:
+        target: file to write.
+        planned: of ``plan_gguf``.
         tensors: of the model, by name.
+        vocabulary: the tokenizer in GGUF's words.
+        kind: of ``WEIGHT_TYPES``.
         about: ``name``, ``license`` and the like, of the model: keys behind ``general``.
     """
     import gguf

@@ -17,7 +17,7 @@ Shapes: T tokens, E experts, G groups, k experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.moe.lookahead.recording import Recorded
-from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.router_losses import log_scores, wide
+from chronicals.moe.routers import mixture_layers
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda z: z.softmax(-1),
@@ -68,8 +68,7 @@ class Choice:
 
     @classmethod
     def found(cls, model: Any, recordings: Sequence[Recorded]) -> Self:
-        """Find the rule of ``model`` from recordings of it, preferably of at least ``SAMPLE``
-        tokens.
+        """Find the rule of ``model`` from recordings, preferably of at least ``SAMPLE`` tokens.
 
         Raises:
             ValueError: no known rule reproduces the chosen experts.
@@ -78,9 +77,18 @@ class Choice:
         parts = ((recorded.logits, recorded.experts, recorded.weights) for recorded in recordings)
         together = (torch.cat(values, dim=1)[:, :SAMPLE] for values in zip(*parts))
         layers = list(zip(*together, corrections))
-        shares = {
-            rule: rule._explains(layers) for rule in cls._candidates(model.config, corrections)
-        }
+        text = model.config.get_text_config()
+        groups, kept = (getattr(text, name, None) or 1 for name in ("n_group", "topk_group"))
+        grouped = [(groups, kept, best) for best in (2, 1)] if groups > 1 else []
+        corrected = [True, False] if all(c is not None for c in corrections) else [False]
+        # The first of equally good rules wins, so those that use every feature come first.
+        candidates = [
+            cls(scores, correct, *limits)
+            for correct in corrected
+            for limits in [*grouped, (1, 1, 1)]
+            for scores in FORMULAS
+        ]
+        shares = {rule: rule._explains(layers) for rule in candidates}
         rule = max(shares, key=lambda rule: shares[rule])
         if shares[rule][0] < EXPLAINED:
             raise ValueError(
@@ -90,20 +98,6 @@ class Choice:
                 "trained"
             )
         return rule
-
-    @classmethod
-    def _candidates(cls, config: Any, corrections: Sequence[Tensor | None]) -> list[Self]:
-        """Return the rules to try, first those that use every feature of the model."""
-        text = config.get_text_config()
-        groups, kept = (getattr(text, name, None) or 1 for name in ("n_group", "topk_group"))
-        grouped = [(groups, kept, best) for best in (2, 1)] if groups > 1 else []
-        corrected = [True, False] if all(c is not None for c in corrections) else [False]
-        return [
-            cls(scores, correct, *limits)
-            for correct in corrected
-            for limits in [*grouped, (1, 1, 1)]
-            for scores in FORMULAS
-        ]
 
     @torch.no_grad()
     def _explains(
@@ -122,20 +116,14 @@ class Choice:
         beside = list[Tensor]()
         for logits, experts, weights, correction in layers:
             order = self.order(logits, correction)
-            least = order.topk(experts.shape[-1]).values[
-                :, -1:
-            ]  # equal values may be chosen either way
+            # Equal values may be chosen either way.
+            least = order.topk(experts.shape[-1]).values[:, -1:]
             share.append((order.gather(-1, experts) >= least).float().mean())
             ours = FORMULAS[self.scores](wide(logits)).gather(-1, experts)
             theirs, ours = (x / x.sum(-1, keepdim=True) for x in (wide(weights), ours))
             beside.append((theirs - ours).abs().mean())
         # rounded, so that rules which differ by rounding alone tie and the first candidate wins
         return float(torch.stack(share).min()), -round(float(torch.stack(beside).mean()), 3)
-
-    @property
-    def in_order(self) -> bool:
-        """True if the experts with the largest logits are chosen."""
-        return not self.corrected and self.groups == 1
 
     def values(self, logits: Tensor, correction: Tensor | None) -> Tensor:
         """Return the values v that the choice compares, before groups are excluded, ``[..., E]``.
@@ -148,7 +136,7 @@ class Choice:
             correction: ``[E]``.
         """
         logits = wide(logits)
-        if self.in_order:
+        if not self.corrected and self.groups == 1:
             return logits
         values = FORMULAS[self.scores](logits)
         if self.corrected:
@@ -180,8 +168,7 @@ class Choice:
         return groups.repeat_interleave(experts // self.groups, dim=-1)
 
     def order(self, logits: Tensor, correction: Tensor | None) -> Tensor:
-        """Return values ``[..., E]`` that rank experts as the router does: the largest is chosen
-        first.
+        """Return values ``[..., E]`` that rank experts as the router does, the largest first.
 
         Experts of excluded groups rank below all others.
         """
@@ -197,6 +184,3 @@ class Choice:
         If scores are plain logits, their softmax is used.
         """
         return log_scores(logits, "softmax" if self.scores == "logits" else self.scores)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)

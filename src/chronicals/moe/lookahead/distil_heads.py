@@ -71,7 +71,10 @@ def distil(
     The recordings may be on another device than the heads.
 
     Args:
+        predictor: the heads to train, in place.
+        recordings: what routers did on documents, with features.
         steps: expected number of steps, for the schedule; fewer recordings end it earlier.
+        how: settings of the distillation.
 
     Returns:
         The loss of each step.
@@ -153,9 +156,12 @@ def prediction_losses(
     """Return the loss of each prediction, ``[T]``.
 
     Args:
-        predicted, target: z′ and z ``[T, E]``.
+        choice: the rule by which the router chooses.
+        predicted: z′ ``[T, E]``.
+        target: z ``[T, E]``.
         experts: int64 ``[T, k]``, the chosen experts.
         correction: ``[E]``, the router's score correction.
+        how: settings of the distillation.
     """
     terms = how.temperature, how.ranking, how.of_set, how.margin
     found = losses.divergences(

@@ -48,19 +48,12 @@ class LayerAhead(nn.Module):
         self.down = nn.Parameter(torch.empty(layers * rank, hidden_size))
         self.up = nn.Parameter(torch.zeros(math.prod(self.shape), rank))
         self.bias = nn.Parameter(torch.zeros(math.prod(self.shape)))
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Initialise the heads so that they predict by gate reuse."""
-        self.down.normal_(std=self.down.shape[-1] ** -0.5)
-        self.up.zero_()
-        self.bias.zero_()
+        # Zeros: at first the heads predict by gate reuse.
+        with torch.no_grad():
+            self.down.normal_(std=hidden_size**-0.5)
 
     def distances(self, layer: int) -> int:
-        """Return the number of predictions of layer ``layer``: its own experts and those of later
-        layers.
-        """
+        """Return the number of layers whose experts ``layer`` predicts, itself included."""
         return min(self.furthest, self.layers - 1 - layer) + 1
 
     def forward(
@@ -82,22 +75,15 @@ class LayerAhead(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         own = slice(layer, layer + n)
         offsets = [None] * len(gates) if biases is None else list(biases)
-        early = torch.stack(
-            [_applied(x, gate, bias) for gate, bias in zip(gates[own], offsets[own])], -2
-        )
+        early = []  # logits of the later routers, without a gradient to their weights
+        for gate, bias in zip(gates[own], offsets[own]):
+            offset = None if bias is None else bias.detach().to(x.dtype)
+            early.append(F.linear(x, gate.detach().to(x.dtype), offset))
         inner = F.silu(F.linear(x, self.down.unflatten(0, (self.layers, -1))[layer].to(x.dtype)))
         up_NER = self.up.unflatten(0, self.shape)[layer, :n]
         bias_NE = self.bias.unflatten(0, self.shape)[layer, :n]
-        return (
-            early + torch.einsum("...r,ner->...ne", inner, up_NER.to(x.dtype)) + bias_NE.to(x.dtype)
-        )
-
-
-def _applied(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits ``[..., E]`` of a router, without a gradient to its weights."""
-    return F.linear(
-        x, gate.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
-    )
+        own_part = torch.einsum("...r,ner->...ne", inner, up_NER.to(x.dtype))
+        return torch.stack(early, -2) + own_part + bias_NE.to(x.dtype)
 
 
 class TokenAhead(nn.Module):
@@ -110,15 +96,10 @@ class TokenAhead(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(rank))
         self.up = nn.Parameter(torch.empty(tokens * layers * num_experts, rank))
         self.up_bias = nn.Parameter(torch.zeros(tokens * layers * num_experts))
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Initialise the head so that its predictions are almost equal for all experts."""
-        self.down.normal_(std=self.down.shape[-1] ** -0.5)
-        self.up.normal_(std=0.02)
-        self.down_bias.zero_()
-        self.up_bias.zero_()
+        # At first the predictions are almost equal for all experts.
+        with torch.no_grad():
+            self.down.normal_(std=self.down.shape[-1] ** -0.5)
+            self.up.normal_(std=0.02)
 
     def forward(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
         """Predict router logits of the next K tokens, fp32 ``[..., K, L, E]``.

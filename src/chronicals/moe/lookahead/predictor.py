@@ -1,4 +1,6 @@
-"""Predict the experts of a mixture, with its own heads or with heads distilled for a frozen model.
+"""Predict the experts of a mixture, with its own or with distilled heads, and measure the recall.
+
+The recall is the share of the chosen experts that were predicted.
 
 On disk: ``predictor.safetensors`` (the heads, and copies of the routers they build on) and
 ``predictor.json``.
@@ -7,8 +9,8 @@ On disk: ``predictor.safetensors`` (the heads, and copies of the routers they bu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 
 from chronicals.moe.lookahead.choosing import Choice
 from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
-from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.lookahead.recording import Recorded
+from chronicals.moe.routers import mixture_layers
 from chronicals.standard_json import to_json
 
 _WEIGHTS = "predictor.safetensors"
@@ -93,6 +96,8 @@ class ExpertPredictor(nn.Module):
         """Create new heads for ``model`` on its device; at first they predict by gate reuse.
 
         Args:
+            model: a mixture-of-experts model.
+            sizes: sizes of the heads.
             choice: the rule by which its routers choose, from ``Choice.found``.
         """
         layers = mixture_layers(model)
@@ -124,6 +129,7 @@ class ExpertPredictor(nn.Module):
         """Predict the logits of layer ``layer`` and the n - 1 after it, ``[..., n, E]``.
 
         Args:
+            layer: index of the layer that predicts.
             features: ``[..., D]``, the normed input of layer ``layer``.
         """
         return self.layer_ahead(layer, features, self.gates.unbind(), self.biases.unbind())
@@ -138,8 +144,7 @@ class ExpertPredictor(nn.Module):
         )
 
     def order(self, layer: int, logits: Tensor) -> Tensor:
-        """Return values ``[..., E]`` that rank the experts of layer ``layer`` by its logits ``[...,
-        E]``.
+        """Return values ``[..., E]`` that rank the experts of ``layer`` by its logits.
 
         The expert with the largest value is chosen first.
         """
@@ -163,6 +168,7 @@ class ExpertPredictor(nn.Module):
         """Write the heads and ``predictor.json`` to ``folder``.
 
         Args:
+            folder: created if missing.
             about: further entries of ``predictor.json``, such as the training data and the recalls.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +180,7 @@ class ExpertPredictor(nn.Module):
             name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")
         }
         shape = dict(zip(("layers", "num_experts", "hidden_size"), self.gates.shape))
-        said = {"version": _VERSION, **shape, **sizes, "choice": self.choice.to_dict(), **about}
+        said = {"version": _VERSION, **shape, **sizes, "choice": asdict(self.choice), **about}
         (folder / SAID).write_text(to_json(said, indent=1))
 
     @classmethod
@@ -203,3 +209,99 @@ class ExpertPredictor(nn.Module):
         )
         made.load_state_dict(weights)
         return made
+
+
+@dataclass
+class Recalls:
+    """Mean recalls over the tokens of recordings.
+
+    Attributes:
+        k: experts per token.
+        layer_ahead, layer_ahead_2k: recall among the first k and 2k experts that heads predict, by
+            layer and distance.
+        gate_reuse: the same among the first k that gate reuse predicts.
+        token_ahead: by distance in tokens and layer; empty without such a head.
+        tokens: number of tokens measured.
+    """
+
+    k: int
+    layer_ahead: list[list[float]] = field(default_factory=list)
+    layer_ahead_2k: list[list[float]] = field(default_factory=list)
+    gate_reuse: list[list[float]] = field(default_factory=list)
+    token_ahead: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
+
+    def at(self, distance: int, name: str = "layer_ahead") -> list[float]:
+        """Return the recalls at ``distance``, one for each layer that predicts so far ahead."""
+        return [row[distance] for row in getattr(self, name) if len(row) > distance]
+
+    def mean(self, distance: int, name: str = "layer_ahead") -> float:
+        """Return the mean of the recalls at ``distance`` over the layers."""
+        found = self.at(distance, name)
+        return sum(found) / len(found)
+
+
+@torch.no_grad()
+def measure_recalls(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) -> Recalls:
+    """Measure the recalls of ``predictor`` on recordings with features.
+
+    Raises:
+        ValueError: the recordings hold no token.
+    """
+    sums = dict[tuple[str, int, int], Tensor]()
+    counts = dict[tuple[str, int, int], int]()
+    tokens = 0
+
+    def add(key: tuple[str, int, int], hit: Tensor) -> None:
+        sums[key] = sums.get(key, torch.zeros((), device=hit.device)) + hit.sum()
+        counts[key] = counts.get(key, 0) + len(hit)
+
+    for recorded in recordings:
+        tokens += len(recorded)
+        recorded = recorded.to(predictor.gates.device)
+        assert recorded.features is not None
+        for layer, features in enumerate(recorded.features):
+            heads = predictor.layers(layer, features)
+            early = predictor.reuse(layer, features)
+            for d in range(heads.shape[1]):
+                aim = recorded.experts[layer + d]
+                ours, theirs = (
+                    predictor.order(layer + d, logits[:, d]) for logits in (heads, early)
+                )
+                add(("layer_ahead", layer, d), hits(ours, aim, k))
+                add(("layer_ahead_2k", layer, d), hits(ours, aim, min(2 * k, heads.shape[-1])))
+                add(("gate_reuse", layer, d), hits(theirs, aim, k))
+        if predictor.token_ahead is None:
+            continue
+        assert recorded.hidden is not None and recorded.embeddings is not None
+        ahead = predictor.tokens(recorded.hidden[:-1], recorded.embeddings[1:])
+        for distance in range(1, ahead.shape[1] + 1):
+            there = recorded.follows(distance)
+            for layer in range(ahead.shape[2]):
+                logits = ahead[: len(recorded) - distance, distance - 1, layer]
+                ours = predictor.order(layer, logits)
+                hit = hits(ours, recorded.experts[layer, distance:], k)
+                add(("token_ahead", distance - 1, layer), hit[there])
+    if not tokens:
+        raise ValueError("there is no token to measure_recalls predictions on; give more data")
+    found = Recalls(k, tokens=tokens)
+    rows = dict[tuple[str, int], list[float]]()
+    for name, row, column in sorted(sums):
+        total = sums[name, row, column]
+        if (name, row) not in rows:
+            rows[name, row] = []
+            getattr(found, name).append(rows[name, row])
+        rows[name, row].append(float(total) / max(counts[name, row, column], 1))
+    return found
+
+
+def hits(predicted: Tensor, experts: Tensor, among: int) -> Tensor:
+    """Return the share of the chosen experts that are among the first ``among`` predicted, ``[T]``.
+
+    Args:
+        predicted: ``[T, E]``; the largest are predicted first.
+        experts: int64 ``[T, k]``, the chosen experts.
+        among: number of experts that count as predicted.
+    """
+    first = predicted.topk(among, dim=-1).indices
+    return (experts[..., None] == first[..., None, :]).any(-1).float().mean(-1)

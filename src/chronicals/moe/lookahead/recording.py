@@ -7,10 +7,9 @@ Shapes: L layers with routed experts, T tokens, k experts per token, E experts, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,15 +27,14 @@ from chronicals.models import (
     present,
 )
 from chronicals.models.routed_experts import chosen_experts
-from chronicals.moe.mixture_parts import MixtureLayer, mixture_layers
-from chronicals.moe.router_losses import Tokens
+from chronicals.moe.router_losses import CountedTokens
+from chronicals.moe.routers import MixtureLayer, mixture_layers
 from chronicals.versions import remedy_for_routers
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Recorded documents, one after another, without filler and without documents that have no
-    target.
+    """Recorded documents, one after another, without filler and documents without a target.
 
     Attributes:
         token_ids: int64 ``[T]``.
@@ -91,9 +89,7 @@ class Recorded:
         return Recorded(documents=bounds, **found)
 
     def follows(self, distance: int) -> Tensor:
-        """Return bool ``[T - distance]``: True if tokens t and t + distance are in the same
-        document.
-        """
+        """Return bool ``[T - distance]``: tokens t and t + distance are in the same document."""
         places = torch.arange(len(self), device=self.documents.device)
         document = torch.searchsorted(self.documents[1:].contiguous(), places, right=True)
         return document[distance:] == document[: len(document) - distance]
@@ -105,6 +101,8 @@ def record(
     """Record the routers on each Batch, on the model's device.
 
     Args:
+        model: a mixture, as it takes Batches.
+        batches: on the device of the model.
         features: if true, also record what heads predict from.
 
     Raises:
@@ -122,32 +120,36 @@ def _recorded(
 ) -> Recorded:
     seen_inputs = list[Tensor]()
     seen_choices = list[tuple[Tensor, Tensor]]()
+
+    def see_choice(_: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+        seen_choices.append(chosen_experts(args, named))
+
+    def see_input(_: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+        seen_inputs.append(named["hidden_states"] if "hidden_states" in named else args[0])
+
     with ExitStack() as hooks, in_evaluation(model.model), model.attending_documents():
         for layer in layers:
-            hooks.enter_context(
-                _before(
-                    layer.experts,
-                    lambda args, named: seen_choices.append(chosen_experts(args, named)),
-                )
-            )
+            chosen_by = layer.experts.register_forward_pre_hook(see_choice, with_kwargs=True)
+            hooks.callback(chosen_by.remove)
             if features:
-                hooks.enter_context(
-                    _before(
-                        layer.attention, lambda args, named: seen_inputs.append(_input(args, named))
-                    )
-                )
+                given_to = layer.attention.register_forward_pre_hook(see_input, with_kwargs=True)
+                hooks.callback(given_to.remove)
         computed = model.computed(batch, lookahead=False)
-    kept = Tokens.of(batch, None).counted.nonzero()[:, 0]
-    logits = [_rows(x) for x in computed.router_logits]
+    kept = CountedTokens.of(batch, None).counted.nonzero()[:, 0]
+    logits = [x.reshape(-1, x.shape[-1]) for x in computed.router_logits]
     if len(logits) != len(layers):
         name = type(model.model).__name__
         raise ValueError(
             f"{name} gives the logits of {len(logits)} routers and has "
             f"{len(layers)}{remedy_for_routers()}"
         )
+    # A document is kept whole or not at all.
+    bounds = batch.cu_seqlens.tolist()
+    lengths = [int(((kept >= a) & (kept < b)).sum()) for a, b in zip(bounds, bounds[1:])]
+    documents = torch.tensor([0, *(n for n in lengths if n)], device=kept.device).cumsum(0)
     found = Recorded(
         batch.input_ids[kept],
-        _bounds(batch, kept),
+        documents,
         torch.stack([ids[kept] for ids, _ in seen_choices]),
         torch.stack([weights[kept] for _, weights in seen_choices]),
         torch.stack([x[kept] for x in logits]),
@@ -156,46 +158,15 @@ def _recorded(
         return found
     return replace(
         found,
-        features=torch.stack([_rows(x)[kept] for x in seen_inputs]),
+        features=torch.stack([x.reshape(-1, x.shape[-1])[kept] for x in seen_inputs]),
         hidden=computed.states[kept],
         embeddings=model.model.get_input_embeddings()(found.token_ids),
     )
 
 
-@contextmanager
-def _before(module: nn.Module, see: Callable[[tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``see`` with the arguments of every call of ``module`` in the context."""
-    hook = module.register_forward_pre_hook(partial(_tell, see), with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _tell(see: Callable, _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
-    see(args, named)
-
-
-def _input(args: tuple, named: dict[str, Any]) -> Tensor:
-    """Return the hidden states argument of a module call."""
-    return named["hidden_states"] if "hidden_states" in named else args[0]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Flatten to one row per token."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _bounds(batch: Batch, kept: Tensor) -> Tensor:
-    """Return the document bounds among the kept tokens; a document is kept whole or not at all."""
-    bounds = batch.cu_seqlens.tolist()
-    lengths = [int(((kept >= a) & (kept < b)).sum()) for a, b in zip(bounds, bounds[1:])]
-    return torch.tensor([0, *(n for n in lengths if n)], device=kept.device).cumsum(0)
-
-
 def _documents(batch: Batch) -> Iterator[Batch]:
     """Yield each document with a target as its own Batch, for models that take padded rows."""
-    counted = Tokens.of(batch, None).counted
+    counted = CountedTokens.of(batch, None).counted
     bounds = batch.cu_seqlens.tolist()
     for a, b in zip(bounds, bounds[1:]):
         if b > a and bool(counted[a]):
@@ -216,8 +187,11 @@ def record_data(
     """Run ``record`` on data, in the order in which training packs it; one item per forward pass.
 
     Args:
+        model: a mixture-of-experts model.
+        tokenizer: the model's tokenizer.
         source: data, as ``train`` takes it.
         config: pack width, batch size and data settings.
+        features: record what heads predict from, too.
         tokens: stop after this many tokens; None for all.
 
     Raises:

@@ -6,7 +6,7 @@ Fields of ``trace.json``:
     model, model_type
     layers         indices of the decoder layers with routed experts
     num_experts, k, hidden_size
-    config_sha256, model_sha256      digests of the configuration and the weights (``identity.py``)
+    config_sha256, model_sha256      digests of the configuration and the weights (below)
     choice         the rule that chooses experts from logits (``choosing.py``)
     features       true if the files hold features
     files          [{"name", "tokens", "documents"}]
@@ -27,6 +27,7 @@ by name, for T tokens in N documents:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -37,14 +38,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
-from chronicals.moe.lookahead.identity import checksum, config_digest
 from chronicals.moe.lookahead.recording import Recorded, record_data
-from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.routers import experts_per_token
+from chronicals.moe.routers import experts_per_token, mixture_layers
 from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
@@ -78,6 +76,9 @@ class TraceInfo:
         """Describe ``model`` for a new trace.
 
         Args:
+            model: a mixture-of-experts model.
+            k: experts per token.
+            features: the files are to hold features.
             name: folder or name of the model; by default that in its configuration.
         """
         layers = mixture_layers(model)
@@ -92,7 +93,7 @@ class TraceInfo:
             k,
             width,
             features,
-            config_digest(model.config),
+            configuration_digest(model.config),
             checksum(model),
         )
 
@@ -117,10 +118,29 @@ class TraceWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, recorded: Recorded) -> None:
-        name = f"trace-{len(self.info.files):05d}.npz"
-        np.savez(self.folder / name, **_arrays(recorded, self.info))  # type: ignore[arg-type]
+        """Write one file of the trace.
+
+        Raises:
+            ValueError: the trace is to have features, and they were not recorded.
+        """
+        ids = np.uint8 if self.info.num_experts <= 256 else np.uint16
+        kinds = {"token_ids": np.int32, "documents": np.int64, "experts": ids}
+        names = ALWAYS + (OPTIONAL if self.info.features else ())
+        given = {name: getattr(recorded, name) for name in names}
+        missing = [name for name, value in given.items() if value is None]
+        if missing:
+            raise ValueError(
+                f"the trace is to have {', '.join(missing)}, and they were not recorded; "
+                "record(features=True)"
+            )
+        arrays = {}
+        for name, value in given.items():
+            wide = value.float() if value.is_floating_point() else value
+            arrays[name] = wide.cpu().numpy().astype(kinds.get(name, np.float16))
+        file = f"trace-{len(self.info.files):05d}.npz"
+        np.savez(self.folder / file, **arrays)  # type: ignore[arg-type]
         self.info.files.append(
-            {"name": name, "tokens": len(recorded), "documents": len(recorded.documents) - 1}
+            {"name": file, "tokens": len(recorded), "documents": len(recorded.documents) - 1}
         )
         self.info.tokens += len(recorded)
 
@@ -128,25 +148,6 @@ class TraceWriter:
         """Write the index."""
         (self.folder / INDEX).write_text(to_json(asdict(self.info), indent=1))
         return self.info
-
-
-def _arrays(recorded: Recorded, info: TraceInfo) -> dict[str, np.ndarray]:
-    ids = np.uint8 if info.num_experts <= 256 else np.uint16
-    kinds = {"token_ids": np.int32, "documents": np.int64, "experts": ids}
-    names = ALWAYS + (OPTIONAL if info.features else ())
-    given = {name: getattr(recorded, name) for name in names}
-    if missing := [name for name, value in given.items() if value is None]:
-        raise ValueError(
-            f"the trace is to have {', '.join(missing)}, and they were not recorded; "
-            "record(features=True)"
-        )
-    wide = {
-        name: value.float() if value.is_floating_point() else value for name, value in given.items()
-    }
-    return {
-        name: value.cpu().numpy().astype(kinds.get(name, np.float16))
-        for name, value in wide.items()
-    }
 
 
 def record_trace(
@@ -165,7 +166,13 @@ def record_trace(
     logged.
 
     Args:
-        source, config, features, tokens: as for ``record_data``.
+        model: a mixture-of-experts model.
+        tokenizer: the model's tokenizer.
+        source: data, as ``train`` takes it.
+        config: pack width, batch size and data settings.
+        folder: folder of the trace.
+        features: record what heads predict from, too.
+        tokens: stop after this many tokens; None for all.
         name: name of the model, as for ``TraceInfo.of``.
 
     Raises:
@@ -182,7 +189,7 @@ def record_trace(
     if not sample:
         raise ValueError("there is no token to trace; give more data")
     try:
-        writer.info.choice = Choice.found(model, sample).to_dict()
+        writer.info.choice = asdict(Choice.found(model, sample))
     except ValueError as error:
         logger.warning("%s from this trace: %s", folder, error)
     return writer.close()
@@ -218,12 +225,27 @@ class Trace:
             ValueError: the file is damaged or does not match the index.
         """
         file = self.info.files[number]
-        return _read(self.folder / file["name"], file["tokens"], self.info)
+        path = self.folder / file["name"]
+        found = {}
+        try:
+            with np.load(path) as arrays:
+                for name in ALWAYS + (OPTIONAL if self.info.features else ()):
+                    array = arrays[name]
+                    # torch can index with int64 alone.
+                    array = array if array.dtype.kind == "f" else array.astype(np.int64)
+                    found[name] = torch.from_numpy(array)
+        except (OSError, KeyError, ValueError, BadZipFile) as error:
+            raise ValueError(f"{path}: the trace is damaged ({error}); record it again") from None
+        shape = (len(self.info.layers), file["tokens"], self.info.k)
+        if found["experts"].shape != shape:
+            raise ValueError(
+                f"{path}: experts of shape {tuple(found['experts'].shape)}, {INDEX} says {shape}; "
+                "record it again"
+            )
+        return Recorded(**found)
 
     def first(self, parts: Iterable[int], tokens: int) -> list[int]:
-        """Return the first of ``parts`` that together hold ``tokens`` tokens, or all if they hold
-        fewer.
-        """
+        """Return the first of ``parts`` that hold ``tokens`` tokens, or all if they hold fewer."""
         found = []
         seen = 0
         for number in parts:
@@ -237,6 +259,7 @@ class Trace:
         """Check that heads of ``model`` can be trained from this trace.
 
         Args:
+            model: the model that heads are to be trained for.
             weights: the checksum of the model, if known.
 
         Returns:
@@ -247,7 +270,7 @@ class Trace:
         """
         name = model.config._name_or_path or type(model).__name__
         theirs = self.info.model or self.info.model_type
-        if config_digest(model.config) != self.info.config_sha256:
+        if configuration_digest(model.config) != self.info.config_sha256:
             raise ValueError(
                 f"{self.folder}: is a trace of {theirs} ({self.info.model_type}), whose "
                 f"configuration is not that of {name} "
@@ -276,42 +299,66 @@ class Trace:
 
 
 def read_trace(folder: Path) -> tuple[TraceInfo, Iterator[Recorded]]:
-    """Return the index of a trace, and an iterator that reads one file at a time, in fp32 on the
-    CPU.
+    """Return the index of a trace and an iterator over its files, in fp32 on the CPU.
+
+    One file is read at a time.
 
     Raises:
         ValueError: there is no complete trace, or one of another version.
     """
     trace = Trace(folder)
-    return trace.info, (_wide(trace.part(number)) for number in range(len(trace.info.files)))
 
-
-def _wide(recorded: Recorded) -> Recorded:
-    named = {
-        name: value
-        for name, value in vars(recorded).items()
-        if value is not None and value.is_floating_point()
-    }
-    return replace(recorded, **{name: value.float() for name, value in named.items()})
-
-
-def _read(path: Path, tokens: int, info: TraceInfo) -> Recorded:
-    try:
-        with np.load(path) as arrays:
-            found = {
-                name: _tensor(arrays[name]) for name in ALWAYS + (OPTIONAL if info.features else ())
+    def parts() -> Iterator[Recorded]:
+        for number in range(len(trace.info.files)):
+            recorded = trace.part(number)
+            wide = {
+                name: value.float()
+                for name, value in vars(recorded).items()
+                if value is not None and value.is_floating_point()
             }
-    except (OSError, KeyError, ValueError, BadZipFile) as error:
-        raise ValueError(f"{path}: the trace is damaged ({error}); record it again") from None
-    shape = (len(info.layers), tokens, info.k)
-    if found["experts"].shape != shape:
-        raise ValueError(
-            f"{path}: experts of shape {tuple(found['experts'].shape)}, {INDEX} says {shape}; "
-            "record it again"
+            yield replace(recorded, **wide)
+
+    return trace.info, parts()
+
+
+OF_LOADING = {
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "attn_implementation",
+    "experts_implementation",
+}
+"""Configuration fields that say how a model is loaded, run or saved; the digest excludes them.
+
+It also excludes fields that begin with ``_``.
+"""
+
+
+def configuration_digest(config: Any) -> str:
+    """Return the hexadecimal sha256 of the fields of a transformers configuration."""
+    return hashlib.sha256(to_json(_sorted(config.to_dict())).encode()).hexdigest()
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {str(name): _sorted(part) for name, part in value.items() if name not in OF_LOADING}
+        return {name: kept[name] for name in sorted(kept) if not name.startswith("_")}
+    return [_sorted(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def checksum(model: Any) -> str:
+    """Return the hexadecimal sha256 of all parameters and buffers with their names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode())
+        found.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
-    return Recorded(**found)
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    """Convert to a tensor; integers become int64, which torch can index with."""
-    return torch.from_numpy(array if array.dtype.kind == "f" else array.astype(np.int64))
+    return found.hexdigest()

@@ -1,10 +1,9 @@
-"""Train heads that predict the experts of a mixture, from data or a trace, and measure them."""
+"""Train heads that predict the experts of a mixture, from data or a trace, and measure_recalls them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
 from chronicals.moe.lookahead.distil_heads import Distillation, distil
-from chronicals.moe.lookahead.identity import checksum
-from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
-from chronicals.moe.lookahead.recall import Recalls, measure
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes, Recalls, measure_recalls
 from chronicals.moe.lookahead.recording import Recorded, record_data
-from chronicals.moe.lookahead.trace import Trace
+from chronicals.moe.lookahead.trace import Trace, checksum
 from chronicals.moe.routers import experts_per_token
 
 
@@ -48,7 +45,7 @@ class TrainedPredictor:
             "trained_on_tokens": self.tokens,
             "first_loss": self.losses[0],
             "last_loss": sum(self.losses[-10:]) / len(self.losses[-10:]),
-            "recalls": self.recalls.to_dict(),
+            "recalls": dict(vars(self.recalls)),
         }
 
 
@@ -63,13 +60,20 @@ def train_predictor(
     tokens: int,
     held_out_tokens: int,
 ) -> TrainedPredictor:
-    """Train heads while ``model`` runs once over ``data``, and measure them on held-out data.
+    """Train heads while ``model`` runs once over ``data``, and measure_recalls them on held-out data.
 
     Only the recording of one forward pass is in memory at a time.
 
     Args:
+        model: a mixture-of-experts model; its weights stay as they are.
+        tokenizer: the model's tokenizer.
+        data: training data, as ``train`` takes it.
         held_out: held-out data; None holds out the first ``held_out_tokens`` of ``data``.
+        config: pack width, batch size and data settings.
+        sizes: sizes of the heads.
+        how: settings of the distillation.
         tokens: largest number of tokens to train on.
+        held_out_tokens: largest number of tokens to measure on.
 
     Raises:
         ValueError: the model is not a known mixture, there is too little data, or the weights of
@@ -89,16 +93,22 @@ def train_predictor(
     k = experts_per_token(model)
     kept = held_out_tokens if held_out is None else 0
     recordings = recorded(data, tokens + kept)
-    if not (sample := list(_until(recordings, SAMPLE))):
+    sample = list[Recorded]()
+    for recording in recordings:
+        sample.append(recording)
+        if sum(map(len, sample)) >= SAMPLE:
+            break
+    if not sample:
         raise ValueError("there is no token to train heads on; give more data")
     predictor = _new_heads(model, sizes, Choice.found(model, sample), how.seed)
-    counted = _Counted(_after(chain(_drained(sample), recordings), kept))
+    counted = _Counted(_rest(sample, recordings, kept))
     steps = max(1, tokens // min(how.rows, config.batch_size * config.max_seq_length))
     found = distil(predictor, counted, steps, how)
-    recalls = measure(
+    recalls = measure_recalls(
         predictor, recorded(data if held_out is None else held_out, held_out_tokens), k
     )
-    if (after := checksum(model)) != before:
+    after = checksum(model)
+    if after != before:
         raise ValueError(
             f"{type(model).__name__}: its weights changed from {before[:8]} to {after[:8]}, and "
             "they must not"
@@ -122,9 +132,14 @@ def train_from_trace(
     The trace is read one part at a time.
 
     Args:
+        model: the model that was traced.
+        trace: folder of the trace.
         held_out: folder of another trace of the model; None holds out the first parts of ``trace``
             with ``held_out_tokens`` in all.
+        sizes: sizes of the heads.
+        how: settings of the distillation.
         tokens: largest number of tokens to train on, rounded up to whole parts.
+        held_out_tokens: number of tokens to measure on, rounded up to whole parts.
 
     Raises:
         ValueError: a trace is incomplete, is of another model or has no features, or there are too
@@ -149,9 +164,14 @@ def train_from_trace(
     assert there.info.choice is not None
     predictor = _new_heads(model, sizes, Choice(**there.info.choice), how.seed)
     steps = how.passes * sum(how.steps_of(there.info.files[n]["tokens"]) for n in rest)
-    counted = _Counted(_passes(there, rest, how))
+    generator = torch.Generator().manual_seed(how.seed)
+    counted = _Counted(
+        there.part(rest[n])
+        for _ in range(how.passes)
+        for n in torch.randperm(len(rest), generator=generator).tolist()
+    )
     found = distil(predictor, counted, steps, how)
-    recalls = measure(predictor, (measured.part(n) for n in kept), there.info.k)
+    recalls = measure_recalls(predictor, (measured.part(n) for n in kept), there.info.k)
     return TrainedPredictor(predictor, found, recalls, counted.tokens, there.info.model, weights)
 
 
@@ -159,14 +179,6 @@ def _new_heads(model: Any, sizes: HeadSizes, choice: Choice, seed: int) -> Exper
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ExpertPredictor.beside(model, sizes, choice)
-
-
-def _passes(trace: Trace, parts: Sequence[int], how: Distillation) -> Iterator[Recorded]:
-    """Yield ``parts`` once per pass, shuffled anew in each."""
-    generator = torch.Generator().manual_seed(how.seed)
-    for _ in range(how.passes):
-        for n in torch.randperm(len(parts), generator=generator).tolist():
-            yield trace.part(parts[n])
 
 
 class _Counted:
@@ -182,23 +194,18 @@ class _Counted:
             yield recorded
 
 
-def _until(recordings: Iterator[Recorded], tokens: int) -> Iterator[Recorded]:
+def _rest(
+    sample: list[Recorded], recordings: Iterator[Recorded], tokens: int
+) -> Iterator[Recorded]:
+    """Skip the first recordings that hold ``tokens`` tokens in all, and yield the rest.
+
+    Those of ``sample`` come first. They are removed from it, so that none stays in memory.
+    """
     seen = 0
-    while seen < tokens and (recorded := next(recordings, None)) is not None:
-        seen += len(recorded)
-        yield recorded
-
-
-def _drained(recordings: list[Recorded]) -> Iterator[Recorded]:
-    """Yield and remove the recordings of a list, so that none of them stays in memory."""
-    while recordings:
-        yield recordings.pop(0)
-
-
-def _after(recordings: Iterable[Recorded], tokens: int) -> Iterator[Recorded]:
-    """Skip the first recordings that hold ``tokens`` tokens in all, and yield the rest."""
-    seen = 0
-    for recorded in recordings:
+    while True:
+        recorded = sample.pop(0) if sample else next(recordings, None)
+        if recorded is None:
+            return
         if seen >= tokens:
             yield recorded
         seen += len(recorded)

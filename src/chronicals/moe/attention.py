@@ -1,6 +1,7 @@
-"""Multi-head latent attention with one rotary key for all heads.
+"""The attention layers of the native model: latent attention and sliding-window attention.
 
-DeepSeek-V2, 2024, arXiv 2405.04434, equations 9 to 19:
+Latent attention has several heads and one rotary key for all of them (DeepSeek-V2, 2024, arXiv
+2405.04434, equations 9 to 19):
 
     c_t = norm(W_DKV h_t)                       the latent, R wide
     k^R_t = rope(W_KR h_t)                      the rotary key, shared by all heads
@@ -13,14 +14,22 @@ the queries instead of the T cached tokens ("absorbed"). The result is the same 
 
     q^C_t,i · (W_UK,i c_j) = (W_UK,iᵀ q^C_t,i) · c_j        Σ_j p_j W_UV,i c_j = W_UV,i Σ_j p_j c_j
 
+Sliding-window attention has grouped queries, norms on queries and keys, and rotary positions:
+
+    o_t = Σ_j softmax_j(q_t · k_j / sqrt(D)) v_j        t - W < j <= t
+
+Only the mask defines the window, so training, prompts and single decoding steps see the same keys.
+Positions count from the document's first token, even if a cache has dropped it.
+
 Shapes: B batch, Q queries, T keys, H heads, R latent width, N and P widths of the plain and rotary
 part of a head, V width of its value.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +37,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeRMSNorm,
+    Qwen3MoeRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -82,13 +92,17 @@ class LatentAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output ``[B, Q, D]`` for ``hidden_states`` ``[B, Q, D]``, and the attention
-        weights.
+        """Return the output ``[B, Q, D]`` and the attention weights of ``[B, Q, D]``.
 
         The weights are ``[B, H, Q, T]``, or None if the attention function does not compute them.
         """
         shape = hidden_states.shape[:-1]
-        q_BHQN, q_BHQP = self._queries(hidden_states).split([self.plain, self.rotary], dim=-1)
+        if self.config.q_lora_rank is None:
+            projected = self.q_proj(hidden_states)
+        else:
+            projected = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        q_BHQX = projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q_BHQN, q_BHQP = q_BHQX.split([self.plain, self.rotary], dim=-1)
         latent, rotary = self.kv_a_proj_with_mqa(hidden_states).split(
             [self.rank, self.rotary], dim=-1
         )
@@ -120,14 +134,6 @@ class LatentAttention(nn.Module):
             )
         return self.o_proj(out_BQHV.reshape(*shape, -1)), weights
 
-    def _queries(self, hidden_states: Tensor) -> Tensor:
-        """Return the queries, ``[B, H, Q, N + P]``."""
-        if self.config.q_lora_rank is None:
-            queries = self.q_proj(hidden_states)
-        else:
-            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        return queries.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
     def _absorbs(self, queries: int, keys: int, mask: Any) -> bool:
         """Return whether to use the absorbed products.
 
@@ -138,9 +144,8 @@ class LatentAttention(nn.Module):
             return False
         if self.absorbs_up_to is not None and queries > self.absorbs_up_to:
             return False
-        if (
-            queries == keys and queries > 1
-        ):  # a prompt: fused attention kernels have keys and values to read then
+        # A prompt: fused attention kernels have keys and values to read then.
+        if queries == keys and queries > 1:
             return False
         return (mask is None and queries == 1) or (isinstance(mask, Tensor) and mask.ndim == 4)
 
@@ -152,15 +157,21 @@ class LatentAttention(nn.Module):
         Returns:
             The output ``[B, Q, H, V]`` and the weights ``[B, H, Q, T]``.
         """
-        w_HXR = self._up_projection()
+        # The effective weight of kv_b_proj, with any adapters.
+        layer = self.kv_b_proj
+        if type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks:
+            weight = layer.weight
+        else:
+            like = self.kv_a_layernorm.weight
+            weight = layer(torch.eye(self.rank, dtype=like.dtype, device=like.device)).mT
+        w_HXR = weight.unflatten(0, (self.heads, -1))
         w_HNR, w_HVR = w_HXR.split([self.plain, self.value], dim=1)
         q_BHQR = torch.einsum("bhqn,hnr->bhqr", q_BHQN, w_HNR)
         B, H, Q, _ = q_BHQR.shape
         rows_BXR = q_BHQR.reshape(B, H * Q, -1)
         rows_BXP = q_BHQP.reshape(B, H * Q, -1)
-        scores = (
-            rows_BXR @ c_B1TR[:, 0].mT + rows_BXP @ k_B1TP[:, 0].mT
-        )  # one product for all heads: they share the keys
+        # One product for all heads: they share the keys.
+        scores = rows_BXR @ c_B1TR[:, 0].mT + rows_BXP @ k_B1TP[:, 0].mT
         scores = (
             scores.view(B, H, Q, -1).to(torch.promote_types(scores.dtype, torch.float32))
             * self.scaling
@@ -171,26 +182,14 @@ class LatentAttention(nn.Module):
                 if mask.dtype == torch.bool
                 else scores + mask
             )
-        weights = (
-            scores.softmax(-1).nan_to_num(0.0).to(q_BHQN.dtype)
-        )  # a padding token sees nothing
+        # A padding token sees nothing: its softmax is not a number.
+        weights = scores.softmax(-1).nan_to_num(0.0).to(q_BHQN.dtype)
         out_BHQR = (weights.reshape(B, H * Q, -1) @ c_B1TR[:, 0]).view(B, H, Q, -1)
         return torch.einsum("bhqr,hvr->bqhv", out_BHQR, w_HVR), weights
 
-    def _up_projection(self) -> Tensor:
-        """Return the effective weight of ``kv_b_proj`` with any adapters, as ``[H, N + V, R]``."""
-        layer = self.kv_b_proj
-        if type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks:
-            weight = layer.weight
-        else:
-            like = self.kv_a_layernorm.weight
-            weight = layer(torch.eye(self.rank, dtype=like.dtype, device=like.device)).mT
-        return weight.unflatten(0, (self.heads, -1))
-
 
 def _as_matrix(mask: Any, keys: int) -> Any:
-    """Return FlashAttention's 2-d mask for one query as ``[B, 1, 1, T]``; return other masks
-    unchanged.
+    """Return FlashAttention's 2-d mask for one query as ``[B, 1, 1, T]``, other masks unchanged.
 
     A 2-d mask ``[B, n]`` marks which of the first n of T keys are tokens. The query sees all of
     these.
@@ -198,3 +197,89 @@ def _as_matrix(mask: Any, keys: int) -> Any:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
     return nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]
+
+
+class SlidingAttention(nn.Module):
+    """An attention layer in which a token sees the last ``config.sliding_window`` tokens."""
+
+    is_causal = True
+
+    def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.attention_dropout = config.attention_dropout
+        self.sliding_window = config.sliding_window
+        key_value_heads, self.head_dim = config.sliding_sizes
+        self.num_key_value_groups = config.num_attention_heads // key_value_heads
+        self.scaling = self.head_dim**-0.5
+        hidden = config.hidden_size
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
+        self.q_norm = Qwen3MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output ``[B, Q, D]`` and the attention weights of ``[B, Q, D]``.
+
+        The weights are None if the attention function does not return them.
+        """
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+        key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
+
+
+class ChronicalsMoeRotaryEmbedding(Qwen3MoeRotaryEmbedding):
+    """Map ``(x, position_ids [B, S])`` to cosines and sines ``[B, S, width]`` in x's dtype.
+
+    The frequencies stay in fp32 when the model is cast. A cast model therefore computes the same
+    values before saving and after loading.
+
+    Args:
+        width: number of rotated channels of a head.
+    """
+
+    def __init__(self, config: ChronicalsMoeConfig, width: int):
+        config = copy.copy(config)
+        config.head_dim = width
+        super().__init__(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move buffers between devices like any module, but ignore changes of dtype."""
+
+        def moved(x: Tensor) -> Tensor:
+            found = fn(x)
+            return found if found.dtype == x.dtype or x.is_meta else x.to(found.device)
+
+        return super()._apply(moved, recurse)
