@@ -31,7 +31,7 @@ from baseline import documents, versions
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
-from chronicals.quantization import FP8
+from chronicals.quantization import FP8Base
 from chronicals.verification.path import TrainingPath
 from chronicals.verification.reference import PlainArm, exact_products
 from chronicals.verification.verify import documents_of
@@ -209,7 +209,7 @@ def main() -> None:
                     for name_of in ("input_gradient", "weight_gradient"):
                         around.enter_context(
                             mock.patch.object(
-                                FP8, name_of, of_larger_gradients(getattr(FP8, name_of))
+                                FP8Base, name_of, of_larger_gradients(getattr(FP8Base, name_of))
                             )
                         )
                 config = configuration(given.steps, Path(folder), **changes)

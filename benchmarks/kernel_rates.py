@@ -81,9 +81,9 @@ from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from chronicals.kernels.two_streams import HIGH_PRIORITY
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.lora.merged_linear import Merged, merged_linear
-from chronicals.lora.padding import columns_for
+from chronicals.lora.merged_linear import MergedWeights, merged_linear
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
+from chronicals.quantization.dense import columns_for
 
 donated.donated_buffer = False  # a compiled backward is called again and again here
 
@@ -588,7 +588,7 @@ def adapters():
         x = with_padding(weights[0], (tokens, inner), padding).normal_().requires_grad_()
         upstream = with_padding(weights[0], (tokens, sum(sizes)), padding).normal_()
         merged, frozen = (
-            Merged.fused(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0)
+            MergedWeights.fused(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0)
         )
         matrices = [
             (random(rank, inner).float().requires_grad_(), random(n, rank).float().requires_grad_())
@@ -724,9 +724,9 @@ def layers():
         calls = {}
         for name, model in models.items():
             asked = [x, *(p for p in model.layers.parameters() if p.requires_grad)]
-            before = decoder_layer.runs[decoder_layer.BY]
+            before = decoder_layer.runs[decoder_layer.FUSED_LAYER]
             calls[name] = Captured(partial(step, model, asked, given))
-            if decoder_layer.runs[decoder_layer.BY] != before + 2 * count:
+            if decoder_layer.runs[decoder_layer.FUSED_LAYER] != before + 2 * count:
                 raise RuntimeError("the layers did not run fused")
         frozen = calls.pop("frozen")
         for name, call in calls.items():

@@ -25,7 +25,7 @@ from chronicals.attention import choice
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.kernels.adamw import Tensors, join_master
 from chronicals.kernels.gradient_norm import gradient_norm_reference
-from chronicals.patching.report import PatchReport
+from chronicals.patching.patch import PatchReport
 
 OFF = {"use_torch_compile": False, "use_cuda_graphs": False}
 

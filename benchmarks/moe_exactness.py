@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from chronicals import patch_model
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 from chronicals.patching import patch_parts
-from chronicals.patching.experts import BY
+from chronicals.patching.experts import FUSED_EXPERTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -158,7 +158,9 @@ def patched(model: Any, all_parts: bool = True) -> Any:
     """A copy; norms and all other parts are those of its class where not ``all_parts``."""
     model = copy.deepcopy(model)
     model.set_experts_implementation("eager")
-    assert (patch_model if all_parts else patch_parts)(model).counts()[BY] == len(layers_of(model))
+    assert (patch_model if all_parts else patch_parts)(model).counts()[FUSED_EXPERTS] == len(
+        layers_of(model)
+    )
     if not all_parts:
         experts = layers_of(model)
         for module in model.modules():

@@ -22,7 +22,7 @@ from chronicals.kernels import (
 )
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.linear_distillation import Divergence, LinearHead
-from chronicals.lora.merged_linear import Merged, merged_linear
+from chronicals.lora.merged_linear import MergedWeights, merged_linear
 
 WIDTH = 16
 VECTOR = torch.arange(1.0, WIDTH + 1)
@@ -60,7 +60,9 @@ DIFFERENTIATED = {
         0
     ],
     "fp8_linear": lambda x: fp8_linear(x, MATRIX.to(x)),
-    "merged_linear": lambda x: merged_linear(x, Merged.fused([MATRIX.to(x)], [None], (0,)), [None]),
+    "merged_linear": lambda x: merged_linear(
+        x, MergedWeights.fused([MATRIX.to(x)], [None], (0,)), [None]
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from adapted import TARGETS, changed, close, llama, logits, randomise, tokens, t
 import families
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter
 from chronicals.patching import patch_parts
-from chronicals.patching.decoder_layer import BY, runs
+from chronicals.patching.decoder_layer import FUSED_LAYER, runs
 from comparison import equal
 
 peft = pytest.importorskip("peft")
@@ -201,4 +201,4 @@ def test_fused_layers_take_parts_of_different_ranks(kernels):
     patch_parts(model, whole_layers=True)
     before = runs.copy()
     families.assert_same(expected, families.states_and_gradients(model, batch))
-    assert (runs - before)[BY] == 3
+    assert (runs - before)[FUSED_LAYER] == 3

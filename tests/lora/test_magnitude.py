@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 import chronicals.lora.magnitude as module
 from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora, load_adapter, save_adapter
-from chronicals.lora.merging import merge_adapters
+from chronicals.lora.model_methods import merge_adapters
 from mutants import mutant
 
 RANK = 4

@@ -11,8 +11,8 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.amax import Amax, with_amax
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.lora import merged_linear as module
-from chronicals.lora.merged_linear import Merged, Remake, merged_linear
-from chronicals.quantization import FP8
+from chronicals.lora.merged_linear import MergedWeights, Remake, merged_linear
+from chronicals.quantization import FP8Base
 from comparison import equal
 from mutants import mutant
 
@@ -43,7 +43,7 @@ class Given:
         self.biases = (
             [random(size).to(dtype).requires_grad_() for size in SIZES] if biased else [None] * 2
         )
-        self.merged = Merged.fused(self.weights, self.biases, ranks, FP8)
+        self.merged = MergedWeights.fused(self.weights, self.biases, ranks, FP8Base)
         self.adapters = [
             Adapter(
                 (random(rank, WIDTH) * 0.1).requires_grad_(),
@@ -181,7 +181,7 @@ def test_dropout_is_that_of_the_adapter_alone(frozen, device):
     given = Given(device, (4, 4), frozen=frozen, dropout=0.5)
     bare = Given(device, (0, 0), frozen=frozen)
     bare.__dict__ |= {name: getattr(given, name) for name in ("x", "dy", "weights")}
-    bare.merged = Merged.fused(given.weights, [None] * 2, (0, 0), FP8)
+    bare.merged = MergedWeights.fused(given.weights, [None] * 2, (0, 0), FP8Base)
     added = []
     for in_fp8 in (True, False):
         if not in_fp8:
@@ -246,7 +246,7 @@ def test_planted_faults_are_found(fault, device):
         for ranks in ((3, 5), (0, 0)):
             given = Given(device, ranks)
             if of is FORMAT:
-                given.merged = given.merged.in_format(wrong.FP8)
+                given.merged = given.merged.in_format(wrong.FP8Base)
                 assert_close(given.run(), given.meant(), on(device))
             else:
                 assert_close(given.run(of=wrong), given.meant(), on(device))

@@ -12,8 +12,13 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import dropped_reference
 from chronicals.kernels.launch import with_padding
 from chronicals.lora import merged_linear as module
-from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_linear_reference
-from chronicals.lora.padding import columns_for
+from chronicals.lora.merged_linear import (
+    MergedWeights,
+    Remake,
+    merged_linear,
+    merged_linear_reference,
+)
+from chronicals.quantization.dense import columns_for
 from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
@@ -50,7 +55,7 @@ def functions(ranks, biased, made_with_padding, dropout=0.0, of=module, scales=(
 
     def ours(x, *tensors):
         weights, biases, adapters = parts(tensors)
-        merged = of.Merged.fused(weights, biases, ranks)
+        merged = of.MergedWeights.fused(weights, biases, ranks)
         columns = merged.padding.columns
         x = _Padded.apply(x, columns) if made_with_padding else x * 1
         y = of.merged_linear(x, merged, adapters, made_with_padding, made_with_padding)
@@ -256,10 +261,10 @@ def test_layers_must_fit_each_other():
     x = torch.randn(3, 4)
     w = torch.randn(5, 4)
     with pytest.raises(ValueError, match="some of the layers have a bias"):
-        Merged.fused([w, w], [torch.zeros(5), None], (0, 0))
+        MergedWeights.fused([w, w], [torch.zeros(5), None], (0, 0))
     a = torch.randn(2, 4)
     b = torch.randn(5, 2)
-    merged = Merged.fused([w, w], [None, None], (2, 2))
+    merged = MergedWeights.fused([w, w], [None, None], (2, 2))
     with pytest.raises(ValueError, match="dropouts"):
         merged_linear(x, merged, [Adapter(a, b, 1.0, 0.1), Adapter(a, b, 1.0, 0.2)])
     with pytest.raises(
@@ -310,7 +315,7 @@ def test_is_what_linear_computes(device):
     x = torch.randn(5, 4, device=device)
     w = torch.randn(6, 4, device=device)
     torch.testing.assert_close(
-        merged_linear(x, Merged.fused([w], [None], (0,)), [None]), F.linear(x, w)
+        merged_linear(x, MergedWeights.fused([w], [None], (0,)), [None]), F.linear(x, w)
     )
 
 
@@ -319,7 +324,7 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
     ranks = (3, 5)
     x, w1, w2, *matrices = draw(ranks, False, torch.float32, device)()
     others = [torch.randn_like(matrix) for matrix in matrices]
-    merged = Merged.fused([w1, w2], [None, None], ranks)
+    merged = MergedWeights.fused([w1, w2], [None, None], ranks)
 
     def run(given, scale):
         adapters = [Adapter(given[n], given[2 + n], scale) for n in range(2)]
@@ -341,7 +346,7 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
 def test_x_with_what_lies_behind_its_rows_is_of_another_version(dropout, device):
     """Who has moved x elsewhere must not take that for what is saved here."""
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
-    merged = Merged.fused([w], [None], (3,))
+    merged = MergedWeights.fused([w], [None], (3,))
     saved = []
     padded = (
         with_padding(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
@@ -366,7 +371,7 @@ def test_an_adapter_changed_before_the_backward_is_refused(device):
 
 def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
-    merged = Merged.fused([w], [None], (3,))
+    merged = MergedWeights.fused([w], [None], (3,))
     y = merged_linear(x, merged, [Adapter(a, b, 0.5)], remake=Remake(torch.clone, x.detach()))
     first, second = (
         torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2)

@@ -10,7 +10,12 @@ import chronicals.lora.magnitude as norms_module
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import dropped_reference
 from chronicals.lora import merged_linear as module
-from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_linear_reference
+from chronicals.lora.merged_linear import (
+    MergedWeights,
+    Remake,
+    merged_linear,
+    merged_linear_reference,
+)
 from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
@@ -45,7 +50,7 @@ def functions(ranks, biased, dropout=0.0, of=module, **options):
         with mock.patch.object(of, "draw_seed", seed):
             return (
                 of.merged_linear(
-                    x * 1, of.Merged.fused(weights, biases, ranks), adapters, **options
+                    x * 1, of.MergedWeights.fused(weights, biases, ranks), adapters, **options
                 )
                 * 1
             )
@@ -134,7 +139,7 @@ def test_planted_faults_are_found(fault, device):
 
 def one_layer(device, kind=torch.float32, rank=3):
     x, w, a, b, m = (tensor.requires_grad_() for tensor in draw((rank,), False, kind, device)())
-    return x, Merged.fused([w.detach()], [None], (rank,)), w, a, b, m
+    return x, MergedWeights.fused([w.detach()], [None], (rank,)), w, a, b, m
 
 
 def plain_of(x, w, a, b, m):
@@ -199,7 +204,7 @@ def test_norms_that_are_never_computed_again_are_found(device):
         norms_module, "self._norms is not None and self._norms[0] == key", "self._norms is not None"
     )
     x, merged, w, a, b, m = one_layer(device)
-    merged = Merged(
+    merged = MergedWeights(
         merged.storage, merged.base, merged.padding, merged.biases, merged.bias, wrong.RowNorms()
     )
     with pytest.raises(AssertionError):
@@ -257,7 +262,7 @@ def test_frozen_magnitudes_get_no_gradient_and_rows_of_zeros_no_nan(stays, devic
 
 def test_fp8(device):
     """Rows of a frozen weight in FP8: as near to the layer in fp32 as without magnitudes."""
-    from chronicals.quantization import FP8
+    from chronicals.quantization import FP8Base
 
     rows = 64
     width = 96
@@ -275,7 +280,7 @@ def test_fp8(device):
             t.clone().requires_grad_() for t in (x, a, b, *(() if magnitude is None else (m,)))
         ]
         exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
-        merged = Merged.fused([w], [None], (rank,), FP8)
+        merged = MergedWeights.fused([w], [None], (rank,), FP8Base)
         y = merged_linear(leaves[0], merged, [Adapter(leaves[1], leaves[2], 0.5, 0.0, *leaves[3:])])
         found = [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
         z = merged_linear_reference(

@@ -441,13 +441,13 @@ def test_what_reads_images_beside_experts_is_not_named(caplog, monkeypatch):
     report_frozen_experts(model)
     assert "model.tower.positions" in caplog.text
     caplog.clear()
-    monkeypatch.setattr("chronicals.lora.experts.beside_text", lambda _: ["model.tower"])
+    monkeypatch.setattr("chronicals.lora.stacked_experts.beside_text", lambda _: ["model.tower"])
     report_frozen_experts(model)
     assert not caplog.text
 
 
 def test_layers_of_one_weight_are_told_as_ranges():
-    from chronicals.lora.experts import _ranges
+    from chronicals.lora.stacked_experts import _ranges
 
     assert _ranges([3, 0, 1, 5, 6, 9]) == "0-1, 3, 5-6, 9"
 

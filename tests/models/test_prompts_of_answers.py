@@ -17,7 +17,7 @@ from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, prove_packability
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.versions import transformers_before
 
 WIDTH = 96
@@ -179,11 +179,11 @@ def test_fused_layers(family, how, batch):
     presented = present(model, pack_width=WIDTH)
     patch_parts(model, whole_layers=True)
     fuse_weights(model)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     with presented.attending_documents():
         states = presented.hidden_states(batch)[batch.targets >= 0]
         found = gradients_of(model, states)
-    assert decoder_layer.runs[BY] > before
+    assert decoder_layer.runs[FUSED_LAYER] > before
     expected_states = alone(plain, batch)
     expected = gradients_of(plain, expected_states)
     assert any("lora_A" in name for name in expected) == ("LoRA" in how)

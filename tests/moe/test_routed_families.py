@@ -11,14 +11,14 @@ import torch.nn.functional as F
 import families
 from chronicals import versions
 from chronicals.batch import IGNORED
-from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
+from chronicals.lora import LoRAConfig, apply_lora, parameter_layer, stacked_experts
 from chronicals.models import PresentedModel, quantise_layers, routed_experts, times_trained
 from chronicals.models.routed_experts import called_for_experts
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, mixture_layers, routing_of
 from chronicals.patching import patch_parts
-from chronicals.patching.experts import BY
+from chronicals.patching.experts import FUSED_EXPERTS
 from chronicals.versions import transformers_before
 from comparison import equal
 
@@ -147,7 +147,7 @@ def test_what_experts_got_is_what_their_router_chose(kind):
             parameters = ["experts.gate_up_proj", "experts.down_proj"]
             apply_lora(model, LoRAConfig(2, 4, 0.0, ["o_proj"], target_parameters=parameters))
         if way != "plain":
-            assert patch_parts(model, whole_layers=True).counts()[BY] == len(
+            assert patch_parts(model, whole_layers=True).counts()[FUSED_EXPERTS] == len(
                 mixture_layers(model)
             ), way
         presented = PresentedModel(
@@ -192,7 +192,7 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
 def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
     model = build("Qwen3Moe")
     calls = []
-    keep = expert_products.adapted_experts
+    keep = stacked_experts.adapted_experts
     apply_lora(
         model,
         LoRAConfig(

@@ -8,7 +8,7 @@ import torch
 import tiny
 from chronicals.models import quantise_layers
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from preferences import OF_ANSWERS, WITH_REFERENCE, assert_close, one_step, rows_of
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -47,9 +47,9 @@ def test_a_step_through_fused_layers_is_that_of_separate_rows(objective, weights
     terms, gradients = one_step(
         tmp_path, given, objective, {}, base(weights), padded=True, ready=adapt, **usual
     )
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     fused = one_step(tmp_path, given, objective, {}, base(weights), ready=adapt_and_fuse, **usual)
-    assert decoder_layer.runs[BY] > before
+    assert decoder_layer.runs[FUSED_LAYER] > before
     assert any("lora_A" in name and gradient.norm() > 0 for name, gradient in gradients.items())
     assert fused[0] == pytest.approx(terms, rel=1e-4, abs=1e-5)
     assert_close(fused[1], gradients, 1e-4)

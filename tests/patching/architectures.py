@@ -12,8 +12,8 @@ import torch
 from chronicals import PatchReport, patch_model
 from chronicals.models import Packability, packability
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
-from chronicals.patching.experts import BY
-from chronicals.patching.patch import EXPERTS
+from chronicals.patching.experts import FUSED_EXPERTS
+from chronicals.patching.patch import KEPT_EXPERTS
 from chronicals.patching.plan import agree, run
 
 SECONDS = 20
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 ROLES = {
     "norm": ("fused_rmsnorm", "fused_layernorm"),
     "MLP": ("fused_swiglu", "fused_geglu"),
-    "experts": (BY,),
+    "experts": (FUSED_EXPERTS,),
     "rotary": ("fused_qk_rope",),
     "attention": ("document_attention",),
     "loss": ("linear_cross_entropy",),
@@ -173,7 +173,7 @@ def cover(name: str) -> Line:
             line.generation = after is not None and torch.equal(before, after)
     by = [entry.by for entry in line.report.replaced]
     line.roles = {role: any(name.startswith(words) for name in by) for role, words in ROLES.items()}
-    has_experts = line.roles["experts"] or EXPERTS in line.left.values()
+    has_experts = line.roles["experts"] or KEPT_EXPERTS in line.left.values()
     line.roles["experts"] = line.roles["experts"] if has_experts else None
     line.roles["MLP"] = line.roles["MLP"] or (None if has_experts else False)
     return line

@@ -383,11 +383,11 @@ def test_the_towers_of_a_larger_model():
         text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14}
     )
     patched = Gemma3ForConditionalGeneration(config)
-    attention.install(patched)
+    attention.install_document_attention(patched)
     changed = {type(module).__name__ for module in patched.modules() if "forward" in vars(module)}
     assert changed == {"Gemma3Model", "Gemma3TextModel", "Gemma3Attention"}
     assert names_in(patched) == {"sdpa"}
-    attention.remove(patched)
+    attention.remove_document_attention(patched)
     assert not any(
         "forward" in vars(module) or "_chronicals_seams" in vars(module)
         for module in patched.modules()
@@ -552,7 +552,7 @@ def test_a_patched_model_can_be_presented():
     assert_same(of_rows, loss_and_gradients(patched, **rows))
     assert attention.runs[0] == before + plain.config.num_hidden_layers
     with PresentedModel(patched, packed=True, head_is_read=False).attending_documents():
-        attention.remove(patched)
+        attention.remove_document_attention(patched)
     assert_same(of_rows, loss_and_gradients(patched, **rows))
     assert attention.runs[0] == before + plain.config.num_hidden_layers
 

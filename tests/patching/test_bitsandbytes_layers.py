@@ -16,9 +16,9 @@ import tiny
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model
 from chronicals.patching import decoder_layer, patch_model, patch_parts, unpatch_model
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.patching.fused_weights import MERGED
-from chronicals.quantization import NF4, bitsandbytes_layer
+from chronicals.quantization import NF4, bitsandbytes
 from mutants import mutant
 
 LAYERS = 2
@@ -76,10 +76,10 @@ def states_of(model):
 
 def fused_states_of(model):
     report = patch_parts(inner(model), whole_layers=True)
-    before = decoder_layer.runs[BY]
-    assert report.counts()[BY] == LAYERS
+    before = decoder_layer.runs[FUSED_LAYER]
+    assert report.counts()[FUSED_LAYER] == LAYERS
     found = states_of(model)
-    assert decoder_layer.runs[BY] == before + LAYERS
+    assert decoder_layer.runs[FUSED_LAYER] == before + LAYERS
     return found
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_copied(folder):
     theirs = {
         layer.weight.data_ptr()
         for layer in model.modules()
-        if bitsandbytes_layer.is_of_bitsandbytes(layer)
+        if bitsandbytes.is_of_bitsandbytes(layer)
     }
     assert {part.codes.data_ptr() for base in bases for part in base.packed} == theirs and len(
         theirs
@@ -126,7 +126,7 @@ def test_weights_that_were_replaced_are_read_anew(folder):
     other = copy.deepcopy(model)
     unpatch_model(other)
     for layer in (*model.modules(), *other.modules()):
-        if bitsandbytes_layer.is_of_bitsandbytes(layer):
+        if bitsandbytes.is_of_bitsandbytes(layer):
             layer.weight.data = layer.weight.data.flip(0)
             layer.weight.quant_state.absmax = layer.weight.quant_state.absmax.flip(0)
     families.assert_same(states_of(other), states_of(model))
@@ -172,7 +172,7 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
     """They are off by no more than a few times what products in bf16 change by themselves (1 to
     2 as a rule).
     """
-    bitsandbytes_layer._say_dtype.cache_clear()
+    bitsandbytes._say_dtype.cache_clear()
 
     def made(kind):
         torch.manual_seed(seed)
@@ -215,14 +215,14 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
 )
 def test_a_planted_fault_is_found(folder, old, new, monkeypatch):
     monkeypatch.setattr(
-        "chronicals.quantization.bitsandbytes_layer.shared",
-        mutant(bitsandbytes_layer, old, new).shared,
+        "chronicals.quantization.bitsandbytes.shared",
+        mutant(bitsandbytes, old, new).shared,
     )
     model = adapted(loaded(folder))
     patch_parts(model, whole_layers=True)
     states_of(model)
     for layer in model.modules():
-        if bitsandbytes_layer.is_of_bitsandbytes(layer):
+        if bitsandbytes.is_of_bitsandbytes(layer):
             layer.weight.data = layer.weight.data.flip(0)
     got = states_of(model)
     unpatch_model(model)

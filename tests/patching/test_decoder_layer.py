@@ -31,7 +31,7 @@ from chronicals.patching import (
     tile_mlps,
     unpatch_model,
 )
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.quantization import Dense
 from mutants import mutant
 
@@ -55,16 +55,16 @@ FAMILIES = [
 def fused(model):
     """``model`` patched; every layer must run fused in what follows."""
     report = patch_parts(model, whole_layers=True)
-    assert report.counts().get(BY) == len(model.get_decoder().layers), report
+    assert report.counts().get(FUSED_LAYER) == len(model.get_decoder().layers), report
     return model
 
 
 def both(model, batch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
     model = fused(model)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     ours = families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
+    assert decoder_layer.runs[FUSED_LAYER] == before + len(model.get_decoder().layers)
     return plain, ours
 
 
@@ -130,10 +130,10 @@ def test_layers_made_again_run_fused(family, adapted):
     torch.manual_seed(4)
     expected, kept = seeing_what_is_kept(model, batch)
     enable_gradient_checkpointing(model, whole_layers=True)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     torch.manual_seed(4)
     got, kept_again = seeing_what_is_kept(model, batch)
-    assert decoder_layer.runs[BY] == before + 2 * layers
+    assert decoder_layer.runs[FUSED_LAYER] == before + 2 * layers
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert kept_again < kept / 3
 
@@ -151,9 +151,9 @@ def test_a_policy_does_not_make_a_layer_another_kind(policy):
     fused(model)
     model.gradient_checkpointing_disable()
     forget_policies(model)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
+    assert decoder_layer.runs[FUSED_LAYER] == before + len(model.get_decoder().layers)
     layer = model.get_decoder().layers[0]
     assert not any(vars(layer).get(name) for name in (halves.RECOMPUTES, halves.TILES))
 
@@ -323,9 +323,9 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
     families.states_and_gradients(model, batch)
     with caplog.at_level(logging.WARNING):
         model = operation(model)
-        before = decoder_layer.runs[BY]
+        before = decoder_layer.runs[FUSED_LAYER]
         got = families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[BY] == before + 2
+    assert decoder_layer.runs[FUSED_LAYER] == before + 2
     if operation is not deep_copy:
         assert "fused anew" in caplog.text
     unpatch_model(model)
@@ -358,11 +358,13 @@ def test_adapters_are_off_and_on_without_moving_anything(of):
     expected = states_of(model, batch)
     held = storages(model)
     places = [p.data_ptr() for p in model.parameters()]
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     with off():
         got = states_of(model, batch)
     assert torch.equal(states_of(model, batch), expected)
-    assert decoder_layer.runs[BY] == before + 4 and not torch.allclose(got, expected, atol=1e-2)
+    assert decoder_layer.runs[FUSED_LAYER] == before + 4 and not torch.allclose(
+        got, expected, atol=1e-2
+    )
     torch.testing.assert_close(got, base, rtol=1e-4, atol=1e-5)
     assert places == [p.data_ptr() for p in model.parameters()]
     assert held and all(a is b for a, b in zip(held, storages(model), strict=True))
@@ -413,9 +415,9 @@ def test_peft_with_dropout_runs_fused():
     config = peft.LoraConfig(r=3, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])
     model = peft.get_peft_model(families.build("llama"), config).train()
     fused(model.get_base_model())
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     families.states_and_gradients(model.get_base_model(), families.documents_batch())
-    assert decoder_layer.runs[BY] == before + 2
+    assert decoder_layer.runs[FUSED_LAYER] == before + 2
 
 
 def test_saved_and_loaded_as_the_class(tmp_path):
@@ -459,9 +461,11 @@ def test_what_somebody_put_into_a_layer_is_called(part, how):
             module.forward = lambda *given, own=own, **named: doubled(own(*given, **named))
         if order == "before":
             patch_parts(changed, whole_layers=True)
-        ran = decoder_layer.runs[BY]
+        ran = decoder_layer.runs[FUSED_LAYER]
         found.append(families.states_and_gradients(changed, batch))
-        assert decoder_layer.runs[BY] == ran + (order != "plain"), "the other layer runs fused"
+        assert decoder_layer.runs[FUSED_LAYER] == ran + (order != "plain"), (
+            "the other layer runs fused"
+        )
     families.assert_same(found[0], found[1])
     families.assert_same(found[0], found[2])
 
@@ -493,9 +497,9 @@ def test_transformers_own_hooks_that_look_on_leave_layers_fused():
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents():
         out = model.get_decoder()(**packed_arguments(batch), output_hidden_states=True)
     assert len(out.hidden_states) == 3
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[BY] == before + 2
+    assert decoder_layer.runs[FUSED_LAYER] == before + 2
 
 
 @pytest.mark.parametrize(
@@ -519,13 +523,13 @@ def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplo
     monkeypatch.setattr(fused_weights, "_said", set())
     model = fused(families.build("llama").double()).train()
     change(model)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     with caplog.at_level(logging.WARNING):
         try:
             families.states_and_gradients(model, families.documents_batch())
         except (ValueError, RuntimeError):  # the class itself cannot either
             assert reason != "hooks"
-    assert decoder_layer.runs[BY] <= before + 1
+    assert decoder_layer.runs[FUSED_LAYER] <= before + 1
     assert reason in caplog.text and "part by part" in caplog.text
 
 
@@ -536,7 +540,7 @@ def test_layers_of_a_model_that_was_patched_before_are_fused_once(earlier):
     before = dict(report.counts())
     for _ in range(2):
         assert fused(model)._chronicals_report is report
-    assert report.counts() == before | {BY: 2}
+    assert report.counts() == before | {FUSED_LAYER: 2}
     assert len(set(report.replaced)) == len(report.replaced) and len(set(report.left)) == len(
         report.left
     )
@@ -553,14 +557,14 @@ def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
     monkeypatch.setattr(fused_weights, "_said", set())
     model = fused(families.build("llama"))
     batch = families.documents_batch()
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     with (
         PresentedModel(model, packed=True, head_is_read=False).attending_documents(),
         caplog.at_level(logging.WARNING),
     ):
         out = model.get_decoder()(**packed_arguments(batch) | {"use_cache": True})
     assert out.past_key_values.get_seq_length() == len(batch)
-    assert decoder_layer.runs[BY] == before and "part by part: it was given" in caplog.text
+    assert decoder_layer.runs[FUSED_LAYER] == before and "part by part: it was given" in caplog.text
 
 
 def test_layers_made_again_leave_a_cache_out_as_the_class_does():
@@ -589,7 +593,7 @@ def test_layers_made_again_leave_a_cache_out_as_the_class_does():
 @pytest.mark.parametrize("family", ["cohere", "gpt2", "phi"])
 def test_other_layers_keep_their_parts(family):
     report = patch_parts(families.build(family), whole_layers=True)
-    assert BY not in report.counts() and report.mentions("decoder layer")
+    assert FUSED_LAYER not in report.counts() and report.mentions("decoder layer")
 
 
 @pytest.mark.parametrize(
@@ -601,14 +605,14 @@ def test_other_layers_keep_their_parts(family):
             "attention half",
         ),
         (
-            'not beta or tokens.longest <= rope["original_max_position_embeddings"]',
-            'True or tokens.longest <= rope["original_max_position_embeddings"]',
+            'beta and tokens.longest > rope["original_max_position_embeddings"]',
+            'False and tokens.longest > rope["original_max_position_embeddings"]',
             "attention half",
         ),
         ("attention.scaling", "1.01 * attention.scaling", "attention half"),
         (
-            "x, self._norm_after(self._products(normed, remake, skip_output))",
-            "2 * x, self._norm_after(self._products(normed, remake, skip_output))",
+            "x, self._norm_after(self.last(unit, remake, skip_output=skip_output))",
+            "2 * x, self._norm_after(self.last(unit, remake, skip_output=skip_output))",
             "MLP half",
         ),
         (
@@ -629,7 +633,7 @@ def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
     monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
     monkeypatch.setattr(plan, "_PLANS", {})
     found = plan.plan_for(families.build("ministral3"))
-    by = decoder_layer.MLP_BY if kept == "attention half" else decoder_layer.ATTENTION_BY
+    by = decoder_layer.FUSED_MLP if kept == "attention half" else decoder_layer.FUSED_ATTENTION
     assert {form.by for form in found.layers.values()} == {by} and found.reasons == {
         kept: plan.DISAGREES
     }
@@ -646,5 +650,6 @@ def test_halves_that_are_wrong_together_are_not_taken(old, new, monkeypatch):
     monkeypatch.setattr(plan, "decoder_layer", mutant(decoder_layer, old, new))
     monkeypatch.setattr(plan, "_PLANS", {})
     assert not any(
-        form.by == BY for form in plan.plan_for(families.build("ministral3")).layers.values()
+        form.by == FUSED_LAYER
+        for form in plan.plan_for(families.build("ministral3")).layers.values()
     )

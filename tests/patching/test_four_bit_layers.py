@@ -10,7 +10,7 @@ import families
 from chronicals.models.linear import read_linear
 from chronicals.patching import decoder_layer, patch_parts, run_in_fp8, unfuse_weights
 from chronicals.patching import fused_weights as weights_module
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from families import four_bit_pair
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "phi3"]
@@ -37,10 +37,10 @@ def test_fused_layers_compute_what_the_class_computes(family, adapted):
                     child.requires_grad_(False)
     compared(model, plain, batch)
     patch_parts(model, whole_layers=True)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     layers = len(model.get_decoder().layers)
     found = compared(model, plain, batch)
-    assert decoder_layer.runs[BY] == before + layers
+    assert decoder_layer.runs[FUSED_LAYER] == before + layers
     assert any("lora_B" in name for name in found) == adapted
     assert run_in_fp8(model).chosen == 0, "in their own format"
     codes = {name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.uint8}

@@ -9,7 +9,7 @@ from torch import nn
 import families
 from chronicals.models.four_bits import linear_layers
 from chronicals.patching import decoder_layer, patch_parts, run_in_fp8, unfuse_weights
-from chronicals.patching.decoder_layer import BY
+from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.quantization import LinearGGUF
 from drawn_blocks import by_gguf
 
@@ -41,10 +41,10 @@ def test_fused_layers_compute_what_the_class_computes(family, dora):
 
     compare()
     patch_parts(model, whole_layers=True)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     layers = len(model.get_decoder().layers)
     assert any("lora_B" in name for name in compare())
-    assert decoder_layer.runs[BY] == before + layers
+    assert decoder_layer.runs[FUSED_LAYER] == before + layers
     assert run_in_fp8(model).chosen == 0, "in their own format"
     unfuse_weights(model)
     compare()

@@ -21,10 +21,10 @@ from chronicals.patching import (
     tile_mlps,
 )
 from chronicals.patching.decoder_layer import (
-    ATTENTION_BY,
     ATTENTION_HALF,
-    BY,
-    MLP_BY,
+    FUSED_ATTENTION,
+    FUSED_LAYER,
+    FUSED_MLP,
     MLP_HALF,
     products_of_halves,
     runs,
@@ -76,8 +76,8 @@ def test_attention_is_fused_beside_experts(name, adapted):
         for parameter_name, p in model.named_parameters():
             if "lora_B" in parameter_name:
                 nn.init.normal_(p, std=0.3)
-    report = same_with(model, ATTENTION_BY)
-    assert report.counts()[ATTENTION_BY] == 2 and BY not in report.counts()
+    report = same_with(model, FUSED_ATTENTION)
+    assert report.counts()[FUSED_ATTENTION] == 2 and FUSED_LAYER not in report.counts()
     assert left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"] and MLP_HALF in str(
         report
     )
@@ -107,7 +107,7 @@ def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and
     for parameter_name, p in families.frozen_codes(model).named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(p, std=0.1)
-    report = same_with(model, ATTENTION_BY)
+    report = same_with(model, FUSED_ATTENTION)
     assert {entry.reason for entry in report.left if entry.part == MLP_HALF} == {ROUTED_HALF}
 
 
@@ -131,12 +131,12 @@ def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
 def test_a_dense_layer_among_routed_ones_runs_whole():
     model = build("Qwen3Moe", **ROUTED["Qwen3Moe"], mlp_only_layers=[0])
     report = patch_parts(model, whole_layers=True)
-    assert (report.counts()[BY], report.counts()[ATTENTION_BY]) == (1, 1) and left_of(
+    assert (report.counts()[FUSED_LAYER], report.counts()[FUSED_ATTENTION]) == (1, 1) and left_of(
         report, MLP_HALF
     ) == ["model.layers.1"]
     before = runs.copy()
     families.states_and_gradients(model, families.documents_batch())
-    assert runs - before == {BY: 1, ATTENTION_BY: 1}
+    assert runs - before == {FUSED_LAYER: 1, FUSED_ATTENTION: 1}
 
 
 @pytest.mark.parametrize("policy", [None, recompute_norms_and_units, tile_mlps])
@@ -147,8 +147,8 @@ def test_the_mlp_is_fused_beside_another_attention(policy):
     model = build("DiffLlama", attn_implementation="eager")
     if policy is not None:
         policy(model)
-    report = same_with(model, MLP_BY)
-    assert report.counts()[MLP_BY] == 2
+    report = same_with(model, FUSED_MLP)
+    assert report.counts()[FUSED_MLP] == 2
     reasons = {entry.reason for entry in report.left if entry.part == ATTENTION_HALF}
     assert reasons == {"the whole twin did not agree with it"}
 
@@ -194,7 +194,7 @@ def test_latent_attention_is_fused(kind, adapted):
         for parameter_name, p in model.named_parameters():
             if "lora_B" in parameter_name:
                 nn.init.normal_(p, std=0.3)
-    report = same_with(model, BY)
+    report = same_with(model, FUSED_LAYER)
     assert not left_of(report, ATTENTION_HALF)
     attention, _ = products_of_halves(model.model.layers[0])
     first, *second = of_queries
@@ -220,7 +220,7 @@ def test_latent_attention_on_the_kernels(kind):
     with kernels_run():
         found = families.states_and_gradients(model, batch)
     families.assert_same(expected, {name: value.double() for name, value in found.items()})
-    assert runs - before == {BY: 2}
+    assert runs - before == {FUSED_LAYER: 2}
 
 
 def test_latent_attention_of_the_native_model_is_fused_beside_its_experts():
@@ -232,8 +232,8 @@ def test_latent_attention_of_the_native_model_is_fused_beside_its_experts():
     }
     config = ChronicalsMoeConfig(**sizes, **{**EXPERTS, "num_experts": 4}, sliding_window=4)
     model = families.randomise(ChronicalsMoeForCausalLM(config).double().train())
-    report = same_with(model, ATTENTION_BY)
-    assert report.counts()[ATTENTION_BY] == 2 and left_of(report, MLP_HALF) == [
+    report = same_with(model, FUSED_ATTENTION)
+    assert report.counts()[FUSED_ATTENTION] == 2 and left_of(report, MLP_HALF) == [
         "model.layers.0",
         "model.layers.1",
     ]
@@ -247,7 +247,7 @@ def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
     patch_parts(model, whole_layers=True)
     before = runs.copy()
     families.assert_same(expected, families.states_and_gradients(model, batch))
-    assert runs - before == {BY: 1, MLP_BY: 1}
+    assert runs - before == {FUSED_LAYER: 1, FUSED_MLP: 1}
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_a_wrong_latent_half_is_not_taken(old, new, monkeypatch):
     for name in ("LatentHalf", "LatentReads", "FusedHalf", "Unmerged"):
         monkeypatch.setattr(decoder_layer, name, getattr(wrong, name))
     monkeypatch.setattr(plan, "_PLANS", {})
-    assert all(form.by == MLP_BY for form in plan.plan_for(model).layers.values())
+    assert all(form.by == FUSED_MLP for form in plan.plan_for(model).layers.values())
 
 
-@pytest.mark.parametrize(("name", "by"), [("DiffLlama", MLP_BY), ("Mixtral", ATTENTION_BY)])
+@pytest.mark.parametrize(("name", "by"), [("DiffLlama", FUSED_MLP), ("Mixtral", FUSED_ATTENTION)])
 def test_layers_made_again_give_the_same(name, by):
     model = build(name, **ROUTED.get(name, {"attn_implementation": "eager"}))
     batch = families.documents_batch()
@@ -296,7 +296,11 @@ def test_layers_made_again_give_the_same(name, by):
 
 @pytest.mark.parametrize(
     ("part", "half"),
-    [("mlp", ATTENTION_BY), ("self_attn", MLP_BY), ("post_attention_layernorm", ATTENTION_BY)],
+    [
+        ("mlp", FUSED_ATTENTION),
+        ("self_attn", FUSED_MLP),
+        ("post_attention_layernorm", FUSED_ATTENTION),
+    ],
 )
 def test_a_hook_keeps_its_half_alone(part, half):
     model = families.build("llama").double()
@@ -309,7 +313,7 @@ def test_a_hook_keeps_its_half_alone(part, half):
     before = runs.copy()
     seen.clear()
     families.assert_same(expected, families.states_and_gradients(model, batch))
-    assert runs - before == {BY: 1, half: 1} and seen == [part]
+    assert runs - before == {FUSED_LAYER: 1, half: 1} and seen == [part]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2", "granite"])
@@ -323,7 +327,7 @@ def test_norms_and_multipliers_of_a_half_that_its_class_computes(family, part):
         layer.get_submodule(part).register_forward_hook(lambda *_: None)
     before = runs.copy()
     families.assert_same(expected, families.states_and_gradients(model, batch))
-    assert runs - before == {ATTENTION_BY if part == "mlp" else MLP_BY: 2}
+    assert runs - before == {FUSED_ATTENTION if part == "mlp" else FUSED_MLP: 2}
 
 
 def test_only_products_of_fused_halves_are_found():

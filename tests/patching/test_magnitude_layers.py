@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import families
-from chronicals.lora import LoRAConfig, LoRALinear, apply_lora, padding, without_adapters
+from chronicals.lora import LoRAConfig, LoRALinear, apply_lora, without_adapters
 from chronicals.lora.magnitude import RowNorms
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel
@@ -23,8 +23,8 @@ from chronicals.patching import (
     tile_mlps,
     unfuse_weights,
 )
-from chronicals.patching.decoder_layer import BY
-from chronicals.quantization import Linear4bit, nf4
+from chronicals.patching.decoder_layer import FUSED_LAYER
+from chronicals.quantization import Linear4bit, dense, nf4
 from chronicals.training import compilation
 
 
@@ -60,9 +60,9 @@ def fused(model):
 def both(model, batch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
     model = fused(model)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     ours = families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
+    assert decoder_layer.runs[FUSED_LAYER] == before + len(model.get_decoder().layers)
     assert any("lora_magnitude_vector" in name for name in plain)
     return plain, ours
 
@@ -88,7 +88,7 @@ def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
             patch.setattr(
                 nf4, "dequantize_4bit", lambda packed, scales, out, *_: out.fill_(float("nan"))
             )
-            patch.setattr(padding, "write_adapters", lambda *_: None)
+            patch.setattr(dense, "write_adapters", lambda *_: None)
             yield
 
     monkeypatch.setattr(compilation, "compiling_only", not_running)

@@ -11,11 +11,11 @@ from torch import nn
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.lora import LoRAConfig, apply_lora, expert_products
+from chronicals.lora import LoRAConfig, apply_lora, stacked_experts
 from chronicals.models.twin import build_twin, plain_surroundings, twin_config
-from chronicals.patching import experts, patch_parts
-from chronicals.patching.experts import BY, recognise_experts
-from chronicals.patching.patch import EXPERTS, ON_RANKS
+from chronicals.patching import experts, fused_weights, patch_parts
+from chronicals.patching.experts import FUSED_EXPERTS, recognise_experts
+from chronicals.patching.patch import KEPT_EXPERTS, ON_RANKS
 from interpreted import kernels_run
 
 FAMILIES = families.ROUTED
@@ -38,8 +38,8 @@ def test_same_loss_and_gradients(name):
     plain = build(name).double()
     patched = copy.deepcopy(plain)
     report = patch_model(patched)
-    assert report.counts()[BY] == len(layers_of(plain)) and not [
-        entry for entry in report.left if entry.reason == EXPERTS
+    assert report.counts()[FUSED_EXPERTS] == len(layers_of(plain)) and not [
+        entry for entry in report.left if entry.reason == KEPT_EXPERTS
     ]
     inputs = batch()
     assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
@@ -53,7 +53,7 @@ def test_same_in_packs(name):
     model = build(name).double()
     given = families.documents_batch()
     expected = families.states_and_gradients(copy.deepcopy(model), given)
-    assert patch_parts(model, whole_layers=True).counts()[BY] == len(layers_of(model))
+    assert patch_parts(model, whole_layers=True).counts()[FUSED_EXPERTS] == len(layers_of(model))
     families.assert_same(expected, families.states_and_gradients(model, given))
 
 
@@ -92,7 +92,7 @@ def test_kernels_in_bf16(name):
 def test_same_text(name):
     plain = build(name).double().eval()
     patched = copy.deepcopy(plain)
-    assert patch_model(patched).counts()[BY] == len(layers_of(plain))
+    assert patch_model(patched).counts()[FUSED_EXPERTS] == len(layers_of(plain))
     ids = torch.randint(1, families.VOCABULARY, (2, 7))
     given = {
         "attention_mask": torch.ones_like(ids),
@@ -141,9 +141,9 @@ def test_adapters_take_part_in_the_products(name):
     ("then", "now"),
     [("grouped_mm", "batched_mm"), ("grouped_mm", "eager"), ("eager", "grouped_mm")],
 )
-def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog):
+def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog, monkeypatch):
     """But for what ``generate`` sets for its steps on a card."""
-    experts._warn_once.cache_clear()
+    monkeypatch.setattr(fused_weights, "_said", set())
     model = build("Qwen3Moe", experts_implementation=then)
     patch_model(model)
     model(**batch())
@@ -205,7 +205,9 @@ def test_another_unit_is_not_proved_and_named():
         layer.config._experts_implementation = "grouped_mm"
     assert recognise_experts(layers_of(model)[0]) is None
     report = patch_model(model)
-    assert [entry.reason for entry in report.left if entry.part == "OtherExperts"] == [EXPERTS] * 2
+    assert [entry.reason for entry in report.left if entry.part == "OtherExperts"] == [
+        KEPT_EXPERTS
+    ] * 2
 
 
 def test_numbers_of_a_unit_are_read_from_the_instance():
@@ -246,7 +248,7 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
         setattr(layer, "_is_expert_parallel" if newer else "_is_hooked", True)
         return layer
 
-    monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
+    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: not newer)
     model = build("Qwen3Moe", num_experts=8)
     other = build("Qwen3Moe", num_experts=8)
     patch_model(model)
@@ -254,7 +256,7 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
     divided(model)(torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
     divided(other)
     report = patch_model(other)
-    assert report.counts()[BY] == 1
+    assert report.counts()[FUSED_EXPERTS] == 1
     assert [entry.path for entry in report.left if entry.reason == ON_RANKS] == [
         "model.layers.0.mlp.experts"
     ]
@@ -262,10 +264,10 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
 def test_a_pruned_layer_is_of_no_rank(newer, monkeypatch):
-    monkeypatch.setattr(expert_products, "transformers_before", lambda version: not newer)
+    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: not newer)
     model = build("Qwen3Moe", num_experts=8)
     first_four(model)
-    assert patch_model(model).counts()[BY] == len(layers_of(model))
+    assert patch_model(model).counts()[FUSED_EXPERTS] == len(layers_of(model))
 
 
 def test_older_versions_describe_experts_with_fewer_words():
@@ -274,4 +276,4 @@ def test_older_versions_describe_experts_with_fewer_words():
     for name in ("has_post_expert_norm", "_is_expert_parallel"):
         vars(layer).pop(name, None)
     form = recognise_experts(layer)
-    assert form is not None and form.by == BY
+    assert form is not None and form.by == FUSED_EXPERTS

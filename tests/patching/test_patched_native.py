@@ -14,7 +14,7 @@ import mixtures
 from chronicals import patch_model
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_parts
-from chronicals.patching.experts import BY
+from chronicals.patching.experts import FUSED_EXPERTS
 
 TOLERANCE = 1e-10
 """Relative to the norm of a gradient, or to a hundredth of the mean norm; in fp64, where norms
@@ -47,7 +47,7 @@ def test_in_rows(adapted, seed):
     plain = native(seed, adapted)
     patched = copy.deepcopy(plain)
     mixtures.in_fp64(patched)  # a copy's norms are its own
-    assert patch_model(patched).counts()[BY] == plain.config.num_hidden_layers
+    assert patch_model(patched).counts()[FUSED_EXPERTS] == plain.config.num_hidden_layers
     ids = mixtures.token_ids(2, 3 * mixtures.WINDOW)
     upstream = torch.randn(
         *ids.shape, plain.config.vocab_size
@@ -72,7 +72,7 @@ def test_in_packs(adapted, seed):
         [mixtures.token_ids(length) for length in (7, 1, 2 * mixtures.WINDOW + 3, 5)]
     )
     expected = families.states_and_gradients(model, given)
-    assert patch_parts(model).counts()[BY] == model.config.num_hidden_layers
+    assert patch_parts(model).counts()[FUSED_EXPERTS] == model.config.num_hidden_layers
     close(expected, families.states_and_gradients(model, given))
 
 
@@ -84,7 +84,8 @@ def test_all_its_parts_are_replaced(seed):
     report = patch_model(patched)
     assert (
         not report.left
-        and {BY, "fused_rmsnorm", "fused_swiglu", "linear_cross_entropy"} <= report.counts().keys()
+        and {FUSED_EXPERTS, "fused_rmsnorm", "fused_swiglu", "linear_cross_entropy"}
+        <= report.counts().keys()
     )
     ids = mixtures.token_ids(2, 3 * mixtures.WINDOW)
     (loss, expected), (other, got) = (

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_patch import assert_same, batch, loss_and_gradients
-from test_patched_experts import BY, FAMILIES, build, layers_of
+from test_patched_experts import FAMILIES, FUSED_EXPERTS, build, layers_of
 from torch import nn
 
 import families
@@ -60,7 +60,7 @@ def assert_as_its_class(load):
     inputs = batch()
     plain = load().double()
     patched = load().double()
-    assert patch_model(patched).counts()[BY] == len(layers_of(plain)) > 0
+    assert patch_model(patched).counts()[FUSED_EXPERTS] == len(layers_of(plain)) > 0
     for expected, got in zip(
         trained_once(plain, inputs), trained_once(patched, inputs), strict=True
     ):

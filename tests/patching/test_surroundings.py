@@ -312,12 +312,12 @@ def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
     sharded = copy.deepcopy(plain)
     batch = families.documents_batch()
     losses = []
-    assert patch_parts(sharded, whole_layers=True).counts()[decoder_layer.BY]
+    assert patch_parts(sharded, whole_layers=True).counts()[decoder_layer.FUSED_LAYER]
     if fused_before:
         families.states_and_gradients(sharded, batch)
     for unit in (*sharded.get_decoder().layers, sharded.get_decoder()):
         fully_shard(unit, mesh=alone)
-    before = decoder_layer.runs[decoder_layer.BY]
+    before = decoder_layer.runs[decoder_layer.FUSED_LAYER]
     for model in (plain, sharded):
         optimizer = torch.optim.SGD(model.get_decoder().parameters(), lr=0.05)
         for _ in range(3):
@@ -332,7 +332,7 @@ def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-4) and losses[0] != pytest.approx(
         losses[2], rel=1e-2
     )
-    assert decoder_layer.runs[decoder_layer.BY] - before == (6 if family == "phi3" else 0)
+    assert decoder_layer.runs[decoder_layer.FUSED_LAYER] - before == (6 if family == "phi3" else 0)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

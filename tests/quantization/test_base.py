@@ -8,10 +8,10 @@ import torch
 import families
 from chronicals.kernels.products import product
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.lora.merged_linear import Merged
+from chronicals.lora.merged_linear import MergedWeights
 from chronicals.patching import decoder_layer, patch_parts, run_in_format, unfuse_weights
-from chronicals.patching.decoder_layer import BY
-from chronicals.quantization import FP8, Base, Dense, FP8InHost
+from chronicals.patching.decoder_layer import FUSED_LAYER
+from chronicals.quantization import Base, Dense, FP8Base, FP8InHost
 
 
 class Eighths(Base):
@@ -81,11 +81,11 @@ def test_a_format_of_ones_own_trains(adapted):
         p.copy_((8 * p).round().clamp(-128, 127) / 8)
     patch_parts(model, whole_layers=True)
     layers = len(model.get_decoder().layers)
-    before = decoder_layer.runs[BY]
+    before = decoder_layer.runs[FUSED_LAYER]
     assert run_in_format(model, Eighths).chosen == 4 * layers
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     found = trained(model, batch)
-    assert decoder_layer.runs[BY] == before + 2 * layers
+    assert decoder_layer.runs[FUSED_LAYER] == before + 2 * layers
     unfuse_weights(model)
     assert all(torch.equal(p, own[name]) != (name in found) for name, p in model.named_parameters())
     with torch.no_grad():
@@ -103,8 +103,8 @@ def test_bytes_are_those_on_the_device_of_the_products():
     weights = [torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(16, 48, dtype=torch.bfloat16)]
     device = torch.device("cpu")
     held = [
-        Merged.fused(weights, [None, None], (4, 4), stands, at).base
-        for stands, at in ((None, None), (FP8, None), (FP8InHost, device), (Eighths, None))
+        MergedWeights.fused(weights, [None, None], (4, 4), stands, at).base
+        for stands, at in ((None, None), (FP8Base, None), (FP8InHost, device), (Eighths, None))
     ]
     assert [base.bytes / (48 * 48) for base in held] == [2, 4, 1, 1]
     assert isinstance(held[0], Dense) and all(base.dense().shape == (48, 48) for base in held)

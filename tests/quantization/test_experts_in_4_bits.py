@@ -12,10 +12,10 @@ from torch import nn
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.lora import LoRAConfig, adapters, apply_lora
-from chronicals.lora.merging import merge_adapters
+from chronicals.lora.model_methods import merge_adapters
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.models import count_values, quantise_experts
-from chronicals.patching.experts import BY
+from chronicals.patching.experts import FUSED_EXPERTS
 from chronicals.quantization import Experts4bit
 
 SIZES = {
@@ -91,7 +91,7 @@ def test_as_its_class_over_dequantised_weights(name, patched, parameters):
     ) == 2 * len(parameters or ())
     if patched:
         report = patch_model(model)
-        assert report.counts()[BY] == 2
+        assert report.counts()[FUSED_EXPERTS] == 2
         assert all(
             "forward" in vars(module.inner)
             for module in model.modules()

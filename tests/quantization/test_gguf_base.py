@@ -12,7 +12,7 @@ from torch import nn
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.gguf_blocks import GGUF_KINDS
 from chronicals.lora.magnitude import squared_norms_of
-from chronicals.lora.merged_linear import Merged, merged_linear, merged_linear_reference
+from chronicals.lora.merged_linear import MergedWeights, merged_linear, merged_linear_reference
 from chronicals.quantization import GGUF, Blocks, Dense, LinearGGUF, Operand
 from comparison import assert_as_exact_as_plain
 from drawn_blocks import by_gguf, random_blocks
@@ -98,7 +98,10 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(dtype, device):
         return [Adapter(*pairs[n], scales[n], 0.0) if n in pairs else None for n in range(3)]
 
     def ours(x, *given):
-        return merged_linear(x * 1, Merged.packed(weights, [None] * 3, ranks), adapters(given)) * 1
+        return (
+            merged_linear(x * 1, MergedWeights.packed(weights, [None] * 3, ranks), adapters(given))
+            * 1
+        )
 
     def plain(x, *given):
         return merged_linear_reference(

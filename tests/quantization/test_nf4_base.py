@@ -13,7 +13,7 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import merged_linear_reference
 from chronicals.quantization import NF4, Dense, Linear4bit, Operand, Packed
-from chronicals.quantization.bitsandbytes_layer import weight_of_layer
+from chronicals.quantization.bitsandbytes import weight_of_layer
 from comparison import assert_as_exact_as_plain
 from interpreted import kernels_run
 from mutants import mutant
@@ -90,7 +90,7 @@ def test_a_weight_takes_4_and_an_eighth_bits():
 def in_turn(of, device):
     """Errors of what two weights in one buffer give, the first used on both sides of the second."""
     packed = [packed_weights(SIZES, WIDTH, torch.float32, device) for _ in range(2)]
-    kind = type("NF4", (of.PackedBase,), {"bytes_a_value": NF4.bytes_a_value})
+    kind = type("NF4", (of.PackedStorage,), {"bytes_a_value": NF4.bytes_a_value})
     first, second = (kind(part) for part in packed)
     x = rows(5, WIDTH, torch.float32, device)
     dy = rows(5, sum(SIZES), torch.float32, device)
@@ -176,7 +176,9 @@ def functions(ranks, biased, dtype, device, of=module):
 
     def ours(x, given):
         weights, biases, adapters = given
-        return of.merged_linear(x * 1, of.Merged.packed(weights, biases, ranks), adapters) * 1
+        return (
+            of.merged_linear(x * 1, of.MergedWeights.packed(weights, biases, ranks), adapters) * 1
+        )
 
     def plain(x, given):
         weights, biases, adapters = given

@@ -11,7 +11,7 @@ import families
 import runs
 from chronicals.config import ConfigurationError
 from chronicals.models import quantise_experts
-from chronicals.patching import experts, experts_in_fp8, fp8_experts, fp8_layers, patch_parts
+from chronicals.patching import experts, experts_in_fp8, fp8_experts, layer_policies, patch_parts
 from chronicals.policies import Facts, facts, fp8
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.policy import Course
@@ -179,7 +179,7 @@ def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
 
 @pytest.mark.usefixtures("anywhere")
 def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
     fields = {
         "mixed_precision": "bf16",
         "max_steps": 1,
@@ -193,7 +193,7 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
         "use_fp8: some experts stay in 16 bit: Qwen3MoeExperts (" in caplog.text
         and "rows an expert" in caplog.text
     )
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 4096)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 4096)
     with pytest.raises(
         ConfigurationError,
         match="use_fp8=True.*no product.*its experts stay in 16 bit: Qwen3MoeExperts",

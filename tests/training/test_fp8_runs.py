@@ -10,8 +10,8 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.memory import recompute
-from chronicals.patching import fp8_layers, patch_parts
-from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
+from chronicals.patching import layer_policies, patch_parts
+from chronicals.patching.fused_weights import DEVICES, MERGED, PRODUCT_FORMATS
 from chronicals.policies import facts, fp8
 from chronicals.training import Callback
 from comparison import equal
@@ -21,7 +21,7 @@ from comparison import equal
 def fused_anywhere(monkeypatch):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
     return model
@@ -55,7 +55,7 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
         )
     assert [row[1] for row in ours] != [row[1] for row in without]
     assert not any(
-        FORMATS in vars(module) for module in fused_anywhere.modules()
+        PRODUCT_FORMATS in vars(module) for module in fused_anywhere.modules()
     )  # the run is over
 
 

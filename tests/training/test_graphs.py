@@ -12,7 +12,7 @@ import runs
 import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, recompute
-from chronicals.patching import fp8_layers
+from chronicals.patching import layer_policies
 from chronicals.policies.cuda_graphs import CudaGraphs
 from chronicals.training import (
     Callback,
@@ -107,7 +107,7 @@ def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 1)
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 1000 if "nothing" in arm else 1)
     monkeypatch.setattr(recompute, "TILE", 48)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
     monkeypatch.setattr(in_backward, "HELD", 1 << 12)
     with caplog.at_level(logging.WARNING):
         (usual, weights, first), (replayed, ours, second) = (

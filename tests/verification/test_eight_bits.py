@@ -13,10 +13,10 @@ import runs
 import tiny
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.patching import fp8_experts, fp8_layers, patch_parts
+from chronicals.patching import fp8_experts, layer_policies, patch_parts
 from chronicals.patching.experts import recognise_experts
 from chronicals.policies import facts
-from chronicals.quantization import FP8, FP8Experts
+from chronicals.quantization import FP8Base, FP8Experts
 from chronicals.verification import verify
 from chronicals.verification.eight_bits import round_experts, round_products, rounded
 from comparison import equal
@@ -28,7 +28,7 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 @pytest.fixture
 def fused_anywhere(monkeypatch):
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
 
 
 def compare(folder, model=None, **changes):
@@ -70,7 +70,7 @@ def mixture(name):
 def small_experts_too(monkeypatch):
     for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
         monkeypatch.setattr(fp8_experts, limit, 1)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 4096)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 4096)
 
 
 @pytest.mark.parametrize("changes", [{}, IN_EXPERTS], ids=["full", "lora"])
@@ -131,7 +131,7 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
     """
     weights = set()
     usual = FORMAT.fp8_quantize
-    usual_weight = FP8.dense
+    usual_weight = FP8Base.dense
 
     def quantize(x, layout="rows", **options):
         made = usual(x, layout=layout, **options)
@@ -140,7 +140,9 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
         return tuple(part and part._replace(scale=part.scale * factor) for part in made)
 
     monkeypatch.setattr(
-        FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self)
+        FP8Base,
+        "dense",
+        lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self),
     )
     monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
 

@@ -16,8 +16,8 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.packs.step_memory import StepMemory
-from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
-from chronicals.lora.embedding_layer import LoRAEmbedding
+from chronicals.lora import LoRAConfig, apply_lora, parameter_layer, stacked_experts
+from chronicals.lora.layers import LoRAEmbedding
 from chronicals.models import present
 from chronicals.optimizers import SCHEDULES, learning_rate_factor
 from chronicals.patching import patch_model
@@ -394,7 +394,7 @@ def a_weight_that_is_not_updated(monkeypatch, model):
 
 
 def an_expert_left_out(monkeypatch, model):
-    right = expert_products.adapted_experts
+    right = stacked_experts.adapted_experts
     monkeypatch.setattr(
         parameter_layer,
         "adapted_experts",

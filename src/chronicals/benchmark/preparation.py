@@ -57,7 +57,7 @@ def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
 
     from chronicals.lora import apply_lora
     from chronicals.lora.layers import linear_adapters
-    from chronicals.lora.peft_format import PREFIX
+    from chronicals.lora.peft_format import ADAPTER_PREFIX
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model))
@@ -67,8 +67,8 @@ def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
     for path, layer in linear_adapters(model):
         bound = layer.lora_A.shape[1] ** -0.5
         start = torch.rand(layer.lora_A.shape, generator=generator) * 2 * bound - bound
-        values[f"{PREFIX}{path}.lora_A.weight"] = start.bfloat16().float()
-        values[f"{PREFIX}{path}.lora_B.weight"] = torch.zeros(layer.lora_B.shape)
+        values[f"{ADAPTER_PREFIX}{path}.lora_A.weight"] = start.bfloat16().float()
+        values[f"{ADAPTER_PREFIX}{path}.lora_B.weight"] = torch.zeros(layer.lora_B.shape)
     return values
 
 

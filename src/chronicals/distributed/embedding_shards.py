@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.config.paths import lasting
-from chronicals.lora.embedding_layer import is_embedding
 from chronicals.lora.embeddings import embeddings_to_store
+from chronicals.lora.layers import is_embedding
 from chronicals.models import embedding_table
 from chronicals.models.rows import SHARING_RANKS
 from chronicals.patching.fused_weights import is_hooked

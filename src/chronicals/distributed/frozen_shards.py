@@ -33,8 +33,8 @@ from chronicals.distributed.weight_shards import CODES
 from chronicals.models.rows import SHARING_RANKS
 from chronicals.quantization import (
     RECIPES,
-    PackedBase,
     PackedLinear,
+    PackedStorage,
     PackedWeight,
     PlainWeight,
     frozen_weight,
@@ -256,7 +256,7 @@ class FrozenRows(PackedWeight):
         return FrozenBase(packed, columns, ranks)
 
 
-class FrozenBase(PackedBase):
+class FrozenBase(PackedStorage):
     """Products with weights whose rows are divided among the ranks."""
 
     @classmethod

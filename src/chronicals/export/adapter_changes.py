@@ -21,9 +21,9 @@ from chronicals.export.additions import Addition, Additions
 from chronicals.export.dequantised_experts import DequantisedExperts
 from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
-from chronicals.lora.loading import describe_adapter, shape_of
+from chronicals.lora.loading import describe_adapter, described_config
 from chronicals.lora.magnitude import SHORTEST
-from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
+from chronicals.lora.peft_format import ADAPTER_PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.four_bits import linear_layers
@@ -127,7 +127,7 @@ class AdapterChanges:
         self.described = describe_adapter(folder)
         self.quantised = quantised
         self._read = functools.lru_cache(CACHED_MATRICES)(self._load)
-        self.shape = shape_of(self.described, self.described["target_modules"])
+        self.shape = described_config(self.described, self.described["target_modules"])
         if whole := [name for name in self.shape.modules_to_save or () if not is_of_head(name)]:
             raise MergeError(
                 f"{folder}: modules_to_save={whole}: load it, and call its merge_and_unload()"
@@ -143,7 +143,7 @@ class AdapterChanges:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             stored = list(file.keys())
             for name in stored:
-                path = name.removeprefix(PREFIX)
+                path = name.removeprefix(ADAPTER_PREFIX)
                 plain = path.replace(".token_adapter.base_layer.", ".")
                 self._names[path] = name
                 self._names[plain] = name
@@ -368,7 +368,7 @@ class AdapterChanges:
 
     def _with_magnitudes(self, path: str, weight: Tensor, along: int) -> Tensor:
         """Scale the rows of a weight to DoRA's magnitudes; a row lies along a dimension."""
-        magnitude = self._read(f"{PREFIX}{path}.lora_magnitude_vector").float()
+        magnitude = self._read(f"{ADAPTER_PREFIX}{path}.lora_magnitude_vector").float()
         norms = torch.linalg.vector_norm(weight, dim=along).clamp_(min=SHORTEST)
         return weight * (magnitude / norms).unsqueeze(along)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chronicals.formats.tensor_names import StoredNames
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embedding_layer import LoRAEmbedding
+from chronicals.lora.layers import LoRAEmbedding
 from chronicals.lora.parameter_layer import is_transposed
 from chronicals.lora.targets import Target, targets_of
 from chronicals.models.loading import load_without_weights

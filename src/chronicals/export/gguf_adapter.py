@@ -32,8 +32,8 @@ from chronicals.formats.gguf.families import family_of
 from chronicals.formats.gguf.reader import GGUFFile, NotExpressible, gguf_of, require_gguf
 from chronicals.formats.gguf.tensors import TensorPiece
 from chronicals.formats.tensor_names import language_name
-from chronicals.lora.loading import describe_adapter, shape_of
-from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
+from chronicals.lora.loading import describe_adapter, described_config
+from chronicals.lora.peft_format import ADAPTER_PREFIX, WEIGHTS_FILE
 
 PRODUCT_ERROR = 1e-6
 """Bound on the relative error of ``B A`` with its scale."""
@@ -108,7 +108,7 @@ def _read_pairs(source: Source) -> dict[str, LoraPair]:
         )
     folder = Path(source.saved.place)
     described = describe_adapter(folder)
-    shape = shape_of(described, described["target_modules"])
+    shape = described_config(described, described["target_modules"])
     unsupported = {
         "DoRA": shape.use_dora,
         "modules_to_save": shape.modules_to_save,
@@ -135,14 +135,14 @@ def _read_pairs(source: Source) -> dict[str, LoraPair]:
         for name in names:
             if not name.endswith(ends[0]):
                 continue
-            path = name.removeprefix(PREFIX).removesuffix(ends[0])
+            path = name.removeprefix(ADAPTER_PREFIX).removesuffix(ends[0])
             piece = pieces.get(language_name(f"{path}.weight") or "")
             if piece is None:
                 raise NotExpressible(
                     f"{folder}: {path} is no weight of its own in GGUF; export it merged (--to "
                     "gguf-f16)"
                 )
-            a, b = (file.get_tensor(f"{PREFIX}{path}{end}").float() for end in ends)
+            a, b = (file.get_tensor(f"{ADAPTER_PREFIX}{path}{end}").float() for end in ends)
             pairs[path] = LoraPair(piece, a, b, shape.at(path).scale)
     return pairs
 

@@ -32,7 +32,7 @@ from chronicals.models import load_model
 from chronicals.models.four_bits import packed_description
 from chronicals.models.loading import load_without_weights, quantised_names
 from chronicals.quantization import Packed, packed_layers
-from chronicals.quantization.bitsandbytes_format import STATE, stored_tensors
+from chronicals.quantization.bitsandbytes import QUANT_STATE, stored_tensors
 from chronicals.quantization.nf4 import BLOCK
 
 BITSANDBYTES = "bitsandbytes"
@@ -115,7 +115,7 @@ def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
         f"{name}.quant_map": ("F32", (16,)),
         f"{name}.nested_absmax": ("F32", (-(-blocks // SCALE_BLOCK),)),
         f"{name}.nested_quant_map": ("F32", (256,)),
-        f"{name}.{STATE}nf4": ("U8", (DESCRIPTION_BYTES,)),
+        f"{name}.{QUANT_STATE}nf4": ("U8", (DESCRIPTION_BYTES,)),
     }
 
     def take(name: str) -> Tensor:
@@ -136,9 +136,9 @@ def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
         torch.bfloat16
     )
     tensors = {name: tensor.cpu() for name, tensor in stored_tensors(stored.name, packed).items()}
-    described = tensors[f"{stored.name}.{STATE}nf4"]
+    described = tensors[f"{stored.name}.{QUANT_STATE}nf4"]
     blanks = torch.full((DESCRIPTION_BYTES - len(described),), ord(" "), dtype=torch.uint8)
-    return {**tensors, f"{stored.name}.{STATE}nf4": torch.cat([described, blanks])}
+    return {**tensors, f"{stored.name}.{QUANT_STATE}nf4": torch.cat([described, blanks])}
 
 
 def size(source: Source) -> int:

@@ -1,10 +1,9 @@
 """Low-rank adapters, in PEFT's format on disk."""
 
-from chronicals.lora.adapter_layer import AdapterLayer
 from chronicals.lora.apply import adapts, adapts_parameters, apply_lora
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.experts import report_frozen_experts, stacked_weights
 from chronicals.lora.layers import (
+    AdapterLayer,
     LoRALinear,
     adapters,
     adapters_are_fresh,
@@ -23,6 +22,7 @@ from chronicals.lora.several import (
     delete_adapter,
     set_adapter,
 )
+from chronicals.lora.stacked_experts import report_frozen_experts, stacked_weights
 
 __all__ = [
     "LORA_PRESETS",

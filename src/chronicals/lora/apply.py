@@ -10,16 +10,16 @@ from torch import nn
 
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import (
-    ends_in_any,
+    ends_in,
     modules_to_save,
-    remember_base_rows,
+    rows_in_files,
     with_score,
 )
 from chronicals.lora.layers import adapters
 from chronicals.lora.loftq import check_quantised, start_from_quantisation
 from chronicals.lora.model_methods import bind_methods
 from chronicals.lora.parameter_layer import LoRAParameter, without_wraps
-from chronicals.lora.starting_values import Start, check_weights, start_from_weights
+from chronicals.lora.starting_values import Start, check_base_weights, start_from_weights
 from chronicals.lora.targets import (
     Target,
     ends,
@@ -29,7 +29,7 @@ from chronicals.lora.targets import (
     targets_of,
 )
 from chronicals.lora.tokens import attach_tokens, plan_tokens
-from chronicals.models import score_of
+from chronicals.models import BASE_ROWS, score_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 def apply_lora(
     model: PreTrainedModel, config: LoRAConfig, start: Mapping[str, Start] | None = None
 ) -> PreTrainedModel:
-    """Attach an adapter to each targeted linear layer, embedding and parameter, in place;
-    everything else is frozen.
+    """Attach an adapter to each targeted linear layer, embedding and parameter, in place.
+
+    Everything else is frozen.
 
     Args:
         model: a Hugging Face model.
@@ -73,8 +74,8 @@ def apply_lora(
     whole = modules_to_save(model, config.modules_to_save)
     targets = targets_of(model, config, whole)
     paths = [target.path for target in targets]
-    head = model.get_output_embeddings()
     if score_of(model) is not None:
+        head = model.get_output_embeddings()
         for target in targets:
             if model.get_submodule(target.layer) is head:
                 raise ValueError(
@@ -82,10 +83,9 @@ def apply_lora(
                     "does not; leave it out"
                 )
     tokens = plan_tokens(model, config.trainable_token_indices, {*paths, *whole})
-    _refuse_unused_patterns(config, targets)
-    _warn_of_a_tied_head(model, targets)
+    _check_targets(model, config, targets)
     if config.takes_from_weights:
-        check_weights(model, paths, config)
+        check_base_weights(model, paths, config)
     if config.init == "loftq" and start is None:
         check_quantised(model, paths, config)
     model.requires_grad_(False)
@@ -98,14 +98,25 @@ def apply_lora(
     for module in whole.values():
         module.requires_grad_(True)
     attach_tokens(model, tokens)
-    remember_base_rows(model)
+    if getattr(model, BASE_ROWS, None) is None and model.config._name_or_path:
+        # when the adapter is saved, the base's files may be gone
+        setattr(model, BASE_ROWS, rows_in_files(model, model.config._name_or_path))
     model.chronicals_lora = config
     bind_methods(model)
     return model
 
 
-def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
-    """Warn if one of head and embedding is adapted and both are one weight."""
+def _check_targets(model: Any, config: LoRAConfig, targets: Sequence[Target]) -> None:
+    """Refuse a pattern that matches no target, and warn if one end of a tied pair is adapted."""
+    names = [target.named for target in targets]
+    used = config.fitted(names)
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field):
+            if key not in getattr(used, field):
+                raise ValueError(
+                    f"lora_{field}: {key!r} matches no adapted layer; adapted are "
+                    f"{', '.join(ends(names))}"
+                )
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
@@ -125,24 +136,12 @@ def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:
             )
 
 
-def _refuse_unused_patterns(config: LoRAConfig, targets: Sequence[Target]) -> None:
-    """Raise ValueError if a key of a pattern matches no adapted layer."""
-    names = [target.named for target in targets]
-    used = config.fitted(names)
-    for field in ("rank_pattern", "alpha_pattern"):
-        for key in getattr(config, field):
-            if key not in getattr(used, field):
-                raise ValueError(
-                    f"lora_{field}: {key!r} matches no adapted layer; adapted are "
-                    f"{', '.join(ends(names))}"
-                )
-
-
 def adapts(
     model: nn.Module, wanted: list[str] | str | None, layers: Collection[int] | None = None
 ) -> bool:
-    """Return whether the adapted layers are those that ``wanted`` and ``layers`` name, as the
-    ``target_modules`` and ``layers`` of a LoRAConfig.
+    """Return whether the adapted layers are those that ``wanted`` and ``layers`` name.
+
+    They are ``target_modules`` and ``layers`` of a LoRAConfig.
     """
     adapted = {
         without_wraps(path)
@@ -161,12 +160,13 @@ def adapts(
 def adapts_parameters(
     model: nn.Module, wanted: Collection[str] | None, layers: Collection[int] | None = None
 ) -> bool:
-    """Return whether the adapted parameters are those that ``wanted`` and ``layers`` name, as the
-    ``target_parameters`` and ``layers`` of a LoRAConfig.
+    """Return whether the adapted parameters are those that ``wanted`` and ``layers`` name.
+
+    They are ``target_parameters`` and ``layers`` of a LoRAConfig.
     """
     adapted = {
         layer.named_at(path) for path, layer in adapters(model) if isinstance(layer, LoRAParameter)
     }
     keys = {without_wraps(key) for key, _ in model.named_parameters() if ".lora_" not in key}
-    named = {key for key in keys if ends_in_any(key, wanted or ())}
+    named = {key for key in keys if ends_in(key, *(wanted or ()))}
     return adapted == {key for key in named if layers is None or layer_number(key) in layers}

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from chronicals.config.foreign import suggests_fields
 from chronicals.config.lora_init import INITS, is_init
-
-T = TypeVar("T")
 
 
 @suggests_fields
@@ -76,7 +73,19 @@ class LoRAConfig:
                 f"target_parameters={self.target_parameters!r}: give a list of names, also for one"
             )
         if self.target_parameters:
-            self._check_parameters()
+            # as in PEFT: such an adapter has no input of its own and no rows with a length
+            for value, name, remedy in (
+                (self.dropout, "dropout", "set dropout=0"),
+                (self.use_dora, "use_dora", "leave use_dora out"),
+                (self.takes_from_weights, "init", "leave init out"),
+            ):
+                if value:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} with "
+                        f"target_parameters={list(self.target_parameters)!r}: adapters of "
+                        f"parameters have none; {remedy}, or adapt linear layers alone "
+                        "(target_modules)"
+                    )
         elif self.target_modules == []:
             raise ValueError(
                 "lora_target_modules='none': nothing would be trained; name layers, or leave it "
@@ -93,25 +102,9 @@ class LoRAConfig:
                 except re.error as error:
                     raise ValueError(f"{name}: {key!r} is no regular expression: {error}") from None
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError for fields that an adapter of a parameter cannot have, as in PEFT: it
-        has no input of its own and no rows with a length.
-        """
-        for value, name, remedy in (
-            (self.dropout, "dropout", "set dropout=0"),
-            (self.use_dora, "use_dora", "leave use_dora out"),
-            (self.takes_from_weights, "init", "leave init out"),
-        ):
-            if value:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} with "
-                    f"target_parameters={list(self.target_parameters or ())!r}: adapters "
-                    f"of parameters have none; {remedy}, or adapt linear layers alone "
-                    "(target_modules)"
-                )
-
     @property
     def scale(self) -> float:
+        """Factor s of the product ``B A``, without patterns."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     @property
@@ -120,9 +113,11 @@ class LoRAConfig:
         return self.init not in ("default", "gaussian", "loftq")
 
     def at(self, path: str) -> LoRAConfig:
-        """Return the configuration of the layer at ``path``: its rank and alpha, without patterns."""
-        rank = _pattern_value(self.rank_pattern, path, self.rank)
-        alpha = _pattern_value(self.alpha_pattern, path, self.alpha)
+        """Return the configuration of the layer at ``path``, with its rank and no patterns."""
+        ranks = [rank for key, rank in self.rank_pattern.items() if _matches(key, path)]
+        alphas = [alpha for key, alpha in self.alpha_pattern.items() if _matches(key, path)]
+        rank = ranks[0] if ranks else self.rank
+        alpha = alphas[0] if alphas else self.alpha
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def fitted(self, paths: Collection[str]) -> LoRAConfig:
@@ -137,12 +132,8 @@ class LoRAConfig:
 
 
 def _matches(key: str, path: str) -> bool:
-    """Return whether the key of a pattern is the end of a path or matches it, by the rule of
-    ``peft.utils.other.get_pattern_key``.
+    """Return whether the key of a pattern is the end of a path or matches it.
+
+    The rule is that of ``peft.utils.other.get_pattern_key``.
     """
     return re.match(rf"(.*\.)?({key})$", path) is not None
-
-
-def _pattern_value(pattern: Mapping[str, T], path: str, default: T) -> T:
-    """Return the value of the first key that matches the path."""
-    return next((value for key, value in pattern.items() if _matches(key, path)), default)

@@ -20,18 +20,17 @@ from chronicals.models.routed_experts import lookahead_heads
 
 logger = logging.getLogger(__name__)
 
-STORED = "_chronicals_stores_embeddings"
+STORED_EMBEDDINGS = "_chronicals_stores_embeddings"
 """Attribute of a model whose adapter was loaded with embeddings; they are saved with it again."""
 
 Weights = dict[tuple[str, str], Tensor]
-"""Tensors of the input embedding and the head, by the path of the layer and the name of the
-parameter.
-"""
+"""Tensors of the input embedding and the head, by path of the layer and name of the parameter."""
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """Return the input embedding and the head by path; of an adapted layer its base layer. A model
-    with a score is saved without its head.
+    """Return the input embedding and the head by path; of an adapted layer its base layer.
+
+    A model with a score is saved without its head.
     """
     head = None if score_of(model) is not None else model.get_output_embeddings()
     ends = {id(end) for end in (model.get_input_embeddings(), head) if end is not None}
@@ -43,8 +42,9 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def _others(model: Any) -> dict[str, nn.Module]:
-    """Return by path the modules that may be trained whole and have no rows of tokens: the score,
-    and the heads that predict experts.
+    """Return by path the modules that may be trained whole and have no rows of tokens.
+
+    They are the score, and the heads that predict experts.
     """
     score = score_of(model)
     modules: dict[str, nn.Module] = {} if score is None else {SCORE: score}
@@ -56,14 +56,9 @@ def _others(model: Any) -> dict[str, nn.Module]:
     return modules
 
 
-def ends_in(path: str, name: str) -> bool:
-    """Return whether a path is, or ends in, this name."""
-    return f".{path}".endswith(f".{name}")
-
-
-def ends_in_any(path: str, names: Collection[str]) -> bool:
+def ends_in(path: str, *names: str) -> bool:
     """Return whether a path is, or ends in, one of these names."""
-    return any(ends_in(path, name) for name in names)
+    return any(f".{path}".endswith(f".{name}") for name in names)
 
 
 def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
@@ -75,10 +70,10 @@ def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
 
 
 def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
-    """Return by path the modules that are named: embedding, head, score, heads that predict
-    experts.
+    """Return by path the modules that are named: embedding, head, score, heads that predict.
 
     Args:
+        model: the model, with adapters or without.
         names: ends of paths.
 
     Raises:
@@ -118,18 +113,36 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
-    """Return the names of the weights of embedding and head if they must be saved with the adapter;
-    else none.
+    """Return the names of the weights of embedding and head that must be saved with the adapter.
 
     They must if the embedding's rows differ from the base's, if the base's rows are unknown, or if
     they were loaded with the adapter. A head that is tied to the embedding is stored once, as the
     embedding.
 
     Args:
+        model: a model with adapters.
         base: folder or hub name of the base; None if the model was not loaded from one.
     """
-    if not getattr(model, STORED, False) and not _is_resized(model, base):
-        return []
+    if not getattr(model, STORED_EMBEDDINGS, False):
+        rows = embedding_table(model).shape[0]
+        base_rows = getattr(model, BASE_ROWS, None)
+        if base_rows is None and base is None:  # made in memory: no file has any of its weights
+            return []
+        if base_rows is None and base is not None:
+            base_rows = rows_in_files(model, base)
+        if base_rows == rows:
+            return []
+        if base_rows is None:
+            logger.warning(
+                "the embedding is saved with the adapter: whether that of its base has other rows "
+                "cannot be read"
+            )
+        else:
+            logger.info(
+                "the embedding has %d rows, that of the base %d: it is saved with the adapter",
+                rows,
+                base_rows,
+            )
     weights: dict[str, Tensor] = {}
     for path, layer in _layers(model).items():
         prefix = path if model.get_submodule(path) is layer else f"{path}.base_layer"
@@ -139,20 +152,11 @@ def embeddings_to_store(model: Any, base: str | None) -> list[str]:
     return list(weights)
 
 
-def remember_base_rows(model: Any) -> None:
-    """Store the number of embedding rows in the files of the model's base as an attribute, if they
-    can be read. When the adapter is saved, the files may be gone.
-    """
-    if getattr(model, BASE_ROWS, None) is None and model.config._name_or_path:
-        setattr(model, BASE_ROWS, _rows_in_files(model, model.config._name_or_path))
+def rows_in_files(model: Any, base: str) -> int | None:
+    """Return the rows of the embedding by the configuration of the base; None if it is unreadable.
 
-
-def _rows_in_files(model: Any, base: str) -> int | None:
-    """Return the rows of the embedding by the configuration in a folder, or in the cache for a hub
-    name; None if it cannot be read.
-
-    A model that was loaded by its hub name left its configuration in the cache, so the hub is not
-    asked.
+    The configuration is read in a folder, or in the cache for a hub name. A model that was loaded
+    by its hub name left its configuration in the cache, so the hub is not asked.
     """
     try:
         config = type(model.config).from_pretrained(base, local_files_only=True)
@@ -162,35 +166,13 @@ def _rows_in_files(model: Any, base: str) -> int | None:
     return ModelShape.of(config).vocabulary or None
 
 
-def _is_resized(model: Any, base: str | None) -> bool:
-    """Return whether the embedding's rows differ from those in the base's files, or may differ
-    because those are unknown.
-    """
-    rows = embedding_table(model).shape[0]
-    base_rows = getattr(model, BASE_ROWS, None)
-    if base_rows is None and base is None:  # made in memory: no file has any of its weights
-        return False
-    if base_rows is None and base is not None:
-        base_rows = _rows_in_files(model, base)
-    if base_rows is None:
-        logger.warning(
-            "the embedding is saved with the adapter: whether that of its base has other rows "
-            "cannot be read"
-        )
-    elif base_rows != rows:
-        logger.info(
-            "the embedding has %d rows, that of the base %d: it is saved with the adapter",
-            rows,
-            base_rows,
-        )
-    return base_rows != rows
-
-
 def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> Weights:
     """Remove the weights of modules that are saved whole from an adapter's tensors and return them.
 
     Args:
+        model: the model, with adapters or without.
         tensors: tensors by name; names begin with ``prefix``.
+        prefix: begins the names in the file.
 
     Raises:
         ValueError: the base weight that PEFT stored for an adapted head is not the model's.
@@ -200,24 +182,24 @@ def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> We
         for name, parameter in layer.named_parameters(recurse=False):
             for wrap in ("", ".base_layer", ".token_adapter.base_layer"):
                 stored = tensors.pop(f"{prefix}{path}{wrap}.{name}", None)
-                if stored is not None and wrap and _is_of_another_model(stored, parameter):
+                if stored is None:
+                    continue
+                weights[path, name] = stored
+                if not wrap or parameter.ndim < 2:
+                    continue
+                # rows of added tokens may differ, if they were random, but not most rows
+                rows = min(len(stored), len(parameter))
+                dtype = min(stored.dtype, parameter.dtype, key=lambda dtype: dtype.itemsize)
+                own = parameter[:rows].detach().to(stored.device, dtype)
+                differ = stored[:rows].to(dtype) != own
+                if differ.flatten(1).any(dim=1).float().mean() > 0.5:
                     raise ValueError(
                         f"holds another weight for {path} than the model has: of another model?"
                     )
-                if stored is not None:
-                    weights[path, name] = stored
     return weights
 
 
-def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
-    """Return whether most of the common rows differ. Rows of added tokens may, if they were random."""
-    rows = min(len(stored), len(own))
-    dtype = min(stored.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
-    differ = stored[:rows].to(dtype) != own[:rows].detach().to(stored.device, dtype)
-    return bool(differ.flatten(1).any(dim=1).float().mean() > 0.5) if own.ndim > 1 else False
-
-
-def rows_of(model: Any, stored: Weights) -> int:
+def embedding_rows(model: Any, stored: Weights) -> int:
     """Return the number of rows of the stored embedding; if none is stored, of the model's."""
     others = _others(model)
     counts = [len(tensor) for (path, _), tensor in stored.items() if path not in others]
@@ -229,12 +211,13 @@ def take_embeddings(model: Any, stored: Weights, whole: Collection[str]) -> None
     """Copy stored weights into the model, after resizing its embedding and head to their rows.
 
     Args:
+        model: the model, with adapters or without.
         stored: the weights.
         whole: paths of ``modules_to_save``, which are saved again in any case.
     """
     if not stored:
         return
-    rows = rows_of(model, stored)
+    rows = embedding_rows(model, stored)
     if rows != embedding_table(model).shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
     others = _others(model)
@@ -242,4 +225,4 @@ def take_embeddings(model: Any, stored: Weights, whole: Collection[str]) -> None
     for (path, name), tensor in stored.items():
         layers[path].get_parameter(name).copy_(tensor)
     if any(path not in others and path not in whole for path, _ in stored):
-        setattr(model, STORED, True)
+        setattr(model, STORED_EMBEDDINGS, True)

@@ -1,4 +1,6 @@
-"""LoRALinear: a frozen linear layer with an adapter beside it.
+"""Adapted layers: the class that all share, and those over linear layers and embeddings.
+
+``LoRALinear`` is a frozen linear layer with an adapter beside it.
 
     y = x Wᵀ + b + s · u Bᵀ,   u = dropout(x) Aᵀ
     g = s · dy B,   dx = dy W + g A,   dA = gᵀ x,   dB = s · dyᵀ u        (no dropout)
@@ -9,12 +11,17 @@ Bᵀ) + b``.
 Without dropout and DoRA, over a plain linear layer, the adapter's products add their results
 themselves (``addmm``) in both passes, so no separate sum passes over y or dx. Saved are x, W, A, B
 and u. Under ``torch.compile`` the plain formula runs, whose sums the compiler fuses.
+
+``LoRAEmbedding`` is a frozen input embedding with an adapter beside it.
+
+    y = (W + s · (B A)ᵀ)[ids] · e          W [V, D], A [r, V], B [D, r]; e: the scale of classes that have one (Gemma 3), else 1
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -26,13 +33,12 @@ from torch import Tensor, nn
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
-from chronicals.lora.adapter_layer import AdapterLayer, draw, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import (
     SHORTEST,
     adapted_norms,
     crossed,
-    is_plain,
+    has_plain_values,
     squared_norms_of,
     unbiased,
 )
@@ -42,16 +48,114 @@ from chronicals.models.routed_experts import is_of_head
 from chronicals.quantization import is_linear, packed_weight
 
 
+class AdapterLayer(nn.Module, ABC):
+    """A frozen ``base_layer`` with a trained product ``s · B A`` beside one of its weights.
+
+    A ``[r, in]`` and B ``[out, r]`` are fp32 whatever the base is.
+
+    Attributes:
+        MATRICES: names of A and B.
+        scale: s.
+        dropout: probability with which an element of the input of A is dropped in training.
+        enabled: whether the adapter is on (``without_adapters``).
+    """
+
+    MATRICES = ("lora_A", "lora_B")
+
+    def __init__(self, base_layer: nn.Module, config: LoRAConfig):
+        super().__init__()
+        self.base_layer = base_layer
+        if not isinstance(base_layer, AdapterLayer):  # the matrices of another adapter stay trained
+            base_layer.requires_grad_(False)
+        self.scale = config.scale
+        self.dropout = config.dropout
+        self.enabled = True
+
+    def _make_matrices(
+        self, a_shape: tuple[int, int], b_shape: tuple[int, int], device: torch.device
+    ) -> None:
+        """Register A and B as parameters, uninitialised."""
+        for name, shape in zip(self.MATRICES, (a_shape, b_shape), strict=True):
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, device=device, dtype=torch.float32))
+            )
+
+    @property
+    def pair(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """A and B."""
+        a, b = (self.get_parameter(name) for name in self.MATRICES)
+        return a, b
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the parameters that are trained and saved."""
+        return self.MATRICES
+
+    def named_at(self, path: str) -> str:
+        """Return the name of the adapted weight in patterns of ranks and in PEFT's configuration.
+
+        Args:
+            path: path of the layer.
+        """
+        return path
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if the layer computes the same as without its adapter, as one of A and B is zero.
+
+        The host waits for the device.
+        """
+        return not all(bool(matrix.any()) for matrix in self.pair)
+
+    @abstractmethod
+    def merge(self) -> None:
+        """Add ``s · B A`` to the base's weight, summed in at least fp32 and rounded once."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "base_layer" and type(value).__module__.startswith("peft."):
+            raise ValueError(
+                f"PEFT's {type(value).__name__} would go into an adapter of ours: call "
+                "merge_and_unload() first"
+            )
+        super().__setattr__(name, value)
+
+
+def exact(weight: Tensor) -> Tensor:
+    """Return the weight in at least fp32."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+@torch.no_grad()
+def draw_matrix(matrix: nn.Parameter, initialise: Callable[[Tensor], Any]) -> None:
+    """Fill a matrix with random numbers.
+
+    They are drawn on the host, so that a seed gives the same adapters on every device, and for a
+    model that is still in host memory before it is sharded.
+
+    Args:
+        matrix: A or B.
+        initialise: fills a tensor in place, such as ``nn.init.normal_``.
+    """
+    values = torch.empty_like(matrix, device="cpu")
+    initialise(values)
+    matrix.copy_(values)
+
+
+def in_file(name: str) -> str:
+    """Return the name of a trained parameter in PEFT's files, where A and B are layers."""
+    return f"{name}.weight" if name in AdapterLayer.MATRICES else name
+
+
 class LoRALinear(AdapterLayer):
-    """``base(x) + s · B (A dropout(x))`` with A ``[r, in]``, B ``[out, r]``, both fp32 whatever the
-    base is.
+    """A linear layer with an adapter: ``base(x) + s · B (A dropout(x))``.
 
     A starts uniform as a linear layer does and B at zero, so that the model is at first unchanged.
 
     Args:
         base_layer: a linear layer whose output is ``[..., out]``; it is frozen.
         config: rank, scale and dropout.
-        in_features, out_features: of the base layer.
+        in_features: number of inputs of the base layer.
+        out_features: number of its outputs.
 
     Attributes:
         lora_magnitude_vector: m of DoRA, fp32 ``[out]``, or None; it starts at the norms of the
@@ -75,7 +179,7 @@ class LoRALinear(AdapterLayer):
         self.out_features = out_features
         device = next(base_layer.parameters()).device
         self._make_matrices((config.rank, in_features), (out_features, config.rank), device)
-        start(self.lora_A, self.lora_B, config)
+        start_matrices(self.lora_A, self.lora_B, config)
         self.register_buffer("lora_start_A", None)
         self.register_buffer("lora_start_B", None)
         self._squares: tuple[tuple, Tensor] | None = None
@@ -83,14 +187,10 @@ class LoRALinear(AdapterLayer):
 
     @property
     def trained(self) -> tuple[str, ...]:
+        """Names of the parameters that are trained and saved: A, B and m."""
         if self.lora_magnitude_vector is None:
             return self.MATRICES
         return (*self.MATRICES, "lora_magnitude_vector")
-
-    def keep_start(self) -> None:
-        """Store A and B as they are now: the part that was taken out of the base's weight."""
-        self.lora_start_A = self.lora_A.detach().clone()
-        self.lora_start_B = self.lora_B.detach().clone()
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor] | None:
@@ -103,9 +203,7 @@ class LoRALinear(AdapterLayer):
 
     @property
     def is_fresh(self) -> bool:
-        """True if the layer computes the same as without its adapter. The host waits for the
-        device.
-        """
+        """True if the layer computes the same as without its adapter; the host waits for it."""
         if self.lora_start_A is not None and self.lora_start_B is not None:
             same_a = torch.equal(self.lora_A, self.lora_start_A)
             same = same_a and torch.equal(self.lora_B, self.lora_start_B)
@@ -116,8 +214,10 @@ class LoRALinear(AdapterLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight with the adapter added, in the base's shape and dtype, for a model that
-        reads it instead of calling the layer, as Mamba does. Dropout does not apply then.
+        """The base's weight with the adapter added, in the base's shape and dtype.
+
+        It is for a model that reads it instead of calling the layer, as Mamba does. Dropout does
+        not apply then.
 
         Raises:
             AttributeError: the base's weight is quantised.
@@ -145,6 +245,7 @@ class LoRALinear(AdapterLayer):
 
     @torch.no_grad()
     def merge(self) -> None:
+        """Add the adapter to the base's weight; a packed base becomes a plain layer."""
         merged = partial(self.with_adapter, a=self.lora_A, b=self.lora_B)
         base: Any = self.base_layer
         if packed_weight(base) is None:
@@ -163,7 +264,7 @@ class LoRALinear(AdapterLayer):
         weight = cast(Tensor, self.base_layer.weight)
         # a compiled graph cannot test whether the weight has changed
         if torch.compiler.is_compiling() and (
-            is_plain(weight) or packed_weight(self.base_layer) is not None
+            has_plain_values(weight) or packed_weight(self.base_layer) is not None
         ):
             return squared_norms_of(self.base_layer, self.in_features)
         key = weight.data_ptr(), weight._version, weight.dtype, weight.device
@@ -173,17 +274,27 @@ class LoRALinear(AdapterLayer):
 
     @property
     def bias(self) -> Tensor | None:
+        """The base's bias, or None."""
         return cast(Tensor | None, self.base_layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output for x ``[..., in]``, with the adapter if it is on."""
         matrices = self.matrices
         if matrices is None:
             y: Tensor = self.base_layer(x)
             return y
         a, b = matrices
         dropout = self.dropout if self.training and self.enabled else 0.0
-        if self.lora_magnitude_vector is not None:
-            return self._with_magnitude(x, self.lora_magnitude_vector)
+        magnitude = self.lora_magnitude_vector
+        if magnitude is not None:
+            if _is_plain(self.base_layer, x):
+                base = F.linear(x, cast(Tensor, self.base_layer.weight))
+            else:
+                base = unbiased(self.base_layer, x)
+            added = self._added(x, a, b, dropout)
+            # the factors of rows stay in fp32: in 16 bits they would change in steps of 0.8 %
+            y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
+            return (y if self.bias is None else y + self.bias).to(base.dtype)
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
             weight = self.base_layer.weight
@@ -193,18 +304,6 @@ class LoRALinear(AdapterLayer):
             return y.view(*x.shape[:-1], len(weight))
         base = self.base_layer(x)
         return base + self._added(x, a, b, dropout).to(base.dtype) * self.scale
-
-    def _with_magnitude(self, x: Tensor, magnitude: Tensor) -> Tensor:
-        """Return the output with DoRA."""
-        dropout = self.dropout if self.training else 0.0
-        if _is_plain(self.base_layer, x):
-            base = F.linear(x, cast(Tensor, self.base_layer.weight))
-        else:
-            base = unbiased(self.base_layer, x)
-        added = self._added(x, self.lora_A, self.lora_B, dropout)
-        # the factors of rows stay in fp32: in 16 bits they would change in steps of 0.8 %
-        y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
-        return (y if self.bias is None else y + self.bias).to(base.dtype)
 
     def _added(self, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
         """Return ``u Bᵀ``."""
@@ -223,18 +322,102 @@ def _read_adapter(layer: LoRALinear) -> tuple[Adapter, bool]:
 register_adapter_reader(LoRALinear, _read_adapter)
 
 
-def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
+def start_matrices(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
     """Initialise A, uniform like the weight of a linear layer or normal, and B, zero."""
     if config.init == "gaussian":
-        draw(a, partial(nn.init.normal_, std=1 / config.rank))
+        draw_matrix(a, partial(nn.init.normal_, std=1 / config.rank))
     else:
-        draw(a, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+        draw_matrix(a, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
     nn.init.zeros_(b)
 
 
+class LoRAEmbedding(AdapterLayer):
+    """An input embedding with an adapter.
+
+    A starts at zero and B normal, as PEFT starts them: the model is at first unchanged. There is no
+    dropout, since the inputs are ids.
+
+    Args:
+        base_layer: an embedding for which ``is_embedding`` is true; it is frozen.
+        config: rank and scale.
+    """
+
+    MATRICES = ("lora_embedding_A", "lora_embedding_B")
+    lora_embedding_A: nn.Parameter
+    lora_embedding_B: nn.Parameter
+
+    def __init__(self, base_layer: nn.Embedding, config: LoRAConfig):
+        super().__init__(base_layer, config)
+        rows, width = base_layer.weight.shape
+        self._make_matrices((config.rank, rows), (width, config.rank), base_layer.weight.device)
+        nn.init.zeros_(self.lora_embedding_A)
+        draw_matrix(self.lora_embedding_B, nn.init.normal_)
+
+    @property
+    def weight(self) -> Any:
+        """The base's weight without the adapter, since a head that is tied to it has none."""
+        return self.base_layer.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ``ids``, with the adapter if it is on."""
+        y: Tensor = self.base_layer(ids)
+        if not self.enabled:
+            return y
+        base: Any = self.base_layer
+        a, b = self.pair
+        rows = F.embedding(ids, a.t(), base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq)
+        added = F.linear(rows.to(y.dtype), b.to(y.dtype)) * self.scale
+        factor = getattr(base, "embed_scale", None)
+        if factor is not None:
+            added = added * torch.as_tensor(factor).to(added.device, base.weight.dtype)
+        return y + added.to(y.dtype)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add ``s · (B A)ᵀ`` to the base's weight."""
+        a, b = self.pair
+        weight: Tensor = self.weight
+        weight.copy_(exact(weight) + (self.scale * (b @ a)).t().to(weight.device))
+
+
+def is_embedding(layer: Any) -> bool:
+    """Return whether the layer computes ``W[ids]``, or that times its ``embed_scale``.
+
+    A class with another forward than ``nn.Embedding`` is tried with a small copy.
+    """
+    if not isinstance(layer, nn.Embedding) or layer.max_norm is not None or layer.sparse:
+        return False
+    if type(layer).forward is nn.Embedding.forward:
+        return "embed_scale" not in vars(layer) and "embed_scale" not in layer._buffers
+    ids = torch.tensor([[4, 1, 1], [0, 3, 2]])
+    with torch.random.fork_rng(devices=[]):
+        small = nn.Embedding(5, 3, device="cpu", dtype=torch.float32)
+    expected = small(ids)
+    small.__dict__ = {
+        name: value for name, value in vars(layer).items() if name != "forward"
+    } | vars(small)
+    small.__class__ = type(layer)
+    try:
+        small._buffers = {
+            name: buffer.float().cpu()
+            for name, buffer in layer._buffers.items()
+            if buffer is not None
+        }
+        got = small(ids)
+        factor = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).float().cpu()
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return False
+    return (
+        factor.numel() == 1
+        and got.shape == expected.shape
+        and torch.allclose(got, expected * factor, rtol=1e-4)
+    )
+
+
 def adapters(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
-    """Return paths and modules of the adapted layers, linear or not. Of several around one layer
-    the outermost comes first.
+    """Return paths and modules of the adapted layers, linear or not.
+
+    Of several around one layer the outermost comes first.
     """
     return (
         (name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer)
@@ -273,8 +456,9 @@ def adapters_are_fresh(model: nn.Module) -> bool:
 
 
 def why_base_is_gone(model: nn.Module) -> str | None:
-    """Return why the model without its adapters is not the base that they were trained over; None
-    if it is.
+    """Return why the model without its adapters is not the base that they were trained over.
+
+    The result is None if it is.
     """
     named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
     whole = [name for name in named if not is_of_head(name)]
@@ -283,10 +467,10 @@ def why_base_is_gone(model: nn.Module) -> str | None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Turn adapters and trained rows of tokens off for the length of a block, as for a reference
-    policy. No storage moves.
+    """Turn adapters and trained rows of tokens off for the length of a block.
 
-    If layers are recomputed in the backward pass, that must run within the block, too.
+    The model is then the base, as for a reference policy. No storage moves. If layers are
+    recomputed in the backward pass, that must run within the block, too.
 
     Raises:
         ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is
@@ -310,9 +494,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Return whether ``layer`` is a frozen linear layer without hooks, another forward or
-    autocast.
-    """
+    """Return whether ``layer`` is frozen and linear, without hooks, another forward or autocast."""
     if (
         type(layer) is not nn.Linear
         or type(layer.weight) not in (nn.Parameter, Tensor)

@@ -15,18 +15,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.config.lora_init import is_init
-from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import (
     Weights,
+    embedding_rows,
     modules_to_save,
-    rows_of,
     stored_embeddings,
     take_embeddings,
 )
-from chronicals.lora.layers import LoRALinear, adapters
-from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, SEQUENCE_CLASSIFICATION, WEIGHTS_FILE
+from chronicals.lora.layers import AdapterLayer, LoRALinear, adapters, in_file
+from chronicals.lora.peft_format import (
+    ADAPTER_PREFIX,
+    CONFIG_FILE,
+    SEQUENCE_CLASSIFICATION,
+    WEIGHTS_FILE,
+)
 from chronicals.lora.starting_values import Start
 from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
@@ -40,8 +44,9 @@ REQUIRED_FIELDS = ("r", "lora_alpha", "target_modules")
 
 
 def load_adapter(model: Any, folder: str | Path) -> Any:
-    """Attach the adapters in ``folder``, ours or PEFT's, to a model without adapters, or load their
-    values into those that the model has. Return the model.
+    """Attach the adapters in ``folder``, ours or PEFT's, to a model, and return the model.
+
+    If the model has adapters, the stored values are loaded into those.
 
     If an embedding is stored with them, because tokens were added, it replaces the model's.
 
@@ -58,7 +63,8 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     if attached:
         _check_attached(folder, config, model.chronicals_lora, attached)
     whole = modules_to_save(model, config.modules_to_save)
-    tensors = _tensors(folder)
+    with _readable(folder):
+        tensors = load_file(folder / WEIGHTS_FILE)
     embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
     for path, module in whole.items():
         for name, _ in module.named_parameters():
@@ -67,7 +73,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
                     f"{folder}: {path} is in modules_to_save, and its {name} is missing: save the "
                     "adapter again"
                 )
-    row_count = rows_of(model, embeddings)
+    row_count = embedding_rows(model, embeddings)
     targets = [] if attached else targets_of(model, config, whole)
     shapes = {path: _shapes_of(layer) for path, layer in attached.items()}
     shapes |= {target.path: target.shapes(model, config, row_count) for target in targets}
@@ -139,6 +145,9 @@ def _tokens(
     """Return the trained tokens of the stored adapter by path.
 
     Args:
+        model: the model.
+        folder: folder of the stored adapter.
+        config: its configuration.
         taken: paths of layers that are trained in another way.
         rows: number of rows that the embedding will have.
         attached: trained tokens of the attached adapters, which must be the same; None if no
@@ -165,8 +174,9 @@ def _tokens(
 
 
 def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
-    """Return the shapes of the trained parameters of a layer by their names in a file, where
-    starting values, if there are any, stand beside A and B.
+    """Return the shapes of the trained parameters of a layer by their names in a file.
+
+    Starting values, if there are any, stand beside A and B there.
     """
     if not isinstance(layer, LoRALinear) or layer.lora_start_A is None:
         return {in_file(name): layer.get_parameter(name).shape for name in layer.trained}
@@ -181,8 +191,9 @@ def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
 def _since_start(
     folder: Path, path: str, layer: AdapterLayer, stored: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return A and B of a layer without the starting values, which are stored beside them; see
-    ``starting_values``.
+    """Return A and B of a layer without the starting values, which are stored beside them.
+
+    See ``starting_values``.
 
     Raises:
         ValueError: the stored adapter started at other values than the layer, from whose base
@@ -214,8 +225,7 @@ def _halves(a: Tensor, b: Tensor) -> tuple[Start, Start]:
 
 
 def stored_start(folder: Path) -> dict[str, Start]:
-    """Return the starting values by path of adapters in ``folder`` that started from the weights of
-    their base.
+    """Return the starting values by path of adapters that started from the weights of their base.
 
     Raises:
         ValueError: the file of weights cannot be read.
@@ -264,10 +274,10 @@ def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) 
         wanted = targeted_paths(
             model, wanted, excluded, layers, [lists] if isinstance(lists, str) else lists
         )
-    return shape_of(described, wanted)
+    return described_config(described, wanted)
 
 
-def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> LoRAConfig:
+def described_config(described: Mapping[str, Any], target_modules: list[str] | str) -> LoRAConfig:
     """Return the LoRAConfig of the fields of ``describe_adapter``, for these targets."""
     start = described.get("init_lora_weights")
     moves_weights = isinstance(start, str) and _is_from_weights(start)
@@ -293,12 +303,9 @@ def adapter_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file of weights cannot be read.
     """
-    return {name.removeprefix(PREFIX): tensor for name, tensor in _tensors(folder).items()}
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
     with _readable(folder):
-        return load_file(folder / WEIGHTS_FILE)
+        tensors = load_file(folder / WEIGHTS_FILE)
+    return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 @contextmanager
@@ -313,9 +320,9 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def stored_rows(folder: Path) -> int | None:
-    """Return the number of rows of the embedding that is stored with an adapter; None if none is."""
+    """Return the number of rows of the embedding that is stored with an adapter, or None."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        others = (".lora_", FILE_NAME, f"{PREFIX}{SCORE}.")
+        others = (".lora_", FILE_NAME, f"{ADAPTER_PREFIX}{SCORE}.")
         rows = []
         for name in list(file.keys()):
             if not is_of_head(name) and not any(other in name for other in others):
@@ -327,13 +334,16 @@ def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: boo
     """Remove the weights that are stored whole from ``tensors`` and return them.
 
     Args:
+        model: the model.
+        folder: folder of the stored adapter.
+        tensors: tensors by name.
         fixed: whether the model's embedding must have the stored number of rows.
     """
     try:
-        weights = stored_embeddings(model, tensors, PREFIX)
+        weights = stored_embeddings(model, tensors, ADAPTER_PREFIX)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    stored_count = rows_of(model, weights)
+    stored_count = embedding_rows(model, weights)
     count = embedding_table(model).shape[0]
     if fixed and stored_count != count:
         raise ValueError(
@@ -352,13 +362,15 @@ def _pop_tensors(
     """Remove the tensors of each layer from ``tensors`` and return them by path and name.
 
     Args:
+        folder: folder of the stored adapter.
+        tensors: tensors by name.
         shapes: shapes of the tensors, all of which must be present, by path and name.
         last: whether no other tensors may be left.
     """
     popped: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
     for path, expected in shapes.items():
         for name, shape in expected.items():
-            stored = tensors.pop(f"{PREFIX}{path}.{name}", None)
+            stored = tensors.pop(f"{ADAPTER_PREFIX}{path}.{name}", None)
             if stored is None or stored.shape != shape:
                 parameter = name.removesuffix(".weight")
                 raise ValueError(
@@ -413,7 +425,5 @@ def _refuse_unsupported(folder: Path, described: dict[str, Any]) -> None:
 
 
 def _is_from_weights(start: str) -> bool:
-    """Return whether an ``init_lora_weights`` is one of ours that take a part of the base's
-    weights.
-    """
+    """Return whether an ``init_lora_weights`` is one of ours that take a part of the weights."""
     return is_init(start) and start.startswith(("pissa", "olora"))

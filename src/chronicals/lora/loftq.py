@@ -1,5 +1,7 @@
-"""LoftQ: adapters over a base in 4 bits start at the best approximation, of their rank, of the
-quantisation error (Li et al., 2023, arXiv 2310.08659, algorithm 1 with T = 1).
+"""LoftQ: adapters over a base in 4 bits start at the best approximation of its error.
+
+The approximation of the quantisation error has the adapters' rank (Li et al., 2023, arXiv
+2310.08659, algorithm 1 with T = 1).
 
     Q = q(W),   W − Q = U S Vᵀ:   A = √(S/s) Vᵀ,   B = U √(S/s)        of the r largest values, so that Q + s · B A is nearest W
 
@@ -18,14 +20,14 @@ import torch
 from torch import Tensor
 
 from chronicals.lora.config import LoRAConfig
+from chronicals.lora.embeddings import ends_in
 from chronicals.lora.layers import linear_adapters
 from chronicals.models.four_bits import WATCHED
 from chronicals.quantization import PackedWeight, packed_weight
 
 
 class LoftQ:
-    """Starting values, computed while a model is quantised, layer by layer, since W is gone
-    afterwards.
+    """Starting values, computed layer by layer while a model is quantised: W is gone afterwards.
 
     ``load_model(..., watch=...)`` and ``quantise_layers(model, watch)`` call it for each layer, and
     leave it with the model.
@@ -53,9 +55,17 @@ class LoftQ:
         Raises:
             ValueError: the rank is larger than the weight.
         """
-        shape = self.config.at(path)
-        if not self._may_be_target(path):
+        # whether the layer may be a target; ``apply_lora`` decides which layers are
+        wanted = self.config.target_modules
+        if wanted is None or wanted == "all-linear":
+            may_be_target = True
+        elif isinstance(wanted, str):
+            may_be_target = re.fullmatch(wanted, path) is not None
+        else:
+            may_be_target = ends_in(path, *wanted)
+        if not may_be_target:
             return
+        shape = self.config.at(path)
         if shape.rank > min(weight.shape):
             raise ValueError(
                 f"lora_init='loftq': the adapter of {path} has rank {shape.rank}, its weight "
@@ -69,19 +79,11 @@ class LoftQ:
             (u[:, : shape.rank] * root).cpu(),
         )
 
-    def _may_be_target(self, path: str) -> bool:
-        """Return whether the layer may be a target; ``apply_lora`` decides which layers are."""
-        wanted = self.config.target_modules
-        if wanted is None or wanted == "all-linear":
-            return True
-        if isinstance(wanted, str):
-            return re.fullmatch(wanted, path) is not None
-        return any(f".{path}".endswith(f".{name}") for name in wanted)
-
 
 def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
-    """Raise ValueError if a layer has no starting values, as it is not in 4 bits or was quantised
-    without ``LoftQ``.
+    """Raise ValueError if a layer has no starting values.
+
+    It is then not in 4 bits, or was quantised without ``LoftQ``.
     """
     watch = getattr(model, WATCHED, None)
     known = watch.starts if isinstance(watch, LoftQ) else {}
@@ -111,8 +113,9 @@ def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> N
 
 @torch.no_grad()
 def start_from_quantisation(model: Any) -> None:
-    """Copy the starting values into all adapters and delete them. Magnitudes (DoRA) become the
-    norms of the rows with the adapter.
+    """Copy the starting values into all adapters and delete them.
+
+    Magnitudes (DoRA) become the norms of the rows with the adapter.
     """
     starts = vars(model).pop(WATCHED).starts
     for path, layer in linear_adapters(model):

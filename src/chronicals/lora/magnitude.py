@@ -1,5 +1,6 @@
-"""DoRA: each row of an adapted weight has a trained length, its magnitude (Liu et al., 2024, arXiv
-2402.09353).
+"""DoRA: each row of an adapted weight has a trained length, its magnitude.
+
+The method is that of Liu et al., 2024, arXiv 2402.09353.
 
     W' = diag(m / n) (W + s B A)        n = ‖W + s B A‖, a constant in the backward pass (section 4.3); at first m = ‖W‖
     n² = ‖W‖² + Σᵣ (2 W Aᵀ + s B A Aᵀ) ⊙ s B
@@ -10,15 +11,13 @@ needs W in one product as wide as the rank, not W + s B A.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.products import product
-from chronicals.lora.padding import Padding
-from chronicals.quantization import Base, packed_weight
+from chronicals.quantization import AdapterPadding, Base, packed_weight
 
 IDENTITY_ROWS = 1024
 """Number of rows of the identity that a quantised layer multiplies at a time."""
@@ -38,7 +37,7 @@ class RowNorms:
         self._norms: tuple[tuple, Tensor] | None = None
         self._squares: tuple[tuple, Tensor] | None = None
 
-    def of(self, base: Base, padding: Padding) -> Tensor:
+    def of(self, base: Base, padding: AdapterPadding) -> Tensor:
         """Return the norms, ``[N]``, in at least fp32."""
         parts = tuple((part.data_ptr(), part._version) for part in base.parts)
         key = parts, tuple(padding.written), _is_captured(padding.down)
@@ -52,8 +51,9 @@ class RowNorms:
         return self._norms[1]
 
     def forget(self) -> None:
-        """Compute the norms anew when they are needed next. The replay of a graph changes adapters
-        without raising their versions.
+        """Compute the norms anew when they are needed next.
+
+        The replay of a graph changes adapters without raising their versions.
         """
         if self._norms is not None:
             self._norms = (), self._norms[1]
@@ -68,19 +68,14 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def factors_of(magnitudes: Sequence[Tensor | None], norms: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return m / n of the rows of all layers; 1 for a layer without magnitudes."""
-    parts = zip(magnitudes, norms.split(list(sizes)), strict=True)
-    return torch.cat([torch.ones_like(n) if m is None else m / n for m, n in parts])
-
-
 def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """Return n, in the dtype of ``squares``.
 
     Args:
         squares: ‖W‖², ``[N]``.
         crossed: W Aᵀ, ``[N, r]``.
-        down, up: A and s·B.
+        down: A, ``[r, K]``.
+        up: s·B, ``[N, r]``.
     """
     kind = squares.dtype
     down = down.to(kind)
@@ -96,16 +91,17 @@ def squared_norms(weight: Tensor) -> Tensor:
     ).square_()
 
 
-def is_plain(weight: Any) -> bool:
+def has_plain_values(weight: Any) -> bool:
     """Return whether the weight has floating-point values of at least 16 bits, not codes."""
     return bool(weight.is_floating_point() and weight.element_size() > 1)
 
 
 def squared_norms_of(layer: Any, width: int) -> Tensor:
-    """Return ‖W‖² of the rows of a linear layer, quantised or not. An unknown format is read from
-    the layer's outputs for the identity.
+    """Return ‖W‖² of the rows of a linear layer, quantised or not.
+
+    An unknown format is read from the layer's outputs for the identity.
     """
-    if is_plain(layer.weight):
+    if has_plain_values(layer.weight):
         return squared_norms(upright(layer))
     if packed_weight(layer) is not None:
         norms: Tensor = layer.squared_norms()
@@ -118,7 +114,7 @@ def squared_norms_of(layer: Any, width: int) -> Tensor:
 
 def crossed(layer: Any, down: Tensor) -> Tensor:
     """Return W Aᵀ of a linear layer, quantised or not."""
-    if is_plain(layer.weight):
+    if has_plain_values(layer.weight):
         weight = upright(layer)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return product(weight, down.to(weight.dtype).t(), dtype)

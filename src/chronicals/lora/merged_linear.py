@@ -44,16 +44,23 @@ from chronicals.kernels.dropped_products import (
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.launch import differentiable_once, in_rows, with_padding
 from chronicals.kernels.products import product, product_into
-from chronicals.lora.magnitude import SHORTEST, RowNorms, factors_of
-from chronicals.lora.padding import Padding, columns_for
-from chronicals.quantization import Base, Dense, Operand, PackedWeight, Storage
+from chronicals.lora.magnitude import SHORTEST, RowNorms
+from chronicals.quantization import (
+    AdapterPadding,
+    Base,
+    Dense,
+    Operand,
+    PackedWeight,
+    Storage,
+    columns_for,
+)
 
-Format = Callable[[Dense, torch.device], Base]
+ProductFormat = Callable[[Dense, torch.device], Base]
 """Makes the base that multiplies in place of a dense weight, on a device."""
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedWeights:
     """The weights of some linear layers of one input, as one.
 
     Attributes:
@@ -67,25 +74,28 @@ class Merged:
 
     storage: Storage
     base: Base
-    padding: Padding
+    padding: AdapterPadding
     biases: tuple[Tensor | None, ...]
     bias: Tensor | None
     norms: RowNorms = field(default_factory=RowNorms, compare=False)
 
     @classmethod
     def in_place(
-        cls, weight: Tensor, bias: Tensor | None, product_format: Format | None = None
-    ) -> Merged:
+        cls, weight: Tensor, bias: Tensor | None, product_format: ProductFormat | None = None
+    ) -> MergedWeights:
         """Take one layer without an adapter; its data are not moved."""
         storage = Dense(weight.detach(), (weight,))
-        padding = Padding.beside(storage, (len(weight),), (0,))
+        padding = AdapterPadding.beside(storage, (len(weight),), (0,))
         base = storage if product_format is None else product_format(storage, weight.device)
         return cls(storage, base, padding, (bias,), None if bias is None else bias.detach())
 
     @classmethod
-    def side_by_side(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged:
-        """Take several layers without adapters whose weights, and biases if any, are adjacent in
-        memory already; nothing is moved.
+    def side_by_side(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> MergedWeights:
+        """Take several layers without adapters whose weights and biases are adjacent already.
+
+        Nothing is moved.
         """
         sizes = tuple(map(len, weights))
         first = weights[0].detach()
@@ -93,7 +103,11 @@ class Merged:
         storage = Dense(first.as_strided((sum(sizes), width), (width, 1)), weights)
         bias = None if biases[0] is None else biases[0].detach().as_strided((sum(sizes),), (1,))
         return cls(
-            storage, storage, Padding.beside(storage, sizes, (0,) * len(sizes)), tuple(biases), bias
+            storage,
+            storage,
+            AdapterPadding.beside(storage, sizes, (0,) * len(sizes)),
+            tuple(biases),
+            bias,
         )
 
     @classmethod
@@ -102,12 +116,15 @@ class Merged:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         ranks: Sequence[int],
-        product_format: Format | None = None,
+        product_format: ProductFormat | None = None,
         device: torch.device | None = None,
-    ) -> Merged:
+    ) -> MergedWeights:
         """Copy the weights and biases into one storage, with padding for adapters of these ranks.
 
         Args:
+            weights: weight of each layer, ``[out, in]``.
+            biases: bias of each layer, or None.
+            ranks: rank of each layer's adapter, 0 if it has none.
             product_format: format of the products; by default that of the weights.
             device: device of the products if the weights are to be in host memory.
 
@@ -118,11 +135,11 @@ class Merged:
         bias = _as_one(biases)
         if device is None:
             storage = Dense.fused(weights, columns_for(ranks))
-            padding = Padding.beside(storage, sizes, ranks)
+            padding = AdapterPadding.beside(storage, sizes, ranks)
             device = weights[0].device
         else:
             storage = Dense.fused(weights, device="cpu")
-            padding = Padding.apart(storage.matrix, sizes, ranks, device)
+            padding = AdapterPadding.apart(storage.matrix, sizes, ranks, device)
         return cls(
             storage,
             storage if product_format is None else product_format(storage, device),
@@ -134,25 +151,22 @@ class Merged:
     @classmethod
     def packed(
         cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], ranks: Sequence[int]
-    ) -> Merged:
-        """Take packed weights of one format, which are not moved, and copies of the biases. The
-        padding for adapters of these ranks is in the buffer of the dense values.
+    ) -> MergedWeights:
+        """Take packed weights of one format, which are not moved, and copies of the biases.
+
+        The padding for adapters of these ranks is in the buffer of the dense values.
 
         Raises:
             ValueError: some layers have a bias and some have none.
         """
         base = weights[0].base(weights, columns_for(ranks), ranks)
-        padding = Padding.beside(base.buffer, [weight.shape[0] for weight in weights], ranks)
+        padding = AdapterPadding.beside(base.buffer, [weight.shape[0] for weight in weights], ranks)
         return cls(base, base, padding, tuple(biases), _as_one(biases))
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Number of outputs of each layer."""
         return self.padding.sizes
-
-    @property
-    def is_fused(self) -> bool:
-        """Return whether the storage holds more than the data of one parameter."""
-        return len(self.sizes) > 1 or self.storage.padded
 
     def holds(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
         """Return whether this was made of these parameters and their data have not moved since."""
@@ -162,19 +176,28 @@ class Merged:
             (*weights, *biases),
             (*self.storage.places, *places),
         )
-        return all(
-            known is current and (current is None or _is_at(current, place))
-            for known, current, place in parts
-        )
+        for known, current, place in parts:
+            if known is not current:
+                return False
+            if current is not None and (
+                place is None
+                or current.data_ptr() != place.data_ptr()
+                or current.dtype != place.dtype
+                or current.shape != place.shape
+                or current.stride() != place.stride()
+            ):
+                return False
+        return True
 
-    def in_format(self, product_format: Format) -> Merged:
+    def in_format(self, product_format: ProductFormat) -> MergedWeights:
         """Return a copy whose products run in another format than its dense weight."""
         base = product_format(self.storage.plain_weight, self.padding.up.device)
         return replace(self, base=base)
 
-    def in_16_bit(self) -> Merged:
-        """Return a copy whose products run in the format of the storage. A storage in host memory
-        is copied to the device.
+    def in_16_bit(self) -> MergedWeights:
+        """Return a copy whose products run in the format of the storage.
+
+        A storage in host memory is copied to the device.
         """
         storage = self.storage.plain_weight
         device = self.padding.up.device
@@ -186,7 +209,7 @@ class Merged:
             self,
             storage=padded,
             base=padded,
-            padding=Padding.beside(padded, self.sizes, self.padding.ranks),
+            padding=AdapterPadding.beside(padded, self.sizes, self.padding.ranks),
         )
 
 
@@ -202,16 +225,6 @@ def _as_one(biases: Sequence[Tensor | None]) -> Tensor | None:
     if len(tensors) < len(biases):
         raise ValueError("some of the layers have a bias and some have none")
     return torch.cat(tensors)
-
-
-def _is_at(parameter: Tensor, place: Tensor | None) -> bool:
-    return (
-        place is not None
-        and parameter.data_ptr() == place.data_ptr()
-        and parameter.dtype == place.dtype
-        and parameter.shape == place.shape
-        and parameter.stride() == place.stride()
-    )
 
 
 def _extended(x: Tensor, columns: int, made_with_padding: bool) -> Tensor:
@@ -234,8 +247,7 @@ def _extended(x: Tensor, columns: int, made_with_padding: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Remake:
-    """The recomputation of x in the backward pass: ``make(source)``. ``source`` is saved instead of
-    x.
+    """The recomputation of x in the backward pass: ``make(source)``, which is saved for x.
 
     Attributes:
         make: function of the source.
@@ -264,8 +276,8 @@ class ProductOptions:
         output_is_saved: the caller saves the outputs unmodified.
     """
 
-    merged: Merged
-    padding: Padding | None
+    merged: MergedWeights
+    padding: AdapterPadding | None
     scales: list[float]
     dropout: float
     x_padded: bool
@@ -281,9 +293,7 @@ _Value = TypeVar("_Value")
 
 
 class LayerValues(NamedTuple, Generic[_Value]):
-    """A value for each tensor of each layer, such as the tensor, its gradient or whether that is
-    needed.
-    """
+    """A value for each tensor of each layer: the tensor, its gradient or whether that is needed."""
 
     weights: Sequence[_Value]
     biases: Sequence[_Value]
@@ -293,7 +303,7 @@ class LayerValues(NamedTuple, Generic[_Value]):
 
     @classmethod
     def split(cls, values: Sequence[_Value]) -> LayerValues[_Value]:
-        """Take the values from one list: those of all weights, of all biases, of all A, and so on."""
+        """Take the values from one list: those of all weights, of all biases, of all A and so on."""
         count = len(values) // len(cls._fields)
         return cls(*(values[start : start + count] for start in range(0, len(values), count)))
 
@@ -422,16 +432,16 @@ class _MergedLinear(torch.autograd.Function):
 def _with_magnitudes(
     options: ProductOptions, y: Tensor, magnitudes: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``f ⊙ y + b``, and what the gradient of the magnitudes needs: outputs, f, and the
-    divisor of the sum over the outputs.
+    """Return ``f ⊙ y + b``, and what the gradient of the magnitudes needs.
 
-    The saved outputs are y, or the result if the caller saves that anyway and it has no bias, from
-    which y would not be exact.
+    That is the outputs, f, and the divisor of the sum over the outputs. The saved outputs are y, or
+    the result if the caller saves that anyway and it has no bias, from which y would not be exact.
     """
     merged = options.merged
     assert options.padding is not None
     norms = merged.norms.of(merged.base, options.padding)
-    factor = factors_of(magnitudes, norms, merged.sizes)
+    parts = zip(magnitudes, norms.split(list(merged.sizes)), strict=True)
+    factor = torch.cat([torch.ones_like(n) if m is None else m / n for m, n in parts])
     saves_result = options.output_is_saved and merged.bias is None
     z = scale_columns(y, factor, merged.bias, y if saves_result else None)
     if saves_result:
@@ -442,8 +452,9 @@ def _with_magnitudes(
 def _of_magnitudes(
     ctx: Any, dz: Tensor, outputs: Tensor, factor: Tensor, lengths: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradient of y, with the padding's columns behind its rows, and the gradients of
-    the magnitudes.
+    """Return the gradient of y, and the gradients of the magnitudes.
+
+    The former has the padding's columns behind its rows.
     """
     options: ProductOptions = ctx.options
     assert options.padding is not None
@@ -459,9 +470,7 @@ def _of_magnitudes(
 
 
 def _x_again(ctx: Any, saved: Tensor) -> Operand:
-    """Return x as ``Base.weight_gradient`` takes it: its quantised columns, or x without the
-    padding behind its rows.
-    """
+    """Return x as ``Base.weight_gradient`` takes it: its quantised columns, or without padding."""
     if ctx.keeps_columns:
         return Operand(None, columns=Scaled(saved, ctx.scale_of_x))
     return Operand(saved[:, : ctx.options.merged.base.width], scale=ctx.scale_of_x)
@@ -478,7 +487,9 @@ def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
     return rows
 
 
-def _down(padding: Padding, x: Tensor, seed: Tensor | None, dropout: float, out: Tensor) -> None:
+def _down(
+    padding: AdapterPadding, x: Tensor, seed: Tensor | None, dropout: float, out: Tensor
+) -> None:
     """Write u = dropout(x) Aᵀ to ``out``."""
     if seed is None:
         product_into(out, x, padding.down.t())
@@ -525,7 +536,7 @@ def _down_gradients(ctx: Any, x: Tensor, g: Tensor, seed: Tensor | None) -> list
 
 def merged_linear(
     x: Tensor,
-    merged: Merged,
+    merged: MergedWeights,
     adapters: Sequence[Adapter | None],
     padded: bool = False,
     gradient_padded: bool = False,
@@ -535,17 +546,18 @@ def merged_linear(
     x_is_saved: bool = False,
     output_is_saved: bool = False,
 ) -> Tensor:
-    """Compute the outputs of all layers side by side, ``[T, out]``; differentiable in x, weights,
-    biases and adapters.
+    """Compute the outputs of all layers side by side, ``[T, out]``.
 
-    Dropout is drawn once for all layers.
+    The function is differentiable in x, weights, biases and adapters. Dropout is drawn once for all
+    layers.
 
     Args:
         x: ``[T, in]``.
+        merged: the weights.
         adapters: adapter of each layer, with the ranks that ``merged`` has padding for, or None.
             Without any adapter the padding is not written to.
-        padded, gradient_padded: x, and the gradient of the outputs, were made with the padding's
-            columns behind each row; they are overwritten.
+        padded: x was made with the padding's columns behind each row; they are overwritten.
+        gradient_padded: the gradient of the outputs will be made with them, likewise.
         remake: computes x again in the backward pass; x is not saved then.
         skip_output: recomputation for the backward pass only; the returned tensor is uninitialised.
         amaxes: cells with the largest absolute value of x and of the gradient of the outputs, which
@@ -613,6 +625,7 @@ def merged_linear_reference(
     biases: Sequence[Tensor | None],
     adapters: Sequence[Adapter | None],
 ) -> Tensor:
+    """Return what ``merged_linear`` computes, ``[T, out]``, layer by layer in plain torch."""
     dropped = F.dropout(
         x, max((adapter.dropout for adapter in adapters if adapter is not None), default=0.0)
     )

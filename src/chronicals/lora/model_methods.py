@@ -1,5 +1,6 @@
-"""Methods of a model with our adapters that replace those of transformers, which would write or do
-something wrong.
+"""Methods of a model with our adapters: what is saved, and merging.
+
+They replace those of transformers, which would write or do something wrong.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from chronicals.lora.embeddings import STORED
-from chronicals.lora.merging import merge_adapters
+from chronicals.lora.embeddings import STORED_EMBEDDINGS
+from chronicals.lora.layers import AdapterLayer, adapters
+from chronicals.lora.magnitude import has_plain_values
+from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.peft_format import CHANGED, save_adapter
+from chronicals.lora.tokens import merge_tokens
 from chronicals.models import describe_packed
+from chronicals.quantization import packed_experts, packed_layers, packed_weight
 
 logger = logging.getLogger(__name__)
 
 NAMED = "_chronicals_named_adapters"
 ACTIVE = "_chronicals_active_adapter"
-"""Attributes of a model with several adapters (``several``): all adapters by name, and the name of
-the attached one.
-"""
+"""Attributes of a model with several adapters: all by name, and the name of the attached one."""
 
 UPLOAD_ARGUMENTS = {
     "repo_id",
@@ -54,7 +58,7 @@ def bind_methods(model: Any) -> None:
 def _adapted(kind: type) -> Any:
     """Return the subclass of a class of models that has these methods."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (Adapted, kind), {**names, "plain_class": kind})
+    return type(kind.__name__, (AdaptedModel, kind), {**names, "plain_class": kind})
 
 
 def _new(kind: type) -> Any:
@@ -75,17 +79,21 @@ def save_pretrained(
     safe_serialization: bool = True,
     **others: Any,
 ) -> None:
-    """Write the adapter in PEFT's format, which ``AutoModelForCausalLM`` and PEFT load over the
-    model's base.
+    """Write the adapter in PEFT's format.
+
+    ``AutoModelForCausalLM`` and PEFT load it over the model's base.
 
     Args:
+        model: the model.
         save_directory: folder for ``adapter_config.json`` and ``adapter_model.safetensors``.
         is_main_process: False writes nothing.
         state_dict: values to write instead of the model's, by the names of ``model.state_dict()``.
         push_to_hub: also upload the folder, to ``repo_id`` or a repository of its name.
-        max_shard_size, variant: ignored, since an adapter is one file of a fixed name.
+        max_shard_size: ignored, since an adapter is one file.
+        variant: ignored, since that file has a fixed name.
         token: access token of the hub.
-        others: arguments of ``model.push_to_hub``; other arguments of transformers are ignored,
+        safe_serialization: must be True.
+        **others: arguments of ``model.push_to_hub``; other arguments of transformers are ignored,
             with a warning.
 
     Raises:
@@ -113,9 +121,68 @@ def save_pretrained(
         model.push_to_hub(upload.pop("repo_id", Path(save_directory).name), token=token, **upload)
 
 
+@torch.no_grad()
+def merge_adapters(model: Any) -> None:
+    """Replace every adapted layer by its base layer with the merged weight.
+
+    That is ``W + s · B A``, with scaled rows if the adapter has magnitudes (``magnitude.py``); it
+    is summed in fp32 and rounded once to its dtype. Layers and experts in 4 bits are dequantised,
+    also those without an adapter. Rows of trained tokens go into the embedding. A head that is tied
+    to the embedding gets a weight of its own if one of the two is adapted. All weights stay frozen,
+    as in PEFT.
+
+    Raises:
+        ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
+    """
+    adapted = dict(adapters(model))
+    if not adapted:
+        raise ValueError(
+            f"{type(model).__name__} has no adapters of apply_lora or load_adapter to merge"
+        )
+    for path, layer in adapted.items():
+        if isinstance(layer, LoRAParameter):
+            can_be_merged = layer.is_packed or has_plain_values(layer.parameter)
+        elif packed_weight(layer.base_layer) is None:
+            can_be_merged = has_plain_values(layer.base_layer.weight)
+        else:
+            can_be_merged = True
+        if not can_be_merged:
+            raise ValueError(
+                f"the weights of {path} are quantised and cannot take its adapter; save the "
+                "adapter, load the base in 16 bit, attach it with chronicals.lora.load_adapter, "
+                "and merge that"
+            )
+    for path, experts in list(packed_experts(model)):
+        model.set_submodule(path, experts.plain())
+    _untie_adapted_head(model)
+    for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
+        layer.merge()
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.base_layer)
+    merge_tokens(model)
+    for path, linear in list(packed_layers(model)):
+        model.set_submodule(path, linear.plain())
+
+
+def _untie_adapted_head(model: Any) -> None:
+    """Give the head a copy of a weight that it shares with the embedding, if one is adapted.
+
+    Merging would change the other, too.
+    """
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)
+    plain: Any = head.base_layer if isinstance(head, AdapterLayer) else head
+    if not adapted or plain is None or plain.weight is not embedding.weight:
+        return
+    plain.weight = nn.Parameter(plain.weight.clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+
+
 def merge_and_unload(model: Any) -> Any:
-    """Merge the adapters into the weights in place, and return ``model``, a plain model of
-    transformers.
+    """Merge the adapters into the weights in place, and return ``model``, which is plain then.
 
     No file holds these weights yet, so adapters trained on them later name no base until the model
     is saved and loaded.
@@ -125,7 +192,7 @@ def merge_and_unload(model: Any) -> Any:
     """
     merge_adapters(model)
     plain_again(model)
-    for name in (STORED, NAMED, ACTIVE):
+    for name in (STORED_EMBEDDINGS, NAMED, ACTIVE):
         vars(model).pop(name, None)
     setattr(model, CHANGED, True)
     describe_packed(model)
@@ -133,10 +200,8 @@ def merge_and_unload(model: Any) -> Any:
 
 
 def plain_again(model: Any) -> None:
-    """Remove from a model without adapters the methods and the configuration that ``apply_lora``
-    gave it.
-    """
-    if isinstance(model, Adapted):
+    """Remove from a model without adapters the methods and configuration of ``apply_lora``."""
+    if isinstance(model, AdaptedModel):
         model.__class__ = model.plain_class
     vars(model).pop("chronicals_lora", None)
 
@@ -153,7 +218,7 @@ def _refuse(method: str, remedy: str) -> Callable[..., None]:
     return refuse
 
 
-class Adapted:
+class AdaptedModel:
     """A model with our adapters; ``plain_class`` is its own class."""
 
     plain_class: type

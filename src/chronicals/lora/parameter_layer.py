@@ -1,5 +1,4 @@
-"""LoRAParameter: an adapter of a bare parameter of a layer, such as the weights of all experts in
-one tensor.
+"""LoRAParameter: an adapter of a bare parameter of a layer, such as the weights of all experts.
 
     W'[e] = W[e] + s · B[e] A[e]          W [E, N, K], or [E, K, N] where the class says ``is_transposed``; or one matrix [N, K]
 
@@ -8,7 +7,7 @@ In PEFT's format (``target_parameters``) A is ``[E · r, K]`` with the ranks of 
 wrapped several times, in the order of its parameters.
 
 For experts as transformers 5 computes them, A and B are products of their own beside the base's
-(``expert_products``). Any other layer runs with W' in place of W, in the dtype of W, for the length
+(``stacked_experts``). Any other layer runs with W' in place of W, in the dtype of W, for the length
 of the call. W of packed experts is the dequantised weight.
 """
 
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.expert_products import Factors, adapted_experts, expert_inputs, has_hooks
-from chronicals.lora.layers import start
+from chronicals.lora.layers import AdapterLayer, exact, start_matrices
+from chronicals.lora.stacked_experts import Factors, adapted_experts, expert_inputs, has_hooks
 from chronicals.quantization import (
     Stack,
     call_with,
@@ -57,7 +55,7 @@ class LoRAParameter(AdapterLayer):
         layer = innermost(base_layer)
         shapes = shapes_for(layer, parameter_name, config.rank)
         self._make_matrices(*shapes, device=layer.get_parameter(parameter_name).device)
-        start(self.lora_A, self.lora_B, config)
+        start_matrices(self.lora_A, self.lora_B, config)
 
     @property
     def parameter(self) -> Tensor | Stack:
@@ -70,6 +68,7 @@ class LoRAParameter(AdapterLayer):
         return self.parameter_name in packed_shapes(innermost(self))
 
     def named_at(self, path: str) -> str:
+        """Return the path of the adapted parameter in the model without adapters."""
         return f"{without_wraps(path)}.{self.parameter_name}"
 
     def factors(self, dtype: torch.dtype) -> Factors:
@@ -93,8 +92,9 @@ class LoRAParameter(AdapterLayer):
             return torch.baddbmm(weight, up_ENR, down_ERK, alpha=scale)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped layer, which a class may read instead of calling the
-        layer. An adapted parameter is returned with its adapter added.
+        """Return an attribute of the wrapped layer, which a class may read instead of calling it.
+
+        An adapted parameter is returned with its adapter added.
         """
         try:
             return super().__getattr__(name)
@@ -105,6 +105,7 @@ class LoRAParameter(AdapterLayer):
         return enabled[name].adapted() if name in enabled else getattr(innermost(self), name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the layer's output, with the adapters that are on."""
         layer = innermost(self)
         enabled = _enabled_adapters(self)
         if not enabled:
@@ -117,6 +118,7 @@ class LoRAParameter(AdapterLayer):
 
     @torch.no_grad()
     def merge(self) -> None:
+        """Add ``s · B A`` to the parameter, matrix by matrix."""
         weight = dense_stack(self.parameter)
         down_ERK, up_ENR, scale = self.factors(torch.float32)
         transposed = is_transposed(innermost(self)) and weight.ndim == 3
@@ -130,10 +132,10 @@ class LoRAParameter(AdapterLayer):
 def _by_products(
     layer: Any, enabled: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the output of a layer of experts with A and B as products of their own; None for other
-    layers.
+    """Return the output of a layer of experts with A and B as products of their own.
 
-    It is not compiled, since the compiler would compile anew for every number of rows of an expert.
+    The result is None for other layers. It is not compiled, since the compiler would compile anew
+    for every number of rows of an expert.
     """
     inner = class_module(layer)
     if inner is not layer and has_hooks(layer):
@@ -168,9 +170,7 @@ def without_wraps(path: str) -> str:
 
 
 def _enabled_adapters(layer: nn.Module) -> dict[str, LoRAParameter]:
-    """Return this adapter and those within it by the names of their parameters, without those that
-    are off.
-    """
+    """Return this adapter and those within it that are on, by the names of their parameters."""
     enabled = {}
     while isinstance(layer, LoRAParameter):
         if layer.enabled:

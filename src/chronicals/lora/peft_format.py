@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chronicals.config.paths import lasting
-from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
-from chronicals.lora.layers import adapters
+from chronicals.lora.layers import AdapterLayer, adapters, in_file
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import FILE_NAME, TrainedTokens, tokens_for_file, trained_tokens
 from chronicals.models import SCORE, score_of
@@ -25,15 +23,14 @@ from chronicals.models.routed_experts import is_of_head
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "base_model.model."
+ADAPTER_PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """PEFT's name of the task of a sequence classifier."""
 
 CHANGED = "_chronicals_weights_changed"
-"""Attribute of a model whose weights have changed since it was loaded from its folder or hub name.
-"""
+"""Attribute of a model whose weights have changed since it was loaded."""
 
 
 def _peft_config(
@@ -41,7 +38,12 @@ def _peft_config(
 ) -> dict[str, Any]:
     """Return PEFT's configuration.
 
+    Adapters that started with a part of the weights have twice the rank over the original weights,
+    at the same scale.
+
     Args:
+        model: the model.
+        config: shape of the adapters.
         layers: the adapters by path.
         base: folder or hub name of the base model.
         trained: whether rows of the embedding are trained, too.
@@ -52,19 +54,24 @@ def _peft_config(
     parameters = sorted(
         layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter)
     )
+    rank_factor = 1
+    alpha_factor: float = 1
+    if config.takes_from_weights:
+        rank_factor = 2
+        alpha_factor = 2**0.5 if config.use_rslora else 2
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if score_of(model) is None else SEQUENCE_CLASSIFICATION,
         "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "r": rank_factor * config.rank,
+        "lora_alpha": alpha_factor * config.alpha,
         "init_lora_weights": True,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
         "trainable_token_indices": tokens_for_file(model) if trained else None,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
+        "rank_pattern": {key: rank_factor * rank for key, rank in config.rank_pattern.items()},
+        "alpha_pattern": {key: alpha_factor * a for key, a in config.alpha_pattern.items()},
         "use_dora": config.use_dora,
         "target_modules": whole_layers,
         "target_parameters": parameters or None,
@@ -82,9 +89,9 @@ def save_adapter(
     base_model: str | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of ``model`` so that PEFT loads them, with modules that are trained whole,
-    and with embedding and head if they were resized.
+    """Write the adapters of ``model`` so that PEFT loads them.
 
+    Modules that are trained whole are written, too, and embedding and head if they were resized.
     vLLM loads them, too, except with an embedding, which must be merged for it; the log says so.
 
     Args:
@@ -112,7 +119,7 @@ def save_adapter(
             "no base",
             folder,
         )
-    config: LoRAConfig = over_original_weights(model.chronicals_lora)
+    config: LoRAConfig = model.chronicals_lora
     trained = dict(trained_tokens(model))
     if bool(trained) != (config.trainable_token_indices is not None):
         raise ValueError(
@@ -124,10 +131,10 @@ def save_adapter(
     tensors: dict[str, Tensor] = {}
     for path, layer in layers.items():
         for name, tensor in _adapter_tensors(path, layer, values).items():
-            tensors[f"{PREFIX}{path}.{name}"] = tensor
+            tensors[f"{ADAPTER_PREFIX}{path}.{name}"] = tensor
     for path in trained:
         rows = values[f"{path}.lora_tokens"]
-        tensors[f"{PREFIX}{path}.{FILE_NAME}"] = rows.detach().contiguous()
+        tensors[f"{ADAPTER_PREFIX}{path}.{FILE_NAME}"] = rows.detach().contiguous()
     whole_names = {*embeddings_to_store(model, base)}
     for path, module in modules_to_save(model, config.modules_to_save).items():
         whole_names.update(f"{path}.{name}" for name, _ in module.named_parameters())
@@ -145,38 +152,20 @@ def save_adapter(
 
 
 def _name_in_file(name: str, model: Any) -> str:
-    """Return the name in a file of a weight that is stored whole. PEFT has the weight of an
-    embedding or head within the module of its trained tokens.
+    """Return the name in a file of a weight that is stored whole.
+
+    PEFT has the weight of an embedding or head within the module of its trained tokens.
     """
     path, base_layer, last = name.partition(".base_layer.")
     if base_layer and isinstance(model.get_submodule(path), TrainedTokens):
-        return f"{PREFIX}{path}.token_adapter{base_layer}{last}"
-    return PREFIX + name
-
-
-def over_original_weights(config: LoRAConfig) -> LoRAConfig:
-    """Return the configuration of adapters that started with a part of the weights, expressed over
-    the original weights: twice the rank at the same scale.
-    """
-    if not config.takes_from_weights:
-        return config
-    factor = 2**0.5 if config.use_rslora else 2
-    ranks = {key: 2 * rank for key, rank in config.rank_pattern.items()}
-    alphas = {key: factor * alpha for key, alpha in config.alpha_pattern.items()}
-    return replace(
-        config,
-        rank=2 * config.rank,
-        alpha=factor * config.alpha,
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
-        init="default",
-    )
+        return f"{ADAPTER_PREFIX}{path}.token_adapter{base_layer}{last}"
+    return ADAPTER_PREFIX + name
 
 
 def _adapter_tensors(
     path: str, layer: AdapterLayer, values: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a layer's adapter over its original weight, by their names in a file."""
+    """Return the tensors of an adapter over the original weight, by their names in a file."""
     tensors = {in_file(name): values[f"{path}.{name}"].detach() for name in layer.trained}
     start_a, start_b = (values.get(f"{path}.lora_start_{side}") for side in "AB")
     if start_a is not None and start_b is not None:
@@ -190,10 +179,12 @@ def _adapter_tensors(
 
 
 def name_base_by_absolute_path(folder: Path, known: bool = True) -> None:
-    """Write the absolute path of the base into the configurations of adapters that PEFT wrote below
-    ``folder``; PEFT writes the path as it was given.
+    """Write the absolute path of the base into the adapters that PEFT wrote below ``folder``.
+
+    PEFT writes the path as it was given.
 
     Args:
+        folder: folder with adapters, at any depth.
         known: whether the base still has the weights that the adapters were trained over; else no
             base is named.
     """

@@ -1,5 +1,4 @@
-"""Several adapters on one base, of which one is attached at a time. They are added, switched,
-combined and deleted by name.
+"""Several adapters on one base: added, switched, combined and deleted by name.
 
 Names and meanings are those of PEFT's methods. A combination is a new adapter over the same base:
 
@@ -23,9 +22,8 @@ from torch import Tensor
 
 from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
-from chronicals.lora.layers import adapters
-from chronicals.lora.loading import adapter_tensors, describe_adapter, shape_of
+from chronicals.lora.layers import LoRAEmbedding, adapters, is_embedding
+from chronicals.lora.loading import adapter_tensors, describe_adapter, described_config
 from chronicals.lora.model_methods import ACTIVE, NAMED, plain_again
 from chronicals.lora.targets import linear_shape
 
@@ -69,8 +67,7 @@ def add_adapter(model: Any, name: str, folder: str | Path) -> None:
 
 
 def set_adapter(model: Any, name: str) -> Any:
-    """Attach the adapter ``name`` in place of the attached one, whose values are kept under its
-    name.
+    """Attach the adapter ``name`` in place of the attached one, whose values are kept by name.
 
     If the shapes differ, the matrices are new parameters, so patch the model and make its optimizer
     afterwards.
@@ -119,8 +116,9 @@ def add_weighted_adapter(
     new_name: str,
     combination_type: str = "cat",
 ) -> None:
-    """Combine several adapters to a new one, like PEFT's method of this name; ``set_adapter``
-    attaches it.
+    """Combine several adapters to a new one, like PEFT's method of this name.
+
+    ``set_adapter`` attaches it.
 
     Args:
         model: the model with the adapters.
@@ -159,7 +157,14 @@ def add_weighted_adapter(
                 factors.append(weight * adapter.config.at(path).scale)
                 pairs.append(adapter.matrices[path])
         matrices[path] = COMBINATIONS[combination_type](path, factors, pairs)
-    _named(model)[new_name] = NamedAdapter(_config_of_scale_one(matrices), matrices)
+    ranks = {path: len(a) for path, (a, _) in matrices.items()}
+    largest = max(ranks.values())
+    others = {re.escape(path): rank for path, rank in ranks.items() if rank != largest}
+    # alphas are the ranks, so that the scale is 1
+    config = LoRAConfig(
+        largest, largest, 0.0, sorted(matrices), rank_pattern=others, alpha_pattern=others
+    )
+    _named(model)[new_name] = NamedAdapter(config, matrices)
 
 
 def _concatenated(
@@ -193,18 +198,8 @@ COMBINATIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
 """Combinations by name: of a path, a factor for each adapter, and A and B of each."""
 
 
-def _config_of_scale_one(matrices: Matrices) -> LoRAConfig:
-    """Return the configuration of adapters with these matrices and scale 1."""
-    ranks = {path: len(a) for path, (a, _) in matrices.items()}
-    largest = max(ranks.values())
-    others = {re.escape(path): rank for path, rank in ranks.items() if rank != largest}
-    return LoRAConfig(
-        largest, largest, 0.0, sorted(matrices), rank_pattern=others, alpha_pattern=others
-    )
-
-
 def _named(model: Any) -> dict[str, NamedAdapter]:
-    """Return the model's adapters by name. An attached adapter without a name becomes ``default``."""
+    """Return the model's adapters by name; an attached one without a name becomes ``default``."""
     if not hasattr(model, NAMED):
         setattr(model, NAMED, {})
     named: dict[str, NamedAdapter] = getattr(model, NAMED)
@@ -239,7 +234,7 @@ PEFT_FIELDS = {"init": "init_lora_weights"}
 
 
 def _more_than_matrices(config: LoRAConfig) -> tuple[str, Any] | None:
-    """Return a field, and its value, by which adapters are more than A and B of layers; else None."""
+    """Return a field, and its value, by which adapters are more than A and B of layers, or None."""
     extras: dict[str, Any] = {
         "use_dora": config.use_dora,
         "target_parameters": config.target_parameters,
@@ -263,7 +258,7 @@ def _find(model: Any, name: str) -> NamedAdapter:
 def _read(model: Any, folder: Path) -> NamedAdapter:
     """Read an adapter that fits the model; raises ValueError if it is more than A and B."""
     described = describe_adapter(folder)
-    config = shape_of(described, described["target_modules"])
+    config = described_config(described, described["target_modules"])
     extra = _more_than_matrices(replace(config, modules_to_save=None))
     if extra is not None:
         field = PEFT_FIELDS.get(extra[0], extra[0])
@@ -284,7 +279,14 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
         b = tensors.get(f"{path}.lora_B.weight")
         if a is None and b is None:
             a, b = (tensors.get(f"{path}.{name}") for name in LoRAEmbedding.MATRICES)
-        shape = _shape_at(model, path)
+        try:
+            layer: Any = model.get_submodule(path)
+        except AttributeError:
+            layer = None
+        layer = getattr(layer, "base_layer", layer)
+        shape = linear_shape(layer)
+        if shape is None and is_embedding(layer):
+            shape = (layer.num_embeddings, layer.embedding_dim)
         rank = config.at(path).rank
         if (
             a is None
@@ -298,18 +300,3 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
         matrices[path] = a.float(), b.float()
     config = LoRAConfig(**{**vars(config), "target_modules": sorted(matrices)}).fitted(matrices)
     return NamedAdapter(config, matrices)
-
-
-def _shape_at(model: Any, path: str) -> tuple[int, int] | None:
-    """Return ``(in, out)`` of the linear layer or embedding at a path, adapted or not; None if
-    there is none.
-    """
-    try:
-        layer = model.get_submodule(path)
-    except AttributeError:
-        return None
-    layer = getattr(layer, "base_layer", layer)
-    shape = linear_shape(layer)
-    if shape is None and is_embedding(layer):
-        shape = (layer.num_embeddings, layer.embedding_dim)
-    return shape

@@ -4,10 +4,10 @@
     pissa      W = U S Vᵀ:  A = √(S/s) Vᵀ,  B = U √(S/s)   of the r largest values     (Meng et al., 2024, equations 2 to 4)
     olora      W = Q R:     A = R[:r],      B = Q[:, :r]                               (Büyükakyüz, 2024, algorithm 1)
 
-The last two move a part of the weight into the adapter and leave the rest, ``W − s · B₀ A₀``, in the
-base. B₀ and A₀ are kept: over the original weight the adapter has twice the rank, ``s · [B  −B₀] [A
-; A₀]``, as PEFT converts it (``path_initial_model_for_weight_conversion``). ``pissa_niter_N`` takes a
-randomised decomposition with N iterations.
+The last two move a part of the weight into the adapter and leave the rest, ``W − s · B₀ A₀``, in
+the base. B₀ and A₀ are kept: over the original weight the adapter has twice the rank, ``s · [B
+−B₀] [A ; A₀]``, as PEFT converts it (``path_initial_model_for_weight_conversion``).
+``pissa_niter_N`` takes a randomised decomposition with N iterations.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.lora.adapter_layer import exact
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import linear_adapters
+from chronicals.lora.layers import exact, linear_adapters
 
 Start = tuple[Tensor, Tensor]
 """A₀ ``[r, in]`` and B₀ ``[out, r]``."""
 
 
-def check_weights(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
-    """Raise ValueError if a weight is quantised, shared with another layer, or smaller than the
-    rank.
-    """
+def check_base_weights(model: Any, paths: Collection[str], config: LoRAConfig) -> None:
+    """Raise ValueError if a weight is quantised, shared, or smaller than the rank."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -61,6 +58,7 @@ def start_from_weights(model: Any, init: str, known: Mapping[str, Start] | None 
     """Move a part of each adapted weight into its adapter, in place.
 
     Args:
+        model: a model with adapters.
         init: ``pissa``, ``pissa_niter_N`` or ``olora``.
         known: starting values by path, used instead of computed ones.
     """
@@ -73,7 +71,9 @@ def start_from_weights(model: Any, init: str, known: Mapping[str, Start] | None 
         a, b = known.get(path) or _parts(weight_fp32, len(layer.lora_A), layer.scale, init)
         layer.lora_A.copy_(a)
         layer.lora_B.copy_(b)
-        layer.keep_start()
+        # the part that is taken out of the base's weight
+        layer.lora_start_A = layer.lora_A.detach().clone()
+        layer.lora_start_B = layer.lora_B.detach().clone()
         weight.copy_(weight_fp32 - layer.scale * (layer.lora_B @ layer.lora_A).to(weight_fp32))
 
 

@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
-from chronicals.lora.embeddings import ends_in, ends_in_any
-from chronicals.lora.experts import stacked
-from chronicals.lora.layers import LoRALinear
+from chronicals.lora.embeddings import ends_in
+from chronicals.lora.layers import (
+    AdapterLayer,
+    LoRAEmbedding,
+    LoRALinear,
+    in_file,
+    is_embedding,
+)
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
+from chronicals.lora.stacked_experts import stacked
 from chronicals.models import beside_text, is_within
 from chronicals.quantization import packed_shapes, packed_weight
 
@@ -76,9 +80,7 @@ class Target:
         return shapes
 
     def attach(self, model: Any, config: LoRAConfig) -> None:
-        """Put the adapter around the layer, or around the adapters of other parameters of the
-        layer.
-        """
+        """Put the adapter around the layer, or around adapters of its other parameters."""
         layer = model.get_submodule(self.layer)
         config = config.at(self.named)
         if self.kind is LoRAParameter:
@@ -97,11 +99,10 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 
 def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -> list[Target]:
-    """Return the targets that ``config`` names in a model without adapters, in the order in which
-    they are to be attached.
+    """Return the targets that ``config`` names, in the order in which they are to be attached.
 
     Args:
-        model: the model.
+        model: a model without adapters.
         config: names of targets.
         left_out: paths of layers that are trained whole.
 
@@ -126,23 +127,13 @@ def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -
                 f"{field}; leave it out of lora_target_modules, or train it whole "
                 "(lora_modules_to_save)"
             )
-    return targets + _parameter_targets(model, config)
-
-
-def _parameter_targets(model: Any, config: LoRAConfig) -> list[Target]:
-    """Return the targets that are bare parameters. Of several in one layer the first is innermost,
-    as in PEFT.
-    """
-    if not config.target_parameters:
-        return []
-    keys = targeted_parameters(model, config.target_parameters, config.layers)
     by_layer: dict[str, list[str]] = {}
-    for key in keys:
-        layer, _, name = key.rpartition(".")
-        by_layer.setdefault(layer, []).append(name)
-    targets = []
+    if config.target_parameters:
+        for key in targeted_parameters(model, config.target_parameters, config.layers):
+            layer, _, parameter = key.rpartition(".")
+            by_layer.setdefault(layer, []).append(parameter)
     for layer, names in by_layer.items():
-        for n, name in enumerate(names):
+        for n, name in enumerate(names):  # the first is innermost, as in PEFT
             path = layer + f".{WRAPPED}" * (len(names) - 1 - n)
             targets.append(Target(path, f"{layer}.{name}", layer, LoRAParameter, name))
     return targets
@@ -170,7 +161,7 @@ def targeted_parameters(
                 f"lora_target_parameters: {name!r} matches no parameter; those of stacked experts "
                 f"here: {known}"
             )
-    keys = [key for key in parameters if ends_in_any(key, wanted)]
+    keys = [key for key in parameters if ends_in(key, *wanted)]
     if layers is not None:
         keys = [key for key in keys if layer_number(key) in layers]
     if not keys:
@@ -245,8 +236,9 @@ def linear_shape(layer: Any) -> tuple[int, int] | None:
 
 
 def _multiplies(layer: nn.Linear) -> bool:
-    """Return whether the layer computes ``x Wᵀ + b``. A class derived from ``nn.Linear`` may be a
-    router, so a small copy is tried.
+    """Return whether the layer computes ``x Wᵀ + b``.
+
+    A class derived from ``nn.Linear`` may be a router, so a small copy is tried.
     """
     if type(layer).forward is nn.Linear.forward or f"{type(layer).__module__}.".startswith(
         QUANTISERS
@@ -304,8 +296,9 @@ def targeted_paths(
 
     Args:
         model: the model.
-        wanted, excluded: ends of paths, an expression for whole paths, or None for all linear
-            layers but the head (``wanted``) and for none (``excluded``).
+        wanted: ends of paths, an expression for whole paths, or None for all linear layers but the
+            head.
+        excluded: ends of paths, an expression for whole paths, or None for none.
         layers: numbers of the decoder layers that are searched; None for the whole model.
         lists: expressions for the names of the lists that ``layers`` counts in.
 
@@ -374,10 +367,8 @@ def _in_layers(layers: Collection[int], paths: list[str], lists: Sequence[str]) 
 
 
 def matches(model: nn.Module, wanted: list[str] | str) -> list[str]:
-    """Return the paths of modules that a regular expression matches, or that end in one of the
-    names.
-    """
+    """Return the paths of modules that an expression matches, or that end in one of the names."""
     paths = [path for path, _ in model.named_modules()]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
-    return [path for path in paths if ends_in_any(path, wanted)]
+    return [path for path in paths if ends_in(path, *wanted)]

@@ -1,5 +1,6 @@
-"""Trained tokens: some rows of an embedding are trained, and of the head if both are one weight;
-all other rows are frozen.
+"""Trained tokens: some rows of an embedding are trained, and of the head if both are one weight.
+
+All other rows are frozen.
 
     y = R[slot(x)] where x is one of the tokens, W[x] elsewhere        of the embedding
     y = h Wᵀ + b,  y[:, i] = h Rᵀ + b[i]                               of the head, for the tokens i
@@ -21,10 +22,8 @@ from torch import Tensor, nn
 from chronicals.kernels.adapter import Rows
 from chronicals.models.linear import register_layer_with_rows
 
-TokenIds = Sequence[int] | Mapping[str, Sequence[int]]
-"""Token ids of the input embedding, or lists of them by the ends of the paths of embedding and
-head.
-"""
+TrainedTokenIds = Sequence[int] | Mapping[str, Sequence[int]]
+"""Token ids of the input embedding, or lists of them by the ends of the paths of both layers."""
 
 FILE_NAME = "token_adapter.trainable_tokens_delta"
 """Name of the rows in a file, after the path of the layer."""
@@ -33,8 +32,9 @@ FIELD = "lora_trainable_tokens"
 
 
 class TrainedTokens(nn.Module):
-    """A frozen embedding or head with trained rows for some tokens, in at least fp32. Rows start as
-    those of the weight.
+    """A frozen embedding or head with trained rows for some tokens, in at least fp32.
+
+    Rows start as those of the weight.
 
     Args:
         base_layer: an ``nn.Embedding`` or ``nn.Linear``.
@@ -83,26 +83,24 @@ class TrainedTokens(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight with the trained rows, for a model that reads it instead of calling
-        the layer.
-        """
+        """A copy of the weight with the trained rows, for a model that reads it itself."""
         weight = cast(Tensor, self.base_layer.weight)
         return weight if self.rows is None else self.rows.within(weight)
 
     @property
     def bias(self) -> Tensor | None:
+        """The base's bias, or None."""
         return cast(Tensor | None, getattr(self.base_layer, "bias", None))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return embeddings of the ids x, or logits of the hidden states x, with the rows if on."""
         y: Tensor = self.base_layer(x)
         if not self.enabled:
             return y
-        if isinstance(self.base_layer, nn.Embedding):
-            return self._embedded(x, y)
-        return self._projected(x, y)
-
-    def _embedded(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return embeddings ``y`` of the ids ``x``, with the trained rows at their tokens."""
+        if not isinstance(self.base_layer, nn.Embedding):
+            bias = None if self.bias is None else self.bias[self.token_ids].to(x.dtype)
+            logits = F.linear(x, self.values.to(x.dtype), bias)
+            return y.index_copy(-1, self.token_ids, logits.to(y.dtype))
         place = torch.searchsorted(self.ascending, x).clamp_(max=len(self.ascending) - 1)
         rows = F.embedding(self.order[place], self.values, self.padding).to(y.dtype)
         scale = getattr(self.base_layer, "embed_scale", None)
@@ -110,30 +108,23 @@ class TrainedTokens(nn.Module):
             rows = rows * torch.as_tensor(scale).to(y)
         return torch.where((self.ascending[place] == x)[..., None], rows, y)
 
-    def _projected(self, h: Tensor, y: Tensor) -> Tensor:
-        """Return logits ``y`` of the hidden states ``h``, with those of the trained tokens."""
-        bias = None if self.bias is None else self.bias[self.token_ids].to(h.dtype)
-        logits = F.linear(h, self.values.to(h.dtype), bias)
-        return y.index_copy(-1, self.token_ids, logits.to(y.dtype))
-
 
 register_layer_with_rows(TrainedTokens)
 
 
 def trained_tokens(model: nn.Module) -> Iterator[tuple[str, TrainedTokens]]:
-    """Yield path and module of the layers that have the trained rows, without those that share
-    them.
-    """
+    """Yield path and module of the layers that have the trained rows; not those that share them."""
     for path, module in model.named_modules():
         if isinstance(module, TrainedTokens) and module.lora_tokens is not None:
             yield path, module
 
 
 def plan_tokens(
-    model: Any, wanted: TokenIds | None, taken: Collection[str], rows: int | None = None
+    model: Any, wanted: TrainedTokenIds | None, taken: Collection[str], rows: int | None = None
 ) -> dict[str, list[int]]:
-    """Return the trained tokens of embedding and head by path. A head that shares the embedding's
-    weight has no entry.
+    """Return the trained tokens of embedding and head by path.
+
+    A head that shares the embedding's weight has no entry.
 
     Args:
         model: the model.
@@ -193,15 +184,8 @@ def merge_tokens(model: Any) -> None:
             _put(model, path, layer.base_layer)
 
 
-def remove_tokens(model: Any) -> None:
-    """Make the layers plain again; nothing is written into their weights."""
-    for path, layer in list(model.named_modules()):
-        if isinstance(layer, TrainedTokens):
-            _put(model, path, layer.base_layer)
-
-
 def tokens_for_file(model: Any) -> list[int] | dict[str, list[int]]:
-    """Return PEFT's field: one list if only the embedding has trained tokens, else lists by path."""
+    """Return PEFT's field: one list if only the embedding has trained tokens, else lists."""
     plan = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
     embedding = _ends(model)[0]
     return plan[embedding] if list(plan) == [embedding] else plan
@@ -255,6 +239,8 @@ def _check_layer(layer: Any, path: str, taken: bool) -> None:
     """Raise ValueError if rows of the layer cannot be trained by themselves.
 
     Args:
+        layer: the embedding or the head.
+        path: its path.
         taken: whether the layer is trained in another way.
     """
     if taken:

@@ -16,7 +16,7 @@ import torch
 
 from chronicals.models.peft_kinds import within_adapters
 from chronicals.quantization import FourBits, packed_experts, packed_modules
-from chronicals.quantization.bitsandbytes_layer import recipe_of
+from chronicals.quantization.bitsandbytes import recipe_of_layer
 
 BESIDE_ADAPTERS = "base_layer"
 """Attribute in which an adapter layer, ours or PEFT's, holds the layer that it wraps."""
@@ -63,7 +63,7 @@ class BaseFormat:
         inner = within_adapters(model)
         layers = {}
         for path, module in inner.named_modules():
-            recipe = recipe_of(module)  # of a linear layer in 4 bits, ours or bitsandbytes'
+            recipe = recipe_of_layer(module)  # of a linear layer in 4 bits, ours or bitsandbytes'
             if recipe is not None:
                 layers[path_without_adapters(path)] = recipe
         experts = {

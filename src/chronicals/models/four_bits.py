@@ -29,8 +29,7 @@ from chronicals.quantization import (
     packed_layers,
     packed_modules,
 )
-from chronicals.quantization.bitsandbytes_format import packed_description
-from chronicals.quantization.bitsandbytes_layer import has_foreign_layers
+from chronicals.quantization.bitsandbytes import has_foreign_layers, packed_description
 from chronicals.quantization.experts import can_be_packed, pack_stack
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.adapter import Adapter, Rows
 from chronicals.quantization import PackedLinear, packed_weight
-from chronicals.quantization.bitsandbytes_layer import as_ours
+from chronicals.quantization.bitsandbytes import is_of_bitsandbytes, shared
 
 
 class UnknownLinear(ValueError):
@@ -105,7 +105,7 @@ def read_linear(layer: Any) -> ReadLinear:
         adapter, on = reader(layer)
         layer = layer.base_layer
     try:
-        layer = as_ours(layer)
+        layer = shared(layer) if is_of_bitsandbytes(layer) else layer
     except ValueError as error:
         raise UnknownLinear(str(error)) from None
     if type(layer) is not nn.Linear and packed_weight(layer) is None:

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from chronicals.models.loading import load_whole, quantization_of
 from chronicals.quantization import PackedExperts, PackedWeight, format_of_files
-from chronicals.quantization.bitsandbytes_format import ENTRIES, read_weight
+from chronicals.quantization.bitsandbytes import ENTRIES, read_weight
 from chronicals.quantization.experts import can_be_packed
 from chronicals.quantization.packed import PACKED_FORMATS
 from chronicals.versions import QUANTIZER_SAYS_DTYPE, transformers_before

@@ -1,5 +1,6 @@
-"""Replace parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss,
-whole layers.
+"""Replace parts of a Hugging Face model by kernels.
+
+The parts are norms, gated MLPs, rotary embedding, attention, experts, the loss and whole layers.
 """
 
 from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units
@@ -8,16 +9,25 @@ from chronicals.patching.fp8_experts import (
     offload_frozen_experts,
     run_experts_in_fp8,
 )
-from chronicals.patching.fp8_layers import (
+from chronicals.patching.fused_weights import forget_row_norms, unfuse_weights
+from chronicals.patching.layer_policies import (
+    forget_policies,
+    has_gated_mlps,
     layers_in_fp8,
     offload_frozen_weights,
     run_in_format,
     run_in_fp8,
+    tile_mlps,
+    untile_mlps,
 )
-from chronicals.patching.fused_weights import forget_row_norms, unfuse_weights
-from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
-from chronicals.patching.report import Left, PatchReport, Replaced
-from chronicals.patching.tiled_mlps import forget_policies, has_gated_mlps, tile_mlps, untile_mlps
+from chronicals.patching.patch import (
+    Left,
+    PatchReport,
+    Replaced,
+    patch_model,
+    patch_parts,
+    unpatch_model,
+)
 
 __all__ = [
     "Left",

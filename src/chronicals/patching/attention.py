@@ -35,15 +35,16 @@ from chronicals.batch import IGNORED
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam, text_configs
 from chronicals.patching.lazy_logits import autocast_type
-from chronicals.patching.lazy_mask import Documents, LazyMask, Padding
+from chronicals.patching.lazy_mask import Documents, LazyMask, RowPadding
 
-NAME = "attention"
-"""Its name in the report and in a plan's reasons."""
+ATTENTION_PART = "attention"
+"""Name of the attention in the report and in a plan's reasons."""
 
-BY = "document_attention"
-PREFIX = "chronicals_over_"
-"""Prefix of the names of our mask functions, before the name of transformers' own. No
-configuration contains such a name.
+DOCUMENT_ATTENTION = "document_attention"
+MASK_PREFIX = "chronicals_over_"
+"""Prefix of the names of our mask functions, before the name of transformers' own.
+
+No configuration contains such a name.
 """
 
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -61,8 +62,9 @@ ABOUT_PADDING = (
 )
 
 runs = [0]
-"""Number of calls of document attention. A proof on a twin reads from it whether the class uses the
-seam.
+"""Number of calls of document attention.
+
+A proof on a twin reads from it whether the class uses the seam.
 """
 
 
@@ -90,32 +92,23 @@ def why_not(model: Any) -> str:
     return f"the forward of {replaced} was replaced by something else" if replaced else ""
 
 
-def is_offered(model: Any) -> bool:
-    """Return whether the class takes its attention from transformers' interface."""
-    return bool(attention_seam.places(model))
-
-
-def install(model: Any, outputs_at_padding: bool = True) -> None:
+def install_document_attention(model: Any, outputs_at_padding: bool = True) -> None:
     """Use document attention in the text model; vision and audio towers keep their attention.
 
     Args:
+        model: a model whose attention comes from transformers' interface.
         outputs_at_padding: if False, outputs at padding are zero and labels there are refused.
     """
     if outputs_at_padding:
-        attention_seam.install_seam(model, SEAM)
+        attention_seam.install_seam(model, DOCUMENT_SEAM)
     else:
         attention_seam.install_seam(model, WITHOUT_PADDING)
         model.register_forward_pre_hook(_refuse_labels_at_padding, with_kwargs=True)
 
 
-def is_installed(model: Any, outputs_at_padding: bool) -> bool:
-    """Return whether document attention was installed with this setting."""
-    return attention_seam.is_in(model, SEAM if outputs_at_padding else WITHOUT_PADDING)
-
-
-def remove(model: Any) -> None:
-    """Undo ``install``."""
-    for seam in (SEAM, WITHOUT_PADDING):
+def remove_document_attention(model: Any) -> None:
+    """Undo ``install_document_attention``."""
+    for seam in (DOCUMENT_SEAM, WITHOUT_PADDING):
         attention_seam.remove_seam(model, seam)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse_labels_at_padding:
@@ -126,7 +119,7 @@ def remove(model: Any) -> None:
 def _refuse_labels_at_padding(
     _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise ValueError if there are labels at padding, where outputs are zero; a forward pre-hook."""
+    """Refuse labels at padding, where outputs are zero; a forward pre-hook."""
     mask = kwargs.get("attention_mask")
     labels = kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
@@ -145,8 +138,9 @@ def _refuse_labels_at_padding(
 def _mask(
     implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any
 ) -> Any:
-    """Make a mask, by transformers' interface: a lazy one if the rows are documents, else the mask
-    of ``implementation``.
+    """Make a lazy mask if the rows are documents, else the mask of ``implementation``.
+
+    The arguments are those of transformers' interface.
     """
     usual = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     make = functools.partial(
@@ -212,7 +206,8 @@ def _documents(
     """Return the rows as documents, or None if padding is elsewhere than on the right.
 
     Args:
-        rows, length: B and S.
+        rows: B.
+        length: S.
         options: arguments of transformers' mask interface.
         pattern: parts of the mask function.
         make: makes the mask of transformers.
@@ -226,8 +221,15 @@ def _documents(
     if padding is None and pattern.packs is None:
         bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
         return Documents(bounds, length, None, pattern.window, None, *makers)
-    if padding is not None and (padding.shape != (rows, length) or not _is_on_the_right(padding)):
-        return None
+    if padding is not None:
+        if padding.shape != (rows, length):
+            return None
+        # with padding on the left a row's first token is predicted from an output at padding,
+        # which only the implementation itself computes
+        real = padding.bool()
+        is_on_the_right = real[:, 0] & (real[:, 1:] <= real[:, :-1]).all(1)
+        if not is_on_the_right.all():
+            return None
     number_BS = torch.ones((rows, length), dtype=torch.int64, device=device)
     if pattern.packs is not None:
         number_BS = number_BS + pattern.packs.expand(rows, length).to(device)
@@ -250,7 +252,7 @@ def _documents(
 
 def _padding(
     padded_BS: Tensor, places: Tensor, count: int, longest: int, make: Callable[..., Tensor | None]
-) -> Padding:
+) -> RowPadding:
     """Return the padding on the right of some rows.
 
     Args:
@@ -271,18 +273,7 @@ def _padding(
         assert full_mask is not None
         return full_mask.index_select(0, rows)
 
-    return Padding(places, within, rows, longest, functools.cache(mask))
-
-
-def _is_on_the_right(padding: Tensor) -> bool:
-    """Return whether every row ``[S]`` of ``padding`` begins with a real token, 1, and has no real
-    token after padding, 0.
-
-    With padding on the left a row's first token is predicted from an output at padding, which only
-    the implementation itself computes.
-    """
-    real = padding.bool()
-    return bool((real[:, 0] & (real[:, 1:] <= real[:, :-1]).all(1)).all())
+    return RowPadding(places, within, rows, longest, functools.cache(mask))
 
 
 def _attend(
@@ -302,16 +293,27 @@ def _attend(
         implementation: name of the implementation in the configuration.
         own: that implementation, which computes anything but documents.
         outputs_at_padding: whether to compute outputs at padding; else they are zero.
+        module: the attention module.
+        query: queries ``[B, H, S, D]``.
+        key: keys ``[B, K, S, D]``.
+        value: values ``[B, K, S, D]``.
+        attention_mask: a lazy mask if the rows are documents.
+        **options: other arguments of the interface.
     """
     if not isinstance(attention_mask, LazyMask):
         return own(module, query, key, value, attention_mask, **options)
     documents = attention_mask.documents
-    q, k, v = (_as_autocast(x) for x in (query, key, value))
+    q, k, v = query, key, value
+    dtype = autocast_type(query)
+    if dtype is not None:  # the rotation leaves queries and keys in fp32
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not _is_supported(implementation, module, q, k, v, options):
         return own(module, query, key, value, documents.mask(), **options)
     runs[0] += 1
     rows, heads, length, width = *q.shape[:3], v.shape[-1]
-    q_THD, k_TKD, v_TKD = (_real(x, documents.places) for x in (q, k, v))
+    q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    if documents.places is not None:  # the real tokens of all rows
+        q_THD, k_TKD, v_TKD = (x.index_select(0, documents.places) for x in (q_THD, k_TKD, v_TKD))
     out = document_attention(
         q_THD,
         k_TKD,
@@ -335,20 +337,6 @@ def _attend(
     return out.view(rows, length, heads, width), None
 
 
-def _as_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype of autocast, if that is on; the rotation leaves queries and keys in
-    fp32.
-    """
-    dtype = autocast_type(x)
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
-
-
-def _real(x_BHSD: Tensor, places: Tensor | None) -> Tensor:
-    """Return the real tokens of all rows, ``[T, H, D]``."""
-    flat = x_BHSD.transpose(1, 2).flatten(0, 1)
-    return flat if places is None else flat.index_select(0, places)
-
-
 def _is_supported(
     implementation: str,
     module: nn.Module,
@@ -357,9 +345,7 @@ def _is_supported(
     value: Tensor,
     options: dict[str, Any],
 ) -> bool:
-    """Return whether ``document_attention`` computes the result of ``implementation`` for these
-    arguments.
-    """
+    """Return whether ``document_attention`` computes what ``implementation`` does of these."""
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     ignored_by_sdpa = ("softcap", "s_aux") if implementation == "sdpa" else ()
@@ -378,23 +364,29 @@ def _is_supported(
 
 @dataclass(frozen=True)
 class DocumentSeam(Seam):
-    """The seam whose attention runs over documents if rows are documents, and else by the
-    implementation that the configuration names.
+    """The seam whose attention runs over documents if the rows are documents.
+
+    Other rows run by the implementation that the configuration names.
+
+    Attributes:
+        outputs_at_padding: whether to compute outputs at padding; else they are zero.
     """
 
     outputs_at_padding: bool
 
     def attend(self, name: str, own: Attention) -> Attention:
+        """Return document attention in place of the implementations that it replaces."""
         if name not in IMPLEMENTATIONS:
             return own
         return functools.partial(_attend, name, own, self.outputs_at_padding)
 
     def name(self, name: str) -> str:
-        return PREFIX + name if name in IMPLEMENTATIONS else name
+        """Return the name of our mask function for the implementations that are replaced."""
+        return MASK_PREFIX + name if name in IMPLEMENTATIONS else name
 
 
-SEAM = DocumentSeam("documents", True)
+DOCUMENT_SEAM = DocumentSeam("documents", True)
 WITHOUT_PADDING = DocumentSeam("documents_without_padding", False)
 
 for _name in IMPLEMENTATIONS:
-    AttentionMaskInterface.register(PREFIX + _name, functools.partial(_mask, _name))
+    AttentionMaskInterface.register(MASK_PREFIX + _name, functools.partial(_mask, _name))

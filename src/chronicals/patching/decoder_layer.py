@@ -1,5 +1,6 @@
-"""The fused decoder layer over documents: an attention half and an MLP half (``halves.py``), each
-fused if its form is known.
+"""The fused decoder layer over documents: an attention half and an MLP half, each fused if known.
+
+The halves are in ``halves.py``.
 
 Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma). Heads may be
 normed, each by itself or all together. The role of a module follows from its name in transformers'
@@ -33,24 +34,25 @@ from chronicals.patching.halves import (
     FusedProduct,
     GradientRequest,
     HalfNorms,
-    KeptHalf,
     LatentHalf,
     LatentReads,
     MLPHalf,
     PackedTokens,
+    run_kept_half,
 )
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
-"""True if transformers recomputes a layer around its forward; newer versions do so within the
-class's forward.
+"""True if transformers recomputes a layer around its forward.
+
+Newer versions do so within the class's forward.
 """
 
-NAME = "decoder layer"
-BY = "fused decoder layer"
-ATTENTION_BY = "fused attention half"
-MLP_BY = "fused MLP half"
+LAYER_PART = "decoder layer"
+FUSED_LAYER = "fused decoder layer"
+FUSED_ATTENTION = "fused attention half"
+FUSED_MLP = "fused MLP half"
 """Names of the replacements of a layer's forward: both halves, or one of them."""
 
 ATTENTION_HALF = "attention half"
@@ -61,9 +63,7 @@ ATTENTION = "self_attn"
 MLP = "mlp"
 QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
-"""Children of latent attention: for a latent of queries or the queries themselves, and for the
-latent of keys and values.
-"""
+"""Children of latent attention: for queries or their latent, and for that of keys and values."""
 
 ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str | None]], ...] = (
     (
@@ -73,12 +73,13 @@ ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str |
     ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
     (("input_layernorm", None), ("post_attention_layernorm", None)),
 )
-"""Names of the norms before and after attention, and before and after the MLP. A layer has all
-norms of one arrangement and no other.
+"""Names of the norms before and after attention, and before and after the MLP.
+
+A layer has all norms of one arrangement and no other.
 """
 
 runs: Counter[str] = Counter()
-"""Number of runs of a layer with both halves fused (``BY``), or with one."""
+"""Number of runs of a layer with both halves fused (``FUSED_LAYER``), or with one."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Anatomy:
         """Return the anatomy with these halves only.
 
         Args:
-            attention, mlp: fuse the half, if its form is known.
+            attention: fuse this half, if its form is known.
+            mlp: fuse this half, likewise.
             interleaved: the rotation pairs neighbouring channels.
         """
         reads = None
@@ -116,8 +118,8 @@ class Anatomy:
 def _fused_halves(attention: object | None, mlp: object | None) -> str:
     """Return the name of a layer with these halves fused; empty if both are None."""
     if attention is None:
-        return "" if mlp is None else MLP_BY
-    return ATTENTION_BY if mlp is None else BY
+        return "" if mlp is None else FUSED_MLP
+    return FUSED_ATTENTION if mlp is None else FUSED_LAYER
 
 
 def layer_signature(layer: nn.Module) -> tuple:
@@ -130,6 +132,7 @@ def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Ana
     """Return the anatomy of ``layer``, or None if it is built in another way.
 
     Args:
+        layer: the decoder layer.
         forms: role and proved form of modules by their signature.
     """
 
@@ -172,22 +175,19 @@ def _read_attention(
         norm = reads(getattr(attention, name, None))
         return norm if isinstance(norm, RMSNormReads) else None
 
-    def first_present(alternatives: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
-        for names in alternatives:
-            children = [getattr(attention, name, None) for name in (*names, *OUTPUT_PROJECTION)]
-            if None not in children:
-                return names
+    products = None
+    for names in (*QUERY_KEY_VALUE, *LATENT):
+        children = [getattr(attention, name, None) for name in (*names, *OUTPUT_PROJECTION)]
+        if None not in children:
+            products = names
+            break
+    if products is None:
         return None
-
-    products = first_present(QUERY_KEY_VALUE)
-    if products is not None:
+    if products in QUERY_KEY_VALUE:
         q_norm = norm_reads("q_norm")
         k_norm = norm_reads("k_norm")
         head_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         return AttentionReads(products, head_norms, half_tables=half_tables)
-    products = first_present(LATENT)
-    if products is None:
-        return None
     has_query_latent = products == LATENT[0]
     query_norm = norm_reads("q_a_layernorm") if has_query_latent else None
     key_value_norm = norm_reads("kv_a_layernorm")
@@ -202,17 +202,11 @@ def _read_attention(
     )
 
 
-def layer_form(anatomy: Anatomy) -> Form:
-    """Return what replaces the forward of a layer of this anatomy."""
-    return Form(anatomy.by, partial(_forward, anatomy))
-
-
 def fuse_weights(model: nn.Module) -> None:
-    """Move the weights of fused layers to where one product reads them; otherwise the first step
-    does so.
+    """Move the weights of fused layers to where one product reads them.
 
-    The data of the weights have other addresses afterwards, which callers that keep addresses must
-    read anew.
+    Otherwise the first step does so. The data of the weights have other addresses afterwards, which
+    callers that keep addresses must read anew.
     """
     for _ in products_of_halves(model):
         pass  # making a group moves its weights; a half that cannot be fused is logged when it runs
@@ -223,29 +217,28 @@ def _fused_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Anatomy]]:
     for layer in model.modules():
         forward = getattr(vars(layer).get("forward"), "__func__", None)
         if isinstance(forward, partial) and getattr(forward, FORM, None) in (
-            BY,
-            ATTENTION_BY,
-            MLP_BY,
+            FUSED_LAYER,
+            FUSED_ATTENTION,
+            FUSED_MLP,
         ):
             yield layer, forward.args[0]
 
 
 def products_of_halves(model: nn.Module) -> Iterator[list[FusedProduct] | Unmerged]:
-    """Yield for each half that should run fused its products, or the reason why it does not; of a
-    layer attention comes first.
+    """Yield for each half that should run fused its products, or the reason why it does not.
+
+    Of a layer attention comes first.
     """
     for layer, anatomy in _fused_layers(model):
         for half in _halves(anatomy, layer):
             if isinstance(half, FusedHalf):
-                yield Unmerged("it has dropout") if _has_dropout(layer) else half.products()
+                yield Unmerged("it has dropout") if _has_dropout(layer) else half.products
             elif half is not None:
                 yield half
 
 
 def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """Yield for each product of several linear layers in fused halves the module and the names of
-    its children.
-    """
+    """Yield module and names of its children for each product of several layers in fused halves."""
     for layer, anatomy in _fused_layers(model):
         if anatomy.attention is not None and len(anatomy.attention.products) > 1:
             yield getattr(layer, ATTENTION), anatomy.attention.products
@@ -254,19 +247,21 @@ def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, 
 
 
 def recompute_norms_and_units(model: nn.Module) -> None:
-    """Let fused halves compute their norms and gated units again in the backward pass instead of
-    saving them, in layers that are not recomputed as a whole.
+    """Let fused halves compute norms and gated units again in the backward pass; nothing is saved.
+
+    Layers that are recomputed as a whole stay as they are.
     """
     for layer in model.modules():
         if hasattr(layer, ATTENTION) and not getattr(layer, "gradient_checkpointing", False):
             setattr(layer, RECOMPUTES, True)
 
 
-def _forward(
+def run_layer(
     anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **inputs: Any
 ) -> Tensor:
-    """Run the layer in place of its class's forward, recomputed in the backward pass if the class
-    would do that within its forward.
+    """Run the layer in place of its class's forward.
+
+    It is recomputed in the backward pass if the class would do that within its forward.
     """
     class_forward = type(layer).forward
     checkpoints = (
@@ -309,31 +304,24 @@ def _run(
     if attention is None and mlp is None:
         return class_forward(layer, hidden_states, **inputs)
     runs[_fused_halves(attention, mlp)] += 1
-    return _run_halves(anatomy, layer, attention, mlp, hidden_states, inputs)
-
-
-def _run_halves(
-    anatomy: Anatomy,
-    layer: Any,
-    attention: AttentionHalf | None,
-    mlp: MLPHalf | None,
-    hidden_states: Tensor,
-    inputs: Mapping[str, Any],
-) -> Tensor:
-    """Return the layer's output ``[1, T, D]``; a half that is None runs as its class does."""
     x = hidden_states.squeeze(0)
     if attention is None:
-        x, branch = KeptHalf(
-            layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **inputs)
-        )(x)
+        x, branch = run_kept_half(
+            layer,
+            anatomy.norms[0],
+            lambda x: getattr(layer, ATTENTION)(hidden_states=x, **inputs),
+            x,
+        )
     else:
         # the layer below has the same form: its down product asks the same of its gradient
         below = GradientRequest() if mlp is None else GradientRequest(mlp.last.padding)
         x, branch = attention(x, _packed_tokens(inputs), below)
     if mlp is None:
-        x, branch = KeptHalf(layer, anatomy.norms[1], getattr(layer, MLP))(x, branch)
+        x, branch = run_kept_half(layer, anatomy.norms[1], getattr(layer, MLP), x, branch)
     else:
-        request = GradientRequest() if attention is None else attention.gradient(len(x))
+        request = GradientRequest()
+        if attention is not None:
+            request = GradientRequest(attention.last.padding, attention.last.amaxes(len(x))[1])
         x, branch = mlp(x, branch, request)
     return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
 
@@ -371,8 +359,10 @@ def _halves(
 
 
 def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
-    """Read the positions of tokens from the layer's inputs, and how they attend: over all
-    documents of this rank, over keys of several ranks, or by heads of several ranks.
+    """Read the positions of tokens from the layer's inputs, and how they attend.
+
+    They attend over all documents of this rank, over keys of several ranks, or by heads of several
+    ranks.
     """
     names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
     bounds: list[Any] = [inputs.get(name) for name in names]
@@ -405,8 +395,9 @@ def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
 
 
 def _tables(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines of the rotation, or None if there are none. Those of complex tables
-    are half as wide (DeepSeek V2).
+    """Return cosines and sines of the rotation, or None if there are none.
+
+    Those of complex tables are half as wide (DeepSeek V2).
     """
     tables = inputs.get("position_embeddings")
     if isinstance(tables, Tensor) and tables.is_complex():

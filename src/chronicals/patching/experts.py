@@ -1,20 +1,16 @@
-"""Run the experts of a layer, as transformers 5 defines them, by the grouped products of
-``kernels/fused_experts.py``.
+"""Run the experts of a layer, as transformers 5 defines them, by grouped products.
 
-Recognised is a module with transformers' description of its experts
-(``use_experts_implementation``), a gate, two 3-D parameters (transposed or not, with biases or
-without) and a unit that ``_candidates`` yields. The proof compares outputs and the gradients of the
-input, of the router's shares and of the parameters. The router stays the class's own. The class's
-own forward runs under autocast, with experts on several ranks, and for weights of a dtype that no
-product takes.
+The products are those of ``kernels/fused_experts.py``. Recognised is a module with transformers'
+description of its experts (``use_experts_implementation``), a gate, two 3-D parameters (transposed
+or not, with biases or without) and a unit that ``_candidates`` yields. The proof compares outputs
+and the gradients of the input, of the router's shares and of the parameters. The router stays the
+class's own. The class's own forward runs under autocast, with experts on several ranks, and for
+weights of a dtype that no product takes.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,15 +19,14 @@ from torch import Tensor, nn
 
 from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors, is_parallel
+from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.fp8_experts import device_of_waiting, format_of
+from chronicals.patching.fused_weights import say_once
 from chronicals.patching.gated_mlps import Uncalled
 from chronicals.quantization.experts import TAKES_STACKS, as_class
 
-logger = logging.getLogger(__name__)
-
-BY = "fused experts"
+FUSED_EXPERTS = "fused experts"
 
 GateOf = Callable[[Any], Gate]
 """Reads the unit of a module. Its numbers may differ from those of the module that was proved."""
@@ -45,16 +40,15 @@ OTHERWISE = "has adapters beside products of its class, which look for its weigh
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _plain(activation: str, interleaved: bool, _module: Any) -> Gate:
-    return Gate(activation, interleaved=interleaved)
-
-
-def _limited(limit: str, interleaved: bool, module: Any) -> Gate:
-    return Gate(limit=getattr(module, limit), interleaved=interleaved)
-
-
-def _scaled(alpha: str, limit: str, interleaved: bool, module: Any) -> Gate:
-    return Gate("silu", getattr(module, alpha), getattr(module, limit), 1.0, interleaved)
+def _gate_of(
+    activation: str, alpha: str | None, limit: str | None, interleaved: bool, module: Any
+) -> Gate:
+    """Return the unit of a module, whose numbers are in the attributes ``alpha`` and ``limit``."""
+    if limit is None:
+        return Gate(activation, interleaved=interleaved)
+    if alpha is None:
+        return Gate(activation, limit=getattr(module, limit), interleaved=interleaved)
+    return Gate(activation, getattr(module, alpha), getattr(module, limit), 1.0, interleaved)
 
 
 def _candidates(module: nn.Module) -> Iterable[GateOf]:
@@ -62,18 +56,16 @@ def _candidates(module: nn.Module) -> Iterable[GateOf]:
     is_concatenated = getattr(module, "is_concatenated", True)
     for interleaved in (not is_concatenated, is_concatenated):
         for activation in GATE_ACTIVATIONS:
-            yield partial(_plain, activation, interleaved)
+            yield partial(_gate_of, activation, None, None, interleaved)
         for alpha, limit in NUMBERS:
             if hasattr(module, limit):
-                yield partial(_limited, limit, interleaved)
+                yield partial(_gate_of, "silu", None, limit, interleaved)
                 if hasattr(module, alpha):
-                    yield partial(_scaled, alpha, limit, interleaved)
+                    yield partial(_gate_of, "silu", alpha, limit, interleaved)
 
 
 def recognise_experts(module: nn.Module) -> Form | None:
-    """Return the form of a module of a twin, or None if it has no experts that the products
-    compute.
-    """
+    """Return the form of a module of a twin; None if it has no experts that are computed so."""
     described = all(hasattr(module, flag) for flag in FLAGS) and hasattr(module, "is_concatenated")
     if (
         not described
@@ -104,16 +96,17 @@ def recognise_experts(module: nn.Module) -> Form | None:
                     forward = partial(_forward, gate_of, uncalled)
                     setattr(forward, TAKES_FACTORS, True)
                     setattr(forward, TAKES_STACKS, True)
-                    return Form(BY, forward)
+                    return Form(FUSED_EXPERTS, forward)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None
     return None
 
 
 def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor], Tensor]:
-    """Return ``compute(module, x, experts, shares)`` behind a router of fixed random numbers,
-    through which the gradient of x contains that of the shares. The last of several experts gets no
-    token.
+    """Return ``compute(module, x, experts, shares)`` behind a router of fixed random numbers.
+
+    Through the router the gradient of x contains that of the shares. The last of several experts
+    gets no token.
     """
     generator = torch.Generator().manual_seed(11)
 
@@ -141,29 +134,32 @@ def _compute(
 
     Args:
         gate_of: reads the unit.
+        module: the module of experts.
         x: ``[T, D]``.
-        experts, shares: expert ids and router weights of each token, ``[T, k]``.
+        experts: expert ids of each token, ``[T, k]``.
+        shares: router weights of each token, ``[T, k]``.
         factors: adapters by the names of weights.
         stacks: weights by name, in place of the module's own.
     """
     adapters = factors or {}
-    first, second = (_weights(module, name, adapters.get(name), stacks) for name in _PRODUCTS)
+    products = []
+    for name in _PRODUCTS:
+        names = (name, f"{name}_bias") if module.has_bias else (name,)
+        weight, *biases = (getattr(module, n) if stacks is None else stacks[n] for n in names)
+        bias = biases[0] if biases else None
+        in_fp8 = format_of(module, name) if stacks is None else None
+        adapter = adapters.get(name)
+        if adapter is None:
+            products.append(ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8))
+            continue
+        down = adapter.down_ERK
+        up = adapter.up_ENR.contiguous()
+        products.append(
+            ExpertWeights(weight, module.is_transposed, bias, down, up, adapter.scale, in_fp8)
+        )
+    first, second = products
     rows = x.to(first.weight.dtype)
     return fused_experts(rows, experts, shares, first, second, gate_of(module)).to(x.dtype)
-
-
-def _weights(
-    module: Any, name: str, factors: Factors | None, stacks: Mapping[str, Any] | None
-) -> ExpertWeights:
-    names = (name, f"{name}_bias") if module.has_bias else (name,)
-    weight, *biases = (getattr(module, name) if stacks is None else stacks[name] for name in names)
-    bias = biases[0] if biases else None
-    in_fp8 = format_of(module, name) if stacks is None else None
-    if factors is None:
-        return ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8)
-    down = factors.down_ERK
-    up = factors.up_ENR.contiguous()
-    return ExpertWeights(weight, module.is_transposed, bias, down, up, factors.scale, in_fp8)
 
 
 def _forward(
@@ -181,9 +177,12 @@ def _forward(
     Args:
         gate_of: reads the unit.
         uncalled: functions and children that the products compute themselves.
-        routed, named: expert ids and shares.
+        module: the module of experts.
+        hidden_states: ``[T, D]``.
+        *routed: expert ids and shares.
         factors: adapters by the names of weights.
         stacks: weights by name, in place of the module's own.
+        **named: expert ids and shares that are passed by name.
 
     Returns:
         The output; None if the class has to run but there are adapters, which the caller adds to
@@ -206,60 +205,36 @@ def _forward(
     if stacks is None:
         output: Tensor = type(module).forward(module, hidden_states, *routed, **named)
         return output
-    with _class_forward(module):
-        return as_class(module, stacks, (hidden_states, *routed), named)
-
-
-@contextmanager
-def _class_forward(module: Any) -> Iterator[None]:
-    """Let the module have its class's forward, which is looked up by name, for the length of a
-    block.
-    """
+    # the class's forward is looked up by name
     replacement = vars(module).pop("forward")
     try:
-        yield
+        return as_class(module, stacks, (hidden_states, *routed), named)
     finally:
         module.forward = replacement
 
 
 IMPLEMENTATION = "_chronicals_experts_implementation"
-"""Attribute of a patched module: transformers' implementation of its experts when it was
-patched.
-"""
+"""Attribute of a patched module: transformers' implementation of its experts at that time."""
 
 
-def keep_implementation(module: nn.Module) -> None:
-    """Remember the implementation of the experts at the time of patching."""
-    vars(module)[IMPLEMENTATION] = _implementation(module)
-
-
-def _implementation(module: Any) -> str | None:
+def implementation_of(module: Any) -> str | None:
+    """Return the implementation of experts that the configuration names now, or None."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def _warn_of_another_implementation(module: Any) -> None:
-    """Warn once if another implementation was set since patching, except by ``generate`` for
-    itself.
-    """
-    now = _implementation(module)
+    """Warn once if another implementation was set since patching, except by ``generate``."""
+    now = implementation_of(module)
     then = vars(module).get(IMPLEMENTATION, now)  # a twin has none
     if (
         now != then
         and (then, now) != ("grouped_mm", "batched_mm")
         and not torch.compiler.is_compiling()
     ):
-        _warn_once(type(module).__name__, now)
-
-
-@functools.cache
-def _warn_once(name: str, implementation: str | None) -> None:
-    logger.warning(
-        "experts_implementation=%r: set after patch_model and without effect on %s, which runs as "
-        "%s; call unpatch_model first",
-        implementation,
-        name,
-        BY,
-    )
+        say_once(
+            f"experts_implementation={now!r}: set after patch_model and without effect on "
+            f"{type(module).__name__}, which runs as {FUSED_EXPERTS}; call unpatch_model first"
+        )
 
 
 def _needs_class(module: Any, x: Tensor) -> bool:

@@ -1,15 +1,21 @@
-"""A form: the computation of one kind of module by kernels, recognised by structure and proved on a
-module of a twin.
+"""A form: the computation of one kind of module by kernels, recognised by structure and proved.
 
 The proof compares a candidate with the module's own forward: outputs, and gradients of the input
 and of every parameter, on random inputs of several scales. Numbers that a module stores (an
 epsilon, a multiplier) are random during the proof, so a form that does not read them from the
 instance does not pass.
+
+It is proved on a module of a twin, or else on a shell: a small copy of a module of the user's
+model, in fp32 on the CPU, without its tensors. A shell has the class of the module and its
+settings. Its vectors, and the linear layers among its children (quantised, adapted or on the meta
+device as they may be), are new, small and random.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,8 +65,9 @@ class Form:
 
 
 def looks_like(module: nn.Module) -> bool:
-    """Return whether a reader of the report would expect a kernel to run this module: whether it
-    looks like a norm or an MLP.
+    """Return whether a reader of the report would expect a kernel to run this module.
+
+    That is so if it looks like a norm or an MLP.
     """
     vectors = [p for p in module._parameters.values() if p is not None]
     flat = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
@@ -96,8 +103,7 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 
 def does_more(module: nn.Module) -> bool:
-    """Return whether a call of the module does more than the forward of its class, or of its form:
-    whether it has hooks or another forward.
+    """Return whether the module has hooks, or another forward than that of its class or form.
 
     Hooks of transformers that record hidden states do not count; they stay once such states were
     requested.
@@ -124,8 +130,9 @@ def drops(module: nn.Module) -> bool:
 
 
 def as_called(module: nn.Module, forward: Forward) -> Callable:
-    """Return ``forward`` for callers that may name its argument. A call with more arguments runs
-    the class's own forward.
+    """Return ``forward`` for callers that may name its argument.
+
+    A call with more arguments runs the class's own forward.
     """
     name = list(inspect.signature(type(module).forward).parameters)[1]
 
@@ -140,33 +147,31 @@ def as_called(module: nn.Module, forward: Forward) -> Callable:
 
 
 def signature(module: nn.Module) -> tuple:
-    """Return what an instance must have in common with the proved one: class, parameters and their
-    dimensions, classes of children, names of numbers, settings.
+    """Return what an instance must have in common with the proved one.
+
+    That is its class, parameters and their dimensions, classes of children, names of numbers, and
+    settings.
     """
     dimensions = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
-    # linear children become adapters and quantised layers; the others, an activation among them,
-    # stay what they are
-    children = (
-        (name, None if hasattr(x, "in_features") else _stands_for(x))
-        for name, x in module._modules.items()
-    )
+    kinds: dict[str, type | None] = {}
+    for name, child in module._modules.items():
+        inner = None if child is None else innermost(child)
+        if hasattr(child, "in_features"):
+            # linear children become adapters and quantised layers; the others, an activation
+            # among them, stay what they are
+            kinds[name] = None
+        elif inner is not None and class_module(inner) is not inner:
+            kinds[name] = type(class_module(inner))  # experts in 4 bits
+        else:
+            # experts and routers with adapters count as the plain module
+            kinds[name] = type(child) if hasattr(inner, "in_features") else type(inner)
     return (
         type(module),
         tuple(dimensions.items()),
-        tuple(children),
+        tuple(kinds.items()),
         tuple(numbers(module)),
-        settings(module),
+        module_settings(module),
     )
-
-
-def _stands_for(child: nn.Module | None) -> type:
-    """Return the class that a child computes: of experts in 4 bits, and of experts and routers with
-    adapters, the class of the plain module.
-    """
-    inner = None if child is None else innermost(child)
-    if inner is not None and class_module(inner) is not inner:
-        return type(class_module(inner))
-    return type(child) if hasattr(inner, "in_features") else type(inner)
 
 
 def numbers(module: nn.Module) -> list[str]:
@@ -174,10 +179,8 @@ def numbers(module: nn.Module) -> list[str]:
     return [name for name, value in vars(module).items() if type(value) is float and name[0] != "_"]
 
 
-def settings(module: nn.Module) -> tuple:
-    """Return switches, strings and functions that a module stores; without sizes, and without
-    attributes that a run sets.
-    """
+def module_settings(module: nn.Module) -> tuple:
+    """Return switches, strings and functions that a module stores; no sizes, nothing of a run."""
     kinds = (bool, str, FunctionType, BuiltinFunctionType)
     return tuple(
         (name, value) for name, value in attributes(module).items() if type(value) in kinds
@@ -185,9 +188,7 @@ def settings(module: nn.Module) -> tuple:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module stores beside its children and tensors, without attributes that a run
-    sets.
-    """
+    """Return what a module stores beside children, tensors and attributes that a run sets."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -214,15 +215,32 @@ def is_proved(
     """Return whether ``forward`` gives the outputs and gradients of the module for every input.
 
     Args:
+        module: the module.
+        forward: the form's computation.
+        inputs: inputs of one kind, of several scales.
         own: the module's computation; by default the forward of its class.
     """
     own = type(module).forward if own is None else own
-    return all(_agree(_run(module, own, x), _run(module, forward, x)) for x in inputs)
+    for x in inputs:
+        expected = _run(module, own, x)
+        got = _run(module, forward, x)
+        if expected is None or got is None:
+            return False
+        for a, b in zip(expected, got):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                return False
+            if not a.numel():
+                continue
+            distance = float((a - b).abs().max() / a.abs().max().clamp(min=1e-12))
+            if not distance <= VALUE_TOLERANCE:  # NaN is no agreement
+                return False
+    return True
 
 
 def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None:
-    """Return the output and the gradients of x and of all parameters; None if the output is no
-    tensor that depends on them.
+    """Return the output and the gradients of x and of all parameters.
+
+    The result is None if the output is no tensor that depends on them.
     """
     leaves = [x.detach().clone().requires_grad_(), *module.parameters()]
     out = forward(module, leaves[0])
@@ -236,16 +254,93 @@ def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None
     ]
 
 
-def _agree(expected: list[Tensor] | None, got: list[Tensor] | None) -> bool:
-    """Return whether two runs gave the same tensors, within the tolerance."""
-    if expected is None or got is None:
-        return False
-    for a, b in zip(expected, got):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not a.numel():
+SHELL_WIDTHS = (24, 40, 56, 72)
+"""Small widths that replace the widths of a module, in ascending order.
+
+None is a multiple of another.
+"""
+
+
+class NoShell(ValueError):
+    """The module has something that a shell cannot represent; the message says what."""
+
+
+def _linear_sizes(module: Any) -> tuple[int, int] | None:
+    """Return inputs and outputs of a linear layer, an adapter or a quantised layer; else None."""
+    inputs = getattr(module, "in_features", None)
+    outputs = getattr(module, "out_features", None)
+    if type(inputs) is not int or type(outputs) is not int:
+        return None
+    return inputs, outputs
+
+
+def shell_of(module: nn.Module) -> nn.Module:
+    """Return a shell of ``module`` in training mode.
+
+    Its numbers, such as an epsilon, are random, so that a form which does not read them from the
+    instance differs.
+
+    Raises:
+        NoShell: it has tensors other than vectors and linear layers.
+    """
+    if any(buffer is not None for buffer in module._buffers.values()):
+        raise NoShell("it has buffers")
+    shell = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        shell.__dict__[name] = {}
+    vars(shell).pop("forward", None)
+    shell.training = True
+    for name, value in vars(shell).items():
+        is_hooks = name.endswith("_hooks") or name.startswith("_forward_hooks")
+        if is_hooks and isinstance(value, dict):
+            vars(shell)[name] = type(value)()
+    small = _small_widths(module)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            shell._parameters[name] = None
             continue
-        distance = float((a - b).abs().max() / a.abs().max().clamp(min=1e-12))
-        if not distance <= VALUE_TOLERANCE:
-            return False
-    return True
+        if parameter.dim() != 1:
+            raise NoShell("it has parameters that are not vectors")
+        width = small.get(len(parameter), len(parameter))
+        values = torch.empty(width, device="cpu", dtype=torch.float32).uniform_(0.5, 1.5)
+        shell._parameters[name] = nn.Parameter(values)
+    for name, child in module._modules.items():
+        sizes = _linear_sizes(child)
+        if sizes is not None:
+            inputs, outputs = (small[size] for size in sizes)
+            has_bias = getattr(child, "bias", None) is not None
+            linear = nn.Linear(inputs, outputs, bias=has_bias, device="cpu", dtype=torch.float32)
+            nn.init.normal_(linear.weight, std=inputs**-0.5)
+            shell._modules[name] = linear
+        elif child is None:
+            shell._modules[name] = None
+        elif next(itertools.chain(child.parameters(), child.buffers()), None) is not None:
+            raise NoShell("it has children with parameters that are no linear layers")
+        else:
+            shell._modules[name] = copy.deepcopy(child).train()
+    for part in shell.modules():
+        for name in numbers(part):
+            if getattr(part, name) not in (0.0, 1.0):  # these are rather switches
+                setattr(part, name, float(torch.empty(()).uniform_(0.01, 0.1)))
+    for name, value in list(vars(shell).items()):
+        if type(value) is int and value in small:
+            vars(shell)[name] = small[value]
+    return shell
+
+
+def _small_widths(module: nn.Module) -> dict[int, int]:
+    """Return small widths by the widths of the linear children.
+
+    A width that is twice another one, as of a merged layer, stays so.
+    """
+    small: dict[int, int] = {}
+    unused = iter(SHELL_WIDTHS)
+    sizes: set[int] = set()
+    for child in module._modules.values():
+        sizes.update(_linear_sizes(child) or ())
+    for size in sorted(sizes):
+        half = small.get(size // 2) if size % 2 == 0 and size // 2 in sizes else None
+        small[size] = 2 * half if half else next(unused, 0)
+        if not small[size]:
+            raise NoShell(f"its linear layers have more than {len(SHELL_WIDTHS)} widths")
+    return small

@@ -1,5 +1,6 @@
-"""Run the products of experts in FP8, if their grouped products replace the class's forward and FP8
-saves time.
+"""Run the products of experts in FP8 where that saves time.
+
+Their grouped products must replace the class's forward.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ IN_FP8 = "_chronicals_experts_in_fp8"
 _PRODUCTS = ("gate_up_proj", "down_proj")
 
 MIN_MEAN_WIDTH = 512
-"""Smallest harmonic mean of model width D and inner width F with which FP8 saves time. Computed:
-for each of a token's k experts the products in 16 bit take 12 D F FLOP at 650 TFLOP/s, in FP8 0.6
-of that time; quantising x and dy takes 6 D bytes, dh 2 F, at 3 TB/s. They balance near 250.
+"""Smallest harmonic mean of model width D and inner width F with which FP8 saves time.
+
+Computed: for each of a token's k experts the products in 16 bit take 12 D F FLOP at 650 TFLOP/s, in
+FP8 0.6 of that time; quantising x and dy takes 6 D bytes, dh 2 F, at 3 TB/s. They balance near 250.
 Measured on an H100: at 1117 (2048 and 768) a frozen layer takes 0.83 of its time in bf16.
 """
 
 MIN_EXPERT_ROWS = 2048
-"""Smallest mean number of rows of an expert with which trained weights run in FP8. Quantising a
-weight takes 8 bytes of traffic in a forward and backward pass, its products save 4 FLOP a row. On
-an H100 a layer of trained experts takes 1.13 times its time in bf16 with 1024 rows, 1.01 and 0.97
-with 2048, 0.87 with 8192.
+"""Smallest mean number of rows of an expert with which trained weights run in FP8.
+
+Quantising a weight takes 8 bytes of traffic in a forward and backward pass, its products save 4
+FLOP a row. On an H100 a layer of trained experts takes 1.13 times its time in bf16 with 1024 rows,
+1.01 and 0.97 with 2048, 0.87 with 8192.
 """
 
 
@@ -104,8 +107,9 @@ def _why_not(module: Any, pairs: int | None) -> str | None:
 
 
 def format_of(module: Any, name: str) -> FP8Experts | None:
-    """Return the FP8 weight that multiplies in place of a weight of the module, or None. It is made
-    anew if the parameter was replaced.
+    """Return the FP8 weight that multiplies in place of a weight of the module, or None.
+
+    It is made anew if the parameter was replaced.
     """
     formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
     if name in formats and formats[name].weight is not getattr(module, name):
@@ -120,8 +124,9 @@ def experts_in_fp8(model: nn.Module) -> list[str]:
 
 
 def offload_frozen_experts(model: nn.Module) -> int:
-    """Move the 16-bit weights of frozen experts whose products run in FP8 to host memory, and keep
-    only their rows in FP8. ``experts_in_16_bit`` undoes it.
+    """Move the 16-bit weights of frozen experts whose products run in FP8 to host memory.
+
+    Only their rows in FP8 are kept. ``experts_in_16_bit`` undoes it.
 
     Returns:
         The number of bytes that were moved.
@@ -137,9 +142,7 @@ def offload_frozen_experts(model: nn.Module) -> int:
 
 
 def device_of_waiting(module: Any) -> torch.device | None:
-    """Return the device of the products of a module whose weights are in host memory; None if they
-    are not.
-    """
+    """Return the device of the products of a module whose weights are in host memory, or None."""
     formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
     for experts in formats.values():
         if experts.waits_for is not None:
@@ -149,9 +152,7 @@ def device_of_waiting(module: Any) -> torch.device | None:
 
 @torch.no_grad()
 def experts_in_16_bit(model: nn.Module) -> None:
-    """Let experts multiply by their own weights again, and move weights from host memory back to
-    their device.
-    """
+    """Let experts multiply by their own weights again, which leave host memory."""
     for module in model.modules():
         formats: dict[str, FP8Experts] = vars(module).pop(IN_FP8, {})
         in_host = [

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.amax import Amax
 from chronicals.lora.magnitude import RowNorms
-from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
+from chronicals.lora.merged_linear import MergedWeights, ProductFormat, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.patching.fp8_experts import experts_in_16_bit
 from chronicals.quantization import FP8InHost, PackedLinear, packed_weight, product_dtype
@@ -32,14 +32,15 @@ from chronicals.quantization import FP8InHost, PackedLinear, packed_weight, prod
 logger = logging.getLogger(__name__)
 
 MERGED = "_chronicals_merged"
-"""Attribute of a module: ``Merged`` of groups of its children, by their names."""
+"""Attribute of a module: ``MergedWeights`` of groups of its children, by their names."""
 
-FORMATS = "_chronicals_formats"
+PRODUCT_FORMATS = "_chronicals_formats"
 """Attribute of a module: formats of the products of groups of its children, by their names."""
 
 DEVICES = "_chronicals_devices"
-"""Attribute of a module: devices of the products of groups of its children whose weights are in
-host memory, by their names.
+"""Attribute of a module: devices of the products of groups of its children, by their names.
+
+Those are in it whose weights are in host memory.
 """
 
 _said: set[str] = set()
@@ -53,7 +54,7 @@ class Group:
     """Linear layers of one input, read as they are now.
 
     Args:
-        owner: the module whose children they are; their ``Merged`` is cached on it.
+        owner: the module whose children they are; their ``MergedWeights`` is cached on it.
         names: names of the children.
 
     Attributes:
@@ -109,11 +110,13 @@ class Group:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of x and of the outputs."""
         return self.merged.base.dtype
 
     def amaxes(self, rows: int) -> tuple[Amax | None, Amax | None]:
-        """Return the cells for x ``[rows, in]`` and for the gradient, for the kernels that make
-        these; None if the product does not ask for them.
+        """Return the cells for x ``[rows, in]`` and for the gradient, for kernels that make these.
+
+        They are None if the product does not ask for them.
         """
         return (None, None) if self.merged.base.why_not(rows) else (self.amax, self.gradient_amax)
 
@@ -166,8 +169,9 @@ def is_borrowed(linear: nn.Linear | PackedLinear) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    """Return whether a call of the module does more than its class's forward. Copying the weight
-    from host memory does not count.
+    """Return whether a call of the module does more than its class's forward.
+
+    Copying the weight from host memory does not count.
     """
     forward = vars(module).get("forward")
     return bool(
@@ -184,11 +188,9 @@ def _merged(
     names: tuple[str, ...],
     linears: Sequence[nn.Linear | PackedLinear],
     ranks: tuple[int, ...],
-) -> Merged:
-    """Return the cached ``Merged`` of these layers if their data have not moved; else fuse them
-    anew.
-    """
-    product_format: Format | None = vars(owner).get(FORMATS, {}).get(names)
+) -> MergedWeights:
+    """Return the cached weights of these layers, fused anew if their data have moved."""
+    product_format: ProductFormat | None = vars(owner).get(PRODUCT_FORMATS, {}).get(names)
     weights = [x.weight for x in linears]
     biases = [x.bias for x in linears]
     packed = [weight for weight in map(packed_weight, linears) if weight is not None]
@@ -199,8 +201,8 @@ def _merged(
         and names not in vars(owner).get(DEVICES, {})
     )
     if stays_in_place and product_format is None:
-        return Merged.in_place(weights[0], biases[0])
-    cache: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
+        return MergedWeights.in_place(weights[0], biases[0])
+    cache: dict[tuple[str, ...], MergedWeights] = vars(owner).setdefault(MERGED, {})
     if any(is_borrowed(linear) for linear in linears):
         merged = cache.pop(names, None)
         are_adjacent = are_side_by_side(weights) and (biases[0] is None or are_side_by_side(biases))
@@ -209,7 +211,7 @@ def _merged(
                 f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved"
             )
         if merged is None or not merged.holds(weights, biases):
-            merged = Merged.side_by_side(weights, biases)
+            merged = MergedWeights.side_by_side(weights, biases)
         cache[names] = merged
         return merged
     merged = cache.get(names)
@@ -227,12 +229,12 @@ def _merged(
     device = vars(owner).get(DEVICES, {}).get(names)
     with torch.no_grad():
         if stays_in_place:
-            merged = Merged.in_place(weights[0], biases[0], product_format)
+            merged = MergedWeights.in_place(weights[0], biases[0], product_format)
         elif packed:
-            merged = Merged.packed(packed, biases, ranks)
+            merged = MergedWeights.packed(packed, biases, ranks)
             _move_into(merged, weights, biases)
         else:
-            merged = Merged.fused(weights, biases, ranks, product_format, device)
+            merged = MergedWeights.fused(weights, biases, ranks, product_format, device)
             _move_into(merged, weights, biases)
     cache[names] = merged
     return merged
@@ -250,7 +252,9 @@ def are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
-def _move_into(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+def _move_into(
+    merged: MergedWeights, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> None:
     """Let the parameters have their data in the storage of ``merged``."""
     for weight, place in zip(weights, merged.storage.places):
         weight.data = place
@@ -260,24 +264,26 @@ def _move_into(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tenso
             bias.data = place
 
 
-def use_format(owner: nn.Module, names: tuple[str, ...], product_format: Format) -> None:
-    """Let the product of some children run in another format, such as ``FP8``; ``use_16_bit``
-    undoes it.
+def use_format(owner: nn.Module, names: tuple[str, ...], product_format: ProductFormat) -> None:
+    """Let the product of some children run in another format, such as ``FP8``.
+
+    ``use_16_bit`` undoes it.
 
     Args:
         owner: the module.
         names: names of the children.
         product_format: makes the base that multiplies in place of the dense weight.
     """
-    vars(owner).setdefault(FORMATS, {})[names] = product_format
-    cache: dict[tuple[str, ...], Merged] = vars(owner).get(MERGED, {})
+    vars(owner).setdefault(PRODUCT_FORMATS, {})[names] = product_format
+    cache: dict[tuple[str, ...], MergedWeights] = vars(owner).get(MERGED, {})
     if names in cache:
         cache[names] = cache[names].in_format(product_format)
 
 
 def move_to_host(owner: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
-    """Move the weights of some children to host memory; ``bring_back`` undoes it. They must be
-    frozen, and their product run in FP8.
+    """Move the weights of some children to host memory; ``bring_back`` undoes it.
+
+    They must be frozen, and their product run in FP8.
 
     Args:
         owner: the module.
@@ -298,8 +304,9 @@ def _with_weight_on_device(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bring_back(model: nn.Module) -> None:
-    """Move weights from host memory back to their device. If memory runs out, a later call moves
-    the rest.
+    """Move weights from host memory back to their device.
+
+    If memory runs out, a later call moves the rest.
     """
     for owner in model.modules():
         devices: dict[tuple[str, ...], torch.device] = vars(owner).get(DEVICES, {})
@@ -314,15 +321,16 @@ def bring_back(model: nn.Module) -> None:
 
 
 def use_16_bit(model: nn.Module) -> None:
-    """Let every product run in the format of its weights again, and move weights from host memory
-    back to their device.
-    """
+    """Let every product run in the format of its weights again, on their device."""
     # first free the memory of the formats: the weights in host memory must fit on the device
     for owner in model.modules():
         cache = vars(owner).get(MERGED, {})
-        for names in vars(owner).pop(FORMATS, {}):
+        for names in vars(owner).pop(PRODUCT_FORMATS, {}):
             merged = cache.pop(names, None)
-            if merged is not None and merged.is_fused and names not in vars(owner).get(DEVICES, {}):
+            if merged is None or names in vars(owner).get(DEVICES, {}):
+                continue
+            # one parameter's own data need no record
+            if len(merged.sizes) > 1 or merged.storage.padded:
                 cache[names] = merged.in_16_bit()
     experts_in_16_bit(model)
     bring_back(model)
@@ -330,8 +338,9 @@ def use_16_bit(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unfuse_weights(model: nn.Module) -> None:
-    """Copy every weight that was fused into a storage with padding to memory of its own, and forget
-    storages and formats.
+    """Copy every weight that was fused into a storage with padding to memory of its own.
+
+    Storages and formats are forgotten.
     """
     use_16_bit(model)
     for owner in model.modules():

@@ -23,8 +23,8 @@ from chronicals.patching.forms import (
     does_more,
     drops,
     is_proved,
+    module_settings,
     random_numbers,
-    settings,
     takes_one_tensor,
 )
 
@@ -33,8 +33,9 @@ ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused
 
 
 class Uncalled:
-    """The parts of a module that a form computes itself instead of calling them: functions that the
-    module stores, and some children.
+    """The parts of a module that a form computes itself instead of calling them.
+
+    They are functions that the module stores, and some children.
 
     Args:
         proved: the module that the form was proved on.
@@ -49,9 +50,7 @@ class Uncalled:
             self.children.append((name, type(child), _named_settings(child)))
 
     def changed(self, module: nn.Module) -> bool:
-        """Return whether one of the parts differs in ``module``, has dropout, hooks or another
-        forward.
-        """
+        """Return whether a part differs in ``module``, has dropout, hooks or another forward."""
         if _differs(module, self.settings):
             return True
         for name, kind, kept in self.children:
@@ -62,10 +61,11 @@ class Uncalled:
 
 
 def _named_settings(module: nn.Module) -> list[tuple[str, type, Any]]:
-    """Return name, type and value of the settings of a module; the value is None for other
-    callables, which every module makes for itself.
+    """Return name, type and value of the settings of a module.
+
+    The value is None for other callables, which every module makes for itself.
     """
-    compared = dict(settings(module))
+    compared = dict(module_settings(module))
     named: list[tuple[str, type, Any]] = [(name, type(x), x) for name, x in compared.items()]
     for name, value in attributes(module).items():
         if callable(value) and name not in compared:
@@ -100,18 +100,19 @@ class GatedMLPReads:
     uncalled: Uncalled
 
 
-GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+GatedUnit = Callable[[Tensor, Tensor], Tensor]
+"""A gated unit, of gate and up."""
+
+GATES: dict[str, GatedUnit] = {
     "fused_swiglu": fused_swiglu,
     "fused_geglu (tanh)": partial(fused_geglu, approximate="tanh"),
     "fused_geglu": fused_geglu,
 }
-"""Gated units by name: of gate and up."""
+"""Gated units by name."""
 
 
 def recognise_gated_mlp(module: nn.Module) -> Form | None:
-    """Return the form of a module of a twin, or None if it is no gated MLP that a kernel
-    computes.
-    """
+    """Return the form of a module of a twin, or None if no kernel computes it as a gated MLP."""
     linear = {
         name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)
     }
@@ -134,7 +135,8 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
             x = torch.randn(2, 5, width)
             try:
                 if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
-                    return Form(by, as_called(module, _if_unchanged(forward, uncalled)), reads)
+                    guarded = partial(_if_unchanged, forward, uncalled)
+                    return Form(by, as_called(module, guarded), reads)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None
@@ -162,40 +164,30 @@ def _candidates(
             reads = GatedMLPReads(names[:-1], names[-1], ACTIVATIONS[by], uncalled)
             if len(first) == 2:
                 gate, up, last = names
-                yield by, width, _separate(gate, up, last, activate), reads
+                yield by, width, partial(_by_three, gate, up, last, activate), reads
             else:
                 both, last = names
                 by = f"{by}, merged"
-                yield by, width, _merged(both, last, activate, gate_first=True), reads
-                yield by, width, _merged(both, last, activate, gate_first=False), None
+                yield by, width, partial(_by_two, both, last, activate, True), reads
+                yield by, width, partial(_by_two, both, last, activate, False), None
 
 
-def _if_unchanged(forward: Forward, uncalled: Uncalled) -> Forward:
-    """Return ``forward`` for modules whose uncalled parts are those that were proved; others run by
-    their class's own forward.
-    """
-
-    def if_unchanged(module: nn.Module, x: Tensor) -> Tensor:
-        return type(module).forward(module, x) if uncalled.changed(module) else forward(module, x)
-
-    return if_unchanged
+def _if_unchanged(forward: Forward, uncalled: Uncalled, module: nn.Module, x: Tensor) -> Tensor:
+    """Run ``forward`` if the uncalled parts are those that were proved, else the class's own."""
+    return type(module).forward(module, x) if uncalled.changed(module) else forward(module, x)
 
 
-def _separate(
-    gate: str, up: str, down: str, activate: Callable[[Tensor, Tensor], Tensor]
-) -> Forward:
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return getattr(module, down)(activate(getattr(module, gate)(x), getattr(module, up)(x)))
-
-    return forward
+def _by_three(
+    gate: str, up: str, down: str, activate: GatedUnit, module: nn.Module, x: Tensor
+) -> Tensor:
+    """Run a gated MLP with the children ``gate``, ``up`` and ``down``."""
+    return getattr(module, down)(activate(getattr(module, gate)(x), getattr(module, up)(x)))
 
 
-def _merged(
-    both: str, down: str, activate: Callable[[Tensor, Tensor], Tensor], gate_first: bool
-) -> Forward:
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        halves = getattr(module, both)(x).chunk(2, -1)
-        gate, up = halves if gate_first else halves[::-1]
-        return getattr(module, down)(activate(gate, up))
-
-    return forward
+def _by_two(
+    both: str, down: str, activate: GatedUnit, gate_first: bool, module: nn.Module, x: Tensor
+) -> Tensor:
+    """Run a gated MLP with the children ``both``, of which gate is the first half or not."""
+    halves = getattr(module, both)(x).chunk(2, -1)
+    gate, up = halves if gate_first else halves[::-1]
+    return getattr(module, down)(activate(gate, up))

@@ -1,13 +1,12 @@
-"""The two halves of a decoder layer, each fused by itself: attention and MLP, from the norm before
-them to the residual.
+"""The two halves of a decoder layer, each fused by itself: from the norm before to the residual.
 
     attention:  x → norm → queries, keys, values → rotation → attention → output product → norm →
         branch
     MLP:        x + branch → norm → gate and up → unit → down → norm → branch
 
 A half returns the residual and a branch that is still to be added to it: the next norm adds it in
-its own pass. The attention half is given the function that attends. ``KeptHalf`` runs a half by the
-modules of its class, beside one that is fused.
+its own pass. The attention half is given the function that attends. ``run_kept_half`` runs a
+half by the modules of its class, beside one that is fused.
 
 Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width. Latent
 attention: R latent width, N and P widths of a head's plain and rotary part, V of its value.
@@ -15,8 +14,7 @@ attention: R latent width, N and P widths of a head's plain and rotary part, V o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +42,15 @@ TILES = "_chronicals_tiles"
 OUTPUT_PROJECTION = ("o_proj",)
 QUERY_UP_PROJECTION = ("q_b_proj",)
 KEY_VALUE_UP_PROJECTION = ("kv_b_proj",)
-"""Names of the children of latent attention that make queries, and keys and values, from latents.
-"""
+"""Names of the children of latent attention that make queries, keys and values from latents."""
 
 FusedProduct = tuple[nn.Module, tuple[str, ...], Group]
 """A product of several linear layers: the module, the names of its children, and their weights."""
 
 AttendFunction = Callable[..., Tensor]
-"""``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, sinks=, padding=)`` to
-``[T, H, W]``.
+"""A function of q ``[T, H, W]``, k and v ``[T, K, W]`` that returns ``[T, H, W]``.
+
+Its options are scale, window, softcap, sinks and padding.
 """
 
 
@@ -120,8 +118,7 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """The wishes of the product that made a branch, for the kernel that computes the branch's
-    gradient.
+    """The wishes of the product that made a branch, for the kernel that computes its gradient.
 
     Attributes:
         padding: columns to be left free behind each row.
@@ -132,14 +129,15 @@ class GradientRequest:
     amax: Amax | None = None
 
 
-class FusedHalf(ABC):
+class FusedHalf:
     """A half of a decoder layer, read from the layer as it is now.
 
     Args:
         layer: the decoder layer.
         norms: its norms around this half.
-        first, last: its first and its last product.
-        parts: modules of the half other than its norms and the linear layers of its products.
+        products: its products; the first takes the normed input, the second makes the branch.
+        inner_norms: norms within the half: of heads or of latents.
+        parts: modules of the half other than these norms and the linear layers of its products.
         dtype: dtype of its input; by default that of its weights.
 
     Raises:
@@ -150,48 +148,39 @@ class FusedHalf(ABC):
         self,
         layer: nn.Module,
         norms: HalfNorms,
-        first: Group,
-        last: Group,
+        products: list[FusedProduct],
+        inner_norms: list[nn.Module],
         parts: Iterable[nn.Module],
         dtype: torch.dtype | None,
     ):
         self.layer = layer
         self.norms = norms
-        self.first = first
-        self.last = last
-        dtype = dtype or first.dtype
-        for group in (first, last):
+        self.products = products
+        self.inner_norms = inner_norms
+        self.first, self.last = (group for _, _, group in products)
+        dtype = dtype or self.first.dtype
+        for group in (self.first, self.last):
             if group.dtype != dtype:
                 raise Unmerged(f"its input is {dtype}, its weights {group.dtype}")
         outer_norms = [
             getattr(layer, norm[0]) for norm in (norms.before, norms.after) if norm is not None
         ]
-        for module in (*parts, *outer_norms):
+        for module in (*parts, *inner_norms, *outer_norms):
             if does_more(module):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
-        for norm in (*outer_norms, *self.inner_norms()):
+        for norm in (*outer_norms, *inner_norms):
             if any(p.dtype != dtype for p in norm.parameters(recurse=False)):
                 raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
         self.recomputes = getattr(layer, RECOMPUTES, False)
 
-    def inner_norms(self) -> list[nn.Module]:
-        """Return the norms within the half: of heads or of latents."""
-        return []
-
-    @abstractmethod
-    def products(self) -> list[FusedProduct]:
-        """Return the products of the half."""
-
-    def gradient(self, rows: int) -> GradientRequest:
-        """Return the wishes of the last product for the gradient of the branch, ``[rows, D]``."""
-        return GradientRequest(self.last.padding, self.last.amaxes(rows)[1])
-
     def _norm_before(
         self, x: Tensor, branch: Tensor | None, gradient: GradientRequest, amax: Amax | None
     ) -> tuple[Tensor, Tensor, Remake | None]:
-        """Return the input of the first product, the residual with ``branch`` added, and how to
-        compute the input again from the residual (None if it is saved).
+        """Return the input of the first product, the residual, and how to make the input again.
+
+        The residual has ``branch`` added. The input is made again from it; the third is None if
+        the input is saved.
         """
         if self.norms.before is None:
             total = x if branch is None else x + branch
@@ -215,9 +204,10 @@ class FusedHalf(ABC):
             return normed, total, None
 
         def norm_again(total: Tensor) -> Tensor:
-            return fused_add_rmsnorm(
-                total, None, weight, epsilon, offset, padding, amax=_unread_cell(amax)
-            )[0]
+            # A kernel that finds a maximum may differ in the last bit from one that does not, so a
+            # tensor is computed again by the same kernel, and its maximum ignored.
+            unread = None if amax is None else Amax()
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, padding, amax=unread)[0]
 
         return normed, total, Remake(norm_again, total.detach())
 
@@ -229,15 +219,6 @@ class FusedHalf(ABC):
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
 
-def _unread_cell(amax: Amax | None) -> Amax | None:
-    """Return another cell for a recomputation.
-
-    A kernel that finds a maximum may differ in the last bit from one that does not, so a tensor is
-    computed again by the same kernel, and its maximum ignored.
-    """
-    return None if amax is None else Amax()
-
-
 class AttentionHalf(FusedHalf):
     """Norm, queries, keys and values in one product, rotation, attention, output product.
 
@@ -247,30 +228,28 @@ class AttentionHalf(FusedHalf):
         norms: its norms around attention.
         reads: how the attention module is read.
         dtype: dtype of its input; by default that of its weights.
+        latent_norms: norms of latents, in place of those of heads.
     """
 
     def __init__(
         self,
         layer: Any,
-        attention: nn.Module,
+        attention: Any,
         norms: HalfNorms,
         reads: AttentionReads,
         dtype: torch.dtype | None = None,
+        latent_norms: Sequence[nn.Module] = (),
     ):
-        self.attention: Any = attention
+        self.attention = attention
         self.reads = reads
-        qkv = Group(attention, reads.products)
-        output = Group(attention, OUTPUT_PROJECTION)
-        super().__init__(layer, norms, qkv, output, [attention, *self.inner_norms()], dtype)
-
-    def inner_norms(self) -> list[nn.Module]:
-        return [self.attention.q_norm, self.attention.k_norm] if self.reads.head_norms else []
-
-    def products(self) -> list[FusedProduct]:
-        return [
-            (self.attention, self.reads.products, self.first),
-            (self.attention, OUTPUT_PROJECTION, self.last),
+        products: list[FusedProduct] = [
+            (attention, names, Group(attention, names))
+            for names in (reads.products, OUTPUT_PROJECTION)
         ]
+        inner_norms = list(latent_norms)
+        if reads.head_norms is not None:
+            inner_norms = [attention.q_norm, attention.k_norm]
+        super().__init__(layer, norms, products, inner_norms, [attention], dtype)
 
     def __call__(
         self, x: Tensor, tokens: PackedTokens, gradient: GradientRequest
@@ -291,8 +270,17 @@ class AttentionHalf(FusedHalf):
             sin = torch.cat((sin, sin), -1)
         q, k, v = self._rotated(self.first(normed, remake, padded), cos, sin)
         attention = self.attention
+        # a factor that grows with the position, in some configurations (Ministral 3, after Llama 4)
+        rope: dict[str, Any] = getattr(attention.config, "rope_parameters", None) or {}
+        beta = rope.get("llama_4_scaling_beta")
+        if beta and tokens.longest > rope["original_max_position_embeddings"]:
+            assert tokens.positions is not None  # the class computes the factor from them, too
+            trained_length = rope["original_max_position_embeddings"]
+            steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
+            factors = 1 + beta * torch.log1p(steps)
+            q = q * factors[:, None, None].to(q.dtype)
         attended = tokens.attend(
-            self._scaled_by_position(q, tokens),
+            q,
             k,
             v,
             scale=attention.scaling,
@@ -304,8 +292,9 @@ class AttentionHalf(FusedHalf):
         return x, self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
 
     def _window(self) -> int | None:
-        """Return how many tokens a query sees, itself included: by the module, or else by its
-        configuration, which may name a window for some layers only. None is all.
+        """Return how many tokens a query sees, itself included; None if it sees all.
+
+        The module says it, or else its configuration, which may name a window for some layers only.
         """
         attention = self.attention
         config = self.attention.config
@@ -317,26 +306,13 @@ class AttentionHalf(FusedHalf):
             return None
         return getattr(config, "sliding_window", None)
 
-    def _scaled_by_position(self, q: Tensor, tokens: PackedTokens) -> Tensor:
-        """Return queries ``[T, H, W]`` times a factor that grows with their position, where the
-        configuration has one (Ministral 3, after Llama 4).
-        """
-        rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
-        beta = rope.get("llama_4_scaling_beta")
-        if not beta or tokens.longest <= rope["original_max_position_embeddings"]:
-            return q
-        assert tokens.positions is not None  # the class computes the factor from them, too
-        trained_length = rope["original_max_position_embeddings"]
-        steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
-        factors = 1 + beta * torch.log1p(steps)
-        return q * factors[:, None, None].to(q.dtype)
-
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
 
         Args:
             qkv: ``[T, (H + 2 K) W]``.
-            cos, sin: rotary tables ``[T, W]``.
+            cos: rotary table of cosines, ``[T, W]``.
+            sin: rotary table of sines, ``[T, W]``.
         """
         width = self.attention.head_dim
         interleaved = self.reads.interleaved
@@ -351,7 +327,7 @@ class AttentionHalf(FusedHalf):
         if head_norms is None:
             return heads_of(qkv, *heads)
         q_norm, k_norm = (
-            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms())
+            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms)
         )
         q_weight, epsilon, offset = q_norm
         k_weight = k_norm[0]
@@ -382,11 +358,11 @@ class AttentionHalf(FusedHalf):
 
 
 class LatentHalf(AttentionHalf):
-    """Multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19), between the norms and
-    products of ``AttentionHalf``.
+    """Multi-head latent attention (DeepSeek-V2, 2024, equations 9 to 19).
 
-    One product makes both latents and the rotary key that all heads share. A second product makes
-    queries from their normed latent, and a third makes keys and values.
+    Its norms and products before and after are those of ``AttentionHalf``. One product makes both
+    latents and the rotary key that all heads share. A second product makes queries from their
+    normed latent, and a third makes keys and values.
     """
 
     reads: LatentReads
@@ -394,37 +370,36 @@ class LatentHalf(AttentionHalf):
     def __init__(
         self,
         layer: Any,
-        attention: nn.Module,
+        attention: Any,
         norms: HalfNorms,
         reads: LatentReads,
         dtype: torch.dtype | None = None,
     ):
-        self.query_up = None if reads.query_norm is None else Group(attention, QUERY_UP_PROJECTION)
+        self.query_up: Group | None = None
+        latent_norms = [attention.kv_a_layernorm]
+        up_products: list[FusedProduct] = []
+        if reads.query_norm is not None:
+            self.query_up = Group(attention, QUERY_UP_PROJECTION)
+            latent_norms.insert(0, attention.q_a_layernorm)
+            up_products.append((attention, QUERY_UP_PROJECTION, self.query_up))
         self.key_value_up = Group(attention, KEY_VALUE_UP_PROJECTION)
-        super().__init__(layer, attention, norms, reads, dtype)
-        for group in (self.query_up, self.key_value_up):
-            if group is not None and group.dtype != self.first.dtype:
+        up_products.append((attention, KEY_VALUE_UP_PROJECTION, self.key_value_up))
+        super().__init__(layer, attention, norms, reads, dtype, latent_norms)
+        for _, _, group in up_products:
+            if group.dtype != self.first.dtype:
                 raise Unmerged("the weights of its products differ in dtype")
-
-    def inner_norms(self) -> list[nn.Module]:
-        query_norms = [] if self.query_up is None else [self.attention.q_a_layernorm]
-        return [*query_norms, self.attention.kv_a_layernorm]
-
-    def products(self) -> list[FusedProduct]:
-        products = super().products()
-        if self.query_up is not None:
-            products.append((self.attention, QUERY_UP_PROJECTION, self.query_up))
-        products.append((self.attention, KEY_VALUE_UP_PROJECTION, self.key_value_up))
-        return products
+        self.products += up_products
 
     def _rotated(self, latents: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys ``[T, H, N + P]``, rotated in their last P channels, and values
-        ``[T, H, V]``.
+        """Return queries and keys ``[T, H, N + P]``, and values ``[T, H, V]``.
+
+        Queries and keys are rotated in their last P channels.
 
         Args:
             latents: queries or their latent, the latent of keys and values ``[T, R]`` and the
                 rotary key ``[T, P]``, side by side.
-            cos, sin: rotary tables ``[T, P]``.
+            cos: rotary table of cosines, ``[T, P]``.
+            sin: rotary table of sines, ``[T, P]``.
         """
         attention = self.attention
         config = attention.config
@@ -483,19 +458,16 @@ class MLPHalf(FusedHalf):
         # the groups have checked the linear layers, and know which weights wait in host memory
         linears = [*gate_and_up.linears, *down.linears]
         parts = [mlp, *(module for module in mlp.children() if module not in linears)]
-        super().__init__(layer, norms, gate_and_up, down, parts, dtype)
+        products = [(mlp, reads.first, gate_and_up), (mlp, (reads.down,), down)]
+        super().__init__(layer, norms, products, [], parts, dtype)
         if reads.uncalled.changed(mlp):
             raise Unmerged(f"{type(mlp).__name__} has another activation")
         self.tiles = getattr(layer, TILES, False)
 
-    def products(self) -> list[FusedProduct]:
-        return [(self.mlp, self.reads.first, self.first), (self.mlp, (self.reads.down,), self.last)]
-
     def __call__(
         self, x: Tensor, branch: Tensor, gradient: GradientRequest
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual with ``branch`` added, and the branch to be added to that; all ``[T,
-        D]``.
+        """Return the residual with ``branch`` added, and the next branch; all ``[T, D]``.
 
         Args:
             x: the residual.
@@ -506,18 +478,16 @@ class MLPHalf(FusedHalf):
         normed, x, remake = self._norm_before(x, branch, gradient, amax)
         # a recomputation for the backward pass does not read the last output, unless a norm does
         skip_output = runs_again() and self.norms.after is None
-        return x, self._norm_after(self._products(normed, remake, skip_output))
-
-    def _products(self, x: Tensor, remake: Remake | None, skip_output: bool) -> Tensor:
-        """Return the output of the MLP, ``[T, D]``; in tiles of rows if the layer asks for it."""
         if not self.tiles:
-            return self.last(*self._gated_unit(x, remake), skip_output=skip_output)
+            unit, remake = self._gated_unit(normed, remake)
+            return x, self._norm_after(self.last(unit, remake, skip_output=skip_output))
 
-        def tile_output(x: Tensor) -> Tensor:
-            return self.last(*self._gated_unit(x), skip_output=skip_output or runs_again())
+        def tile_output(rows: Tensor) -> Tensor:
+            unit, remake = self._gated_unit(rows)
+            return self.last(unit, remake, skip_output=skip_output or runs_again())
 
         draws = self.layer.training and draws_numbers(self.mlp)
-        return tiled(tile_output, x, draws, tells=True)
+        return x, self._norm_after(tiled(tile_output, normed, draws, tells=True))
 
     def _gated_unit(self, x: Tensor, remake: Remake | None = None) -> tuple[Tensor, Remake | None]:
         """Return the gated unit of x, and how to compute it again (None if it is saved)."""
@@ -529,37 +499,41 @@ class MLPHalf(FusedHalf):
         unit = glu_of_both(both, activation, padding, self.first.padding, amax, gradient_amax)
 
         def unit_again(both: Tensor) -> Tensor:
-            return glu_of_both(both, activation, padding, amax=_unread_cell(amax))
+            unread = None if amax is None else Amax()  # by the same kernel: see ``norm_again``
+            return glu_of_both(both, activation, padding, amax=unread)
 
         remake = Remake(unit_again, both.detach())
         return unit, remake if self.recomputes else None
 
 
-class KeptHalf:
-    """A half that runs as its class does: its norms and the part between them are called as
-    modules.
+def run_kept_half(
+    layer: Any,
+    norms: HalfNorms,
+    part: Callable[[Tensor], Any],
+    x: Tensor,
+    branch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run a half as its class does: its norms and the part between them are called as modules.
 
     Args:
         layer: the decoder layer.
         norms: its norms around this half.
         part: takes ``[1, T, D]`` and returns a tensor of that shape, or a tuple that begins with
             one.
+        x: the residual.
+        branch: the branch of the half before, or None.
+
+    Returns:
+        The residual with ``branch`` added, and the next branch; both ``[T, D]``.
     """
-
-    def __init__(self, layer: Any, norms: HalfNorms, part: Callable[[Tensor], Any]):
-        self.layer = layer
-        self.norms = norms
-        self.part = part
-
-    def __call__(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual with ``branch`` added, and the branch to be added to that; all ``[T,
-        D]``.
-        """
-        x = x if branch is None else x + branch
-        out = self.part(self._normed(self.norms.before, x.unsqueeze(0)))
-        out = self._normed(self.norms.after, out if isinstance(out, Tensor) else out[0]).squeeze(0)
-        multiplier = getattr(self.layer, "residual_multiplier", 1.0)
-        return x, out if multiplier == 1.0 else out * multiplier
-
-    def _normed(self, norm: tuple[str, RMSNormReads] | None, x: Tensor) -> Tensor:
-        return x if norm is None else getattr(self.layer, norm[0])(x)
+    x = x if branch is None else x + branch
+    out = x.unsqueeze(0)
+    if norms.before is not None:
+        out = getattr(layer, norms.before[0])(out)
+    out = part(out)
+    out = out if isinstance(out, Tensor) else out[0]
+    if norms.after is not None:
+        out = getattr(layer, norms.after[0])(out)
+    out = out.squeeze(0)
+    multiplier = getattr(layer, "residual_multiplier", 1.0)
+    return x, out if multiplier == 1.0 else out * multiplier

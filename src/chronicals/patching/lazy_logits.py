@@ -85,8 +85,9 @@ IN_PLACE: dict[Any, Any] = {
 TANH = (Tensor.tanh, torch.tanh)
 
 SAMPLE_SIZE = 64
-"""Elements of a weight that are compared to find a change that raises no version counter: by a
-fused optimizer, or through ``.data``.
+"""Elements of a weight that are compared to find a change that raises no version counter.
+
+A fused optimizer makes such changes, and so does a write through ``.data``.
 """
 
 
@@ -194,8 +195,12 @@ class Promise:
         )
 
     def keep(self, changed: set[int], copy: Callable[[Tensor], Tensor]) -> bool:
-        """Before a step, keep what the values can be computed from afterwards; return whether that
-        takes memory. The host does not wait for the device.
+        """Before a step, keep what the values can be computed from afterwards.
+
+        The host does not wait for the device.
+
+        Returns:
+            Whether that takes memory.
 
         Args:
             changed: ids of the tensors that the step changes.
@@ -324,6 +329,7 @@ class _Mark(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> _Mark:
+        """Return the mark of a tensor as it is now."""
         sample = _sample(x) if isinstance(x, nn.Parameter) else None
         return cls(None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample)
 
@@ -353,6 +359,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(cls: type, promise: Promise) -> LazyLogits:
+        """Return lazy logits at the head's place in autograd's graph."""
         return _Promised.apply(promise, *(promise.sources if promise.records else ()))
 
     @property
@@ -374,8 +381,9 @@ class LazyLogits(Tensor):
             return torch.ops.aten.alias(self)
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
-        """Return (s, c) if the steps amount to ``c · tanh(s · x / c)``, (s, None) if they amount to
-        ``s · x``, and None for other steps or logits that were written to.
+        """Return scale s and softcap c of the steps; None for other steps or written logits.
+
+        (s, c) stands for ``c · tanh(s · x / c)``, and (s, None) for ``s · x``.
         """
         if self.written:
             return None
@@ -478,9 +486,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 def _step(func: Any, args: tuple, kwargs: dict) -> tuple | None:
-    """Return the step that a call amounts to: () if it changes nothing, None if the logits must be
-    computed.
-    """
+    """Return the step that a call amounts to: () if it changes nothing, None if no step is."""
     number = args[1] if len(args) == 2 and type(args[1]) in (int, float) and not kwargs else None
     cast = CASTS.get(func)
     if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):

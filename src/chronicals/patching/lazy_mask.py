@@ -1,5 +1,4 @@
-"""A mask that is made when somebody reads it: a model passes it to its layers if rows are
-documents.
+"""A mask that is made when somebody reads it; a model passes it on if rows are documents.
 
 Attention over documents reads their bounds from it. Any other use makes the mask that transformers
 would have made.
@@ -39,8 +38,9 @@ _METHODS = (
     "__len__",
 )
 METADATA_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
-"""Functions that read metadata and are other objects than the methods of these names; FSDP2 calls
-them to find what to cast.
+"""Functions that read metadata and are other objects than the methods of these names.
+
+FSDP2 calls them to find what to cast.
 """
 
 _WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}.union(
@@ -50,9 +50,8 @@ _WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUT
 
 
 @dataclass(frozen=True)
-class Padding:
-    """Padding at the end of rows ``[B, S]``, of which P tokens are padding and no row has more than
-    L of them.
+class RowPadding:
+    """Padding at the end of rows ``[B, S]``: P tokens, of which no row has more than L.
 
     Attributes:
         places: indices of the padding in B · S, ``[P]``.
@@ -88,7 +87,7 @@ class Documents:
     longest: int
     places: Tensor | None
     window: int | None
-    padding: Padding | None
+    padding: RowPadding | None
     mask: Callable[[], Tensor | None]
     tensor: Callable[[], Tensor]
 
@@ -120,18 +119,13 @@ class LazyMask(Tensor):
     def __new__(
         cls: type, documents: Documents, rows: int, length: int, dtype: torch.dtype
     ) -> LazyMask:
+        """Return a tensor without memory, of the mask's shape and dtype."""
         shape = (rows, 1, length, length)
         mask: Any = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=documents.bounds.device
         )
         mask.documents = documents
         return mask
-
-    def cast(self, dtype: torch.dtype) -> LazyMask:
-        """Return the same mask in another dtype, also without values."""
-        if self.dtype == dtype:
-            return self
-        return LazyMask(self.documents.cast(dtype), self.shape[0], self.shape[-1], dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +135,10 @@ class LazyMask(Tensor):
         if func is Tensor.detach:  # a re-entrant checkpoint detaches its inputs
             return args[0]
         if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
-            return args[0].cast(args[1])
+            mask, dtype = args
+            if mask.dtype == dtype:
+                return mask
+            return LazyMask(mask.documents.cast(dtype), mask.shape[0], mask.shape[-1], dtype)
         return func(*_made(args), **_made(kwargs or {}))
 
     @classmethod

@@ -1,10 +1,9 @@
-"""The loss seam: the head and the loss function of a causal language model run as one kernel within
-the model's own forward.
+"""The loss seam: head and loss function of a causal language model run as one kernel.
 
-While a model is called with labels, its head returns ``LazyLogits``. The loss function reads the
-hidden states behind them and calls linear cross-entropy, which never holds all logits. Everything
-else of the forward (router losses, outputs) is the model's own. ``.logits`` of the result are
-computed when somebody reads them.
+They run within the model's own forward. While a model is called with labels, its head returns
+``LazyLogits``. The loss function reads the hidden states behind them and calls linear
+cross-entropy, which never holds all logits. Everything else of the forward (router losses,
+outputs) is the model's own. ``.logits`` of the result are computed when somebody reads them.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from chronicals.batch import IGNORED
 from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.linear_cross_entropy import mean_of
 from chronicals.patching.lazy_logits import LazyLogits, Promise, autocast_type
 
 logger = logging.getLogger(__name__)
 
-NAME = "loss"
-"""Its name in the report and in a plan."""
+LOSS_PART = "loss"
+"""Name of the loss in the report and in a plan."""
 
-_IGNORED = -100
 LABELS = ("labels", "shift_labels")
 
 TRL_ARGUMENT = "fused_lm_head"
-"""Argument by which trainers of TRL (from 1.16 on) ask the forward that they installed for the loss
-of every token.
+"""Argument by which trainers of TRL (from 1.16 on) ask for the loss of every token.
+
+They ask the forward that they installed themselves.
 """
 
 ABOUT_TRAINERS = (
@@ -98,7 +98,7 @@ def head_of(model: Any) -> nn.Module | None:
     return head if type(head) is nn.Linear else None
 
 
-def install(model: Any) -> None:
+def install_loss_seam(model: Any) -> None:
     """Put the seam in ``model``, whose head is a plain linear layer."""
     seam = LossSeam()
     head = head_of(model)
@@ -112,7 +112,7 @@ def install(model: Any) -> None:
     model.register_forward_hook(seam.after, always_call=True)
 
 
-def remove(model: Any) -> None:
+def remove_loss_seam(model: Any) -> None:
     """Remove the seam, wherever its head is by now. A loss function that was set since stays.
 
     A copied model has a seam of its own.
@@ -170,7 +170,7 @@ class _Loss:
         labels: Tensor | None,
         vocab_size: int | None = None,
         num_items_in_batch: Any = None,
-        ignore_index: int = _IGNORED,
+        ignore_index: int = IGNORED,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -194,7 +194,7 @@ class _Loss:
         promise = logits.promise
         scale, softcap = scale_and_softcap
         targets = shift_labels.reshape(-1).to(promise.hidden.device)
-        targets = targets.masked_fill(targets == ignore_index, _IGNORED)
+        targets = targets.masked_fill(targets == ignore_index, IGNORED)
         self.seam.taken += 1
         total = linear_cross_entropy(
             promise.hidden.reshape(len(targets), -1),

@@ -1,17 +1,22 @@
-"""Recognise norms: modules without children and with vectors only that normalise the last
-dimension.
+"""Recognise norms: modules without children and with vectors only.
+
+They normalise the last dimension. Gated norms, those of linear attention, have a vector and two
+inputs: ``silu(gate) · norm(x)`` or ``norm(silu(gate) · x)``.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels import fused_layernorm, fused_rmsnorm
+from chronicals.kernels import fused_layernorm, fused_rmsnorm, fused_swiglu
 from chronicals.patching.forms import (
     Form,
     Forward,
@@ -28,7 +33,11 @@ UNWEIGHTED_WIDTH = 16
 CONSTANT_EPSILONS = (1e-5, 1e-6)
 """Epsilons that some classes have as a constant in their forward."""
 
+GATED_NORM = "fused_rmsnorm + fused_swiglu"
+"""Name of the replacement of gated norms."""
+
 Epsilon = Callable[[nn.Module, Tensor], float]
+Gated = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,15 @@ def recognise_norm(module: nn.Module) -> Form | None:
         or any(len(shape) != 1 for shape in widths)
     ):
         return None
-    width = next(iter(widths))[0] if widths else _kept_width(module)
+    width = next(iter(widths))[0] if widths else None
+    if width is None:
+        # the last of a shape that it stores, or any width if it stores an epsilon
+        for shape in vars(module).values():
+            if isinstance(shape, tuple) and shape and type(shape[-1]) is int and shape[-1] > 0:
+                width = shape[-1]
+                break
+        else:
+            width = UNWEIGHTED_WIDTH if numbers(module) else None
     if not takes_one_tensor(module) or width is None:
         return None
     with random_numbers(module):
@@ -78,27 +95,13 @@ def recognise_norm(module: nn.Module) -> Form | None:
     return None
 
 
-def _kept_width(module: nn.Module) -> int | None:
-    """Return the width that a norm without vectors takes: the last of a shape that it stores, or
-    any width if it stores an epsilon; else None, as it is no norm.
-    """
-    shapes = [
-        shape
-        for shape in vars(module).values()
-        if isinstance(shape, tuple) and shape and type(shape[-1]) is int
-    ]
-    widths = [shape[-1] for shape in shapes if shape[-1] > 0]
-    if widths:
-        return widths[0]
-    return UNWEIGHTED_WIDTH if numbers(module) else None
-
-
 def _candidates(
     module: nn.Module, vectors: list[str]
 ) -> Iterator[tuple[str, Forward, RMSNormReads | None]]:
     """Yield name, forward and reads of the norms that the module may be.
 
     Args:
+        module: the module.
         vectors: names of its vectors, each weight or bias.
     """
     roles = list(itertools.permutations([*vectors, None, None], 2))
@@ -109,8 +112,8 @@ def _candidates(
             if bias is None:
                 for offset in (0.0, 1.0) if weight else (0.0,):
                     reads = RMSNormReads(weight, epsilon, offset)
-                    yield "fused_rmsnorm", _rmsnorm(reads), reads
-            yield "fused_layernorm", _layernorm(weight, bias, epsilon), None
+                    yield "fused_rmsnorm", partial(_rmsnorm, reads), reads
+            yield "fused_layernorm", partial(_layernorm, weight, bias, epsilon), None
 
 
 def epsilons(module: nn.Module) -> Iterator[Epsilon]:
@@ -123,24 +126,21 @@ def epsilons(module: nn.Module) -> Iterator[Epsilon]:
         yield lambda module, x: torch.finfo(x.dtype).eps  # torch.nn.RMSNorm without one
 
 
-def _rmsnorm(reads: RMSNormReads) -> Forward:
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return fused_rmsnorm(x, *reads.arguments(module, x))
-
-    return forward
+def _rmsnorm(reads: RMSNormReads, module: nn.Module, x: Tensor) -> Tensor:
+    return fused_rmsnorm(x, *reads.arguments(module, x))
 
 
-def _layernorm(weight: str | None, bias: str | None, epsilon: Epsilon) -> Forward:
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        w, b = (None if name is None else getattr(module, name) for name in (weight, bias))
-        return fused_layernorm(x, w, b, epsilon(module, x))
-
-    return forward
+def _layernorm(
+    weight: str | None, bias: str | None, epsilon: Epsilon, module: nn.Module, x: Tensor
+) -> Tensor:
+    w, b = (None if name is None else getattr(module, name) for name in (weight, bias))
+    return fused_layernorm(x, w, b, epsilon(module, x))
 
 
 def _with_output_dtype(module: nn.Module, forward: Forward, x: Tensor) -> Forward:
-    """Return ``forward`` with the output dtype of the class: that of the input, or the wider one of
-    input and weight.
+    """Return ``forward`` with the output dtype of the class.
+
+    That is the input's dtype, or the wider one of input and weight.
     """
     with torch.no_grad():
         try:
@@ -155,3 +155,66 @@ def _with_output_dtype(module: nn.Module, forward: Forward, x: Tensor) -> Forwar
         return forward(module, x).to(x.dtype)
 
     return narrowed
+
+
+def recognise_gated_norm(module: nn.Module) -> Form | None:
+    """Return the form of a module of a twin; None if kernels compute no such gated norm."""
+    vectors = [name for name, p in module._parameters.items() if p is not None]
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(vectors) != 1 or len(names) != 2 or any(module.children()):
+        return None
+    weight = module.get_parameter(vectors[0])
+    if weight.dim() != 1:
+        return None
+    x = torch.randn(3, 5, 2 * len(weight))  # input and gate side by side
+    inputs = [x, 3e-3 * x, 30.0 * x]
+    own = _of_one_tensor(type(module).forward)
+    with random_numbers(module):
+        for forward in _gated_candidates(module, vectors[0]):
+            try:
+                if is_proved(module, _of_one_tensor(forward), inputs, own):
+                    return Form(GATED_NORM, _gated_as_called(forward, names))
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+                return None  # a module that does not take two such tensors is no gated norm
+    return None
+
+
+def _gated_candidates(module: nn.Module, weight: str) -> Iterator[Gated]:
+    """Yield forwards that the module may compute; ``weight`` is the name of its vector."""
+    for epsilon in epsilons(module):
+
+        def gated_after(module: Any, x: Tensor, gate: Tensor, epsilon: Any = epsilon) -> Tensor:
+            normed = fused_rmsnorm(x, getattr(module, weight), epsilon(module, x))
+            return fused_swiglu(gate, normed.to(gate.dtype)).to(x.dtype)
+
+        def gated_before(module: Any, x: Tensor, gate: Tensor, epsilon: Any = epsilon) -> Tensor:
+            gated = fused_swiglu(gate, x.to(gate.dtype))
+            return fused_rmsnorm(gated, getattr(module, weight), epsilon(module, x)).to(x.dtype)
+
+        yield from (gated_after, gated_before)
+
+
+def _of_one_tensor(forward: Callable[..., Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Return ``forward`` for input and gate side by side in one tensor, as a proof passes them."""
+    return lambda module, both: forward(module, *both.chunk(2, -1))
+
+
+def _gated_as_called(forward: Gated, names: list[str]) -> Callable[..., Tensor]:
+    """Return ``forward`` for callers that may name its arguments.
+
+    Without a gate of the input's shape the class's own forward runs.
+    """
+
+    def called(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        arguments = dict(zip(names, args)) | kwargs
+        x, gate = (arguments.get(name) for name in names)
+        if (
+            len(arguments) == 2
+            and isinstance(x, Tensor)
+            and isinstance(gate, Tensor)
+            and x.shape == gate.shape
+        ):
+            return forward(module, x, gate)
+        return type(module).forward(module, *args, **kwargs)
+
+    return called

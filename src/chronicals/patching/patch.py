@@ -1,4 +1,4 @@
-"""``patch_model``: replace parts of any Hugging Face decoder by kernels.
+"""``patch_model``: replace parts of any Hugging Face decoder by kernels, and report them.
 
 The parts are replaced on the instance. Every replacement is proved before, reported, and can be
 undone.
@@ -6,21 +6,22 @@ undone.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from chronicals.lora.expert_products import is_parallel
-from chronicals.models import speaks_of_experts
+from chronicals.lora.stacked_experts import is_parallel
+from chronicals.models import attention_seam, speaks_of_experts
 from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, decoder_layer, experts, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
 from chronicals.patching.fused_weights import unfuse_weights
+from chronicals.patching.layer_policies import forget_policies
 from chronicals.patching.plan import PatchPlan, plan_for
-from chronicals.patching.report import Left, PatchReport, Replaced
-from chronicals.patching.tiled_mlps import forget_policies
 from chronicals.quantization import class_module, packed_experts
 from chronicals.versions import check_versions_for
 
@@ -28,16 +29,86 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-EXPERTS = "experts keep their own products"
+KEPT_EXPERTS = "experts keep their own products"
 ON_RANKS = "its experts are on several ranks, or fewer than its configuration says"
 UNKNOWN_HALF = "of no known form: it runs as its class does"
 ROUTED_HALF = "its class calls the router and the experts, which run fused"
 """Reasons in the report."""
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """A part that runs as a kernel now.
+
+    Attributes:
+        path: path of the module in the model.
+        part: its class.
+        by: name of its replacement.
+    """
+
+    path: str
+    part: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A part that was left alone.
+
+    Attributes:
+        path: path of the module in the model; empty for a part of the whole model.
+        part: its class, or the name of the part.
+        reason: why it was left alone.
+    """
+
+    path: str
+    part: str
+    reason: str
+
+
+@dataclass
+class PatchReport:
+    """The changes that ``patch_model`` made.
+
+    Attributes:
+        model: class of the model.
+        replaced, left: entry of each module.
+        notes: sentences about when a replacement is used, or what it skips.
+        whole_layers: whether decoder layers were tried as wholes, too.
+    """
+
+    model: str
+    replaced: list[Replaced] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    whole_layers: bool = False
+
+    def mentions(self, part: str) -> bool:
+        """Return whether ``part`` is in the report, replaced or left alone."""
+        return part in {entry.part for entry in self.replaced} | {entry.part for entry in self.left}
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of modules by the name of their replacement."""
+        return dict(Counter(entry.by for entry in self.replaced))
+
+    def __str__(self) -> str:
+        rows = [("part", "modules", "now")]
+        replaced = Counter((entry.part, entry.by) for entry in self.replaced)
+        for (part, by), count in replaced.items():
+            rows.append((part, str(count), by))
+        left = Counter((entry.part, entry.reason) for entry in self.left)
+        for (part, reason), count in left.items():
+            rows.append((part, str(count), f"as it was: {reason}"))
+        part_width = max(len(part) for part, _, _ in rows)
+        count_width = max(len(count) for _, count, _ in rows)
+        lines = [f"{part:{part_width}}  {count:>{count_width}}  {now}" for part, count, now in rows]
+        return "\n".join([self.model, *lines, *self.notes])
+
+
 class Whole:
-    """A guard in a patched model against pickling it whole: its forwards are made by patching, so
-    the file could not be read.
+    """A guard in a patched model against pickling it whole.
+
+    Its forwards are made by patching, so the file could not be read.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -48,8 +119,9 @@ class Whole:
 
 
 def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = True) -> PatchReport:
-    """Replace what can be proved equal by kernels; parameters keep names, shapes and identity, the
-    configuration its values.
+    """Replace what can be proved equal by kernels.
+
+    Parameters keep names, shapes and identity, the configuration its values.
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapping of one.
@@ -72,8 +144,9 @@ def patch_model(model: PreTrainedModel | PeftModel, outputs_at_padding: bool = T
 
 
 def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
-    """Patch like ``patch_model``, but keep the model's attention and loss, for callers who have
-    their own.
+    """Patch like ``patch_model``, but keep the model's attention and loss.
+
+    It is for callers who have their own.
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapping of one.
@@ -88,8 +161,10 @@ def _patch(
     """Patch the model.
 
     Args:
+        model: the model, or PEFT's wrapping of one.
         seams: also replace attention and loss.
-        whole_layers, outputs_at_padding: see ``patch_parts`` and ``patch_model``.
+        whole_layers: see ``patch_parts``.
+        outputs_at_padding: see ``patch_model``.
     """
     target = _inside(model)
     check_versions_for(model)
@@ -105,10 +180,11 @@ def _patch(
             report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     if whole_layers and not report.whole_layers:
         _replace_layers(target, plan, report)
-    if seams and not report.mentions(loss.NAME):
-        _replace_loss(target, plan, report)
-        _replace_attention(target, plan, report, outputs_at_padding)
-    elif seams and attention.is_installed(target, not outputs_at_padding):
+    if seams and not report.mentions(loss.LOSS_PART):
+        _replace_loss_and_attention(target, plan, report, outputs_at_padding)
+    elif seams and attention_seam.is_in(
+        target, attention.WITHOUT_PADDING if outputs_at_padding else attention.DOCUMENT_SEAM
+    ):
         raise ValueError(
             f"outputs_at_padding={outputs_at_padding}: the model was patched with "
             f"{not outputs_at_padding} already; call unpatch_model(model) first"
@@ -122,8 +198,8 @@ def unpatch_model(model: Any) -> None:
     """Undo ``patch_model``: every module runs its class's own forward again."""
     target = _inside(model)
     forget_policies(target)
-    loss.remove(target)
-    attention.remove(target)
+    loss.remove_loss_seam(target)
+    attention.remove_document_attention(target)
     packed = [module.inner for _, module in packed_experts(target)]
     for module in (*target.modules(), *packed):
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
@@ -166,6 +242,9 @@ def _replace(
 
     Args:
         path: path of the module in the model.
+        module: the module.
+        plan: the parts that were proved.
+        report: is added to.
         mixture: whether the model has experts, whose absence from the plan is then reported.
     """
     key = signature(module)
@@ -175,32 +254,32 @@ def _replace(
         if looks_like(module) and "model" not in plan.reasons:
             report.left.append(Left(path, part, plan.seen.get(key, "the twin has no such module")))
         elif mixture and holds_experts(module):
-            report.left.append(Left(path, part, EXPERTS))
+            report.left.append(Left(path, part, KEPT_EXPERTS))
         return
     if "forward" in vars(module):
         reason = "its forward was replaced by something else (hooks, offload, quantisation)"
         report.left.append(Left(path, part, reason))
     elif any(drops(child) for child in module.children()):
         report.left.append(Left(path, part, "has dropout"))
-    elif form.by == experts.BY and is_parallel(module):
+    elif form.by == experts.FUSED_EXPERTS and is_parallel(module):
         report.left.append(Left(path, part, ON_RANKS))
     else:
         module.forward = MethodType(form.forward, module)
         report.replaced.append(Replaced(path, part, form.by))
-        if form.by == experts.BY:
-            experts.keep_implementation(module)
+        if form.by == experts.FUSED_EXPERTS:
+            vars(module)[experts.IMPLEMENTATION] = experts.implementation_of(module)
 
 
 def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
     """Replace the forwards of decoder layers by fused ones, and report that or the reason."""
     report.whole_layers = True
     if not plan.layers:
-        reason = plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", ""))
-        report.left.append(Left("", decoder_layer.NAME, reason))
+        reason = plan.reasons.get(decoder_layer.LAYER_PART, plan.reasons.get("model", ""))
+        report.left.append(Left("", decoder_layer.LAYER_PART, reason))
         return
     other_halves = {
-        decoder_layer.ATTENTION_BY: decoder_layer.MLP_HALF,
-        decoder_layer.MLP_BY: decoder_layer.ATTENTION_HALF,
+        decoder_layer.FUSED_ATTENTION: decoder_layer.MLP_HALF,
+        decoder_layer.FUSED_MLP: decoder_layer.ATTENTION_HALF,
     }
     for path, layer in target.named_modules():
         if not hasattr(layer, ATTENTION):
@@ -218,43 +297,36 @@ def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
         report.replaced.append(Replaced(path, part, form.by))
         other_half = other_halves.get(form.by)
         if other_half is not None:
-            is_routed = form.by == decoder_layer.ATTENTION_BY and _has_fused_experts(layer)
+            is_routed = form.by == decoder_layer.FUSED_ATTENTION and any(
+                experts.IMPLEMENTATION in vars(class_module(module)) for module in layer.modules()
+            )
             reason = ROUTED_HALF if is_routed else UNKNOWN_HALF
             report.left.append(Left(path, other_half, plan.reasons.get(other_half, reason)))
 
 
-def _has_fused_experts(layer: nn.Module) -> bool:
-    return any(experts.IMPLEMENTATION in vars(class_module(module)) for module in layer.modules())
-
-
-def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:
-    """Put the loss seam into the model, and report that or the reason."""
-    head = loss.head_of(target)
-    if not plan.loss or head is None:
-        reason = plan.reasons.get(loss.NAME, "its head is not a plain linear layer")
-        report.left.append(Left("", "loss", reason))
-    elif "forward" in vars(head):
-        report.left.append(
-            Left("", "loss", "the head's forward was replaced by something else (hooks, offload)")
-        )
-    else:
-        loss.install(target)
-        report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))
-        report.notes.append(loss.ABOUT_TRAINERS)
-
-
-def _replace_attention(
+def _replace_loss_and_attention(
     target: Any, plan: PatchPlan, report: PatchReport, outputs_at_padding: bool
 ) -> None:
-    """Put the attention seam into the model, and report that or the reason."""
-    reason = plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
+    """Put the seams of loss and attention into the model, and report that or the reasons."""
+    head = loss.head_of(target)
+    if not plan.loss or head is None:
+        reason = plan.reasons.get(loss.LOSS_PART, "its head is not a plain linear layer")
+        report.left.append(Left("", loss.LOSS_PART, reason))
+    elif "forward" in vars(head):
+        reason = "the head's forward was replaced by something else (hooks, offload)"
+        report.left.append(Left("", loss.LOSS_PART, reason))
+    else:
+        loss.install_loss_seam(target)
+        report.replaced.append(Replaced("", loss.LOSS_PART, "linear_cross_entropy"))
+        report.notes.append(loss.ABOUT_TRAINERS)
+    reason = plan.reasons.get(attention.ATTENTION_PART, plan.reasons.get("model", ""))
     if plan.attention:
         reason = attention.why_not(target)
     if reason:
-        report.left.append(Left("", attention.NAME, reason))
-    else:
-        attention.install(target, outputs_at_padding)
-        report.replaced.append(Replaced("", attention.NAME, attention.BY))
-        report.notes.append(attention.ABOUT_PACKS)
-        if not outputs_at_padding:
-            report.notes.append(attention.ABOUT_PADDING)
+        report.left.append(Left("", attention.ATTENTION_PART, reason))
+        return
+    attention.install_document_attention(target, outputs_at_padding)
+    report.replaced.append(Replaced("", attention.ATTENTION_PART, attention.DOCUMENT_ATTENTION))
+    report.notes.append(attention.ABOUT_PACKS)
+    if not outputs_at_padding:
+        report.notes.append(attention.ABOUT_PADDING)

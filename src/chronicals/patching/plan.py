@@ -1,5 +1,6 @@
-"""The plan of what can be replaced in models of a class and configuration: proved on its twin,
-once, part by part and then all parts together.
+"""The plan of what can be replaced in models of a class and configuration.
+
+It is proved on the twin of the class, once: part by part, and then all parts together.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,22 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.batch import IGNORED, Batch
-from chronicals.models import PresentedModel
+from chronicals.models import PresentedModel, attention_seam
 from chronicals.models.rebinding import functions_beside
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.experts import recognise_experts
-from chronicals.patching.forms import Form, signature
+from chronicals.patching.forms import Form, NoShell, shell_of, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
-from chronicals.patching.gated_norms import recognise_gated_norm
-from chronicals.patching.norms import recognise_norm
+from chronicals.patching.norms import recognise_gated_norm, recognise_norm
 from chronicals.patching.rotary import recognise_rotary
-from chronicals.patching.shells import NoShell, shell_of
+
+GATED_MLP = "gated MLP"
+"""Role of gated MLPs."""
 
 RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "norm": recognise_norm,
     "gated norm": recognise_gated_norm,
-    "gated MLP": recognise_gated_mlp,
+    GATED_MLP: recognise_gated_mlp,
     "rotary": recognise_rotary,
     "experts": recognise_experts,
 }
@@ -46,9 +49,10 @@ PROOF_LENGTHS = (7, 1, 9, 4)
 
 GRADIENT_TOLERANCE = 1e-4
 GRADIENT_FLOOR = 1e-2
-"""Largest norm of a gradient's difference in fp64, relative to the larger of its norm and
-GRADIENT_FLOOR times the mean norm of all gradients. The gradient of a key bias is rounding only,
-and some classes round to fp32 inside.
+"""Largest norm of a gradient's difference in fp64, and the smallest norm that it is relative to.
+
+It is relative to the gradient's norm, or to GRADIENT_FLOOR times the mean norm of all gradients if
+that is larger. The gradient of a key bias is rounding only, and some classes round to fp32 inside.
 """
 
 
@@ -77,12 +81,8 @@ class PatchPlan:
     def fuses_whole_layers(self) -> bool:
         """True if both halves of every layer run fused."""
         return bool(self.layers) and all(
-            form.by == decoder_layer.BY for form in self.layers.values()
+            form.by == decoder_layer.FUSED_LAYER for form in self.layers.values()
         )
-
-    def is_current(self) -> bool:
-        """Return whether no forward, and no function that it calls, was replaced since the proof."""
-        return all(_code_of(cls) == code for cls, code in self.code.items())
 
     def without(self, role: str) -> PatchPlan:
         """Return the plan without the forms of a role, or without the loss."""
@@ -91,7 +91,7 @@ class PatchPlan:
         return PatchPlan(
             forms=forms,
             seen=self.seen | left_out,
-            loss=self.loss and role != loss.NAME,
+            loss=self.loss and role != loss.LOSS_PART,
             attention=self.attention,
             reasons=dict(self.reasons),
         )
@@ -114,28 +114,29 @@ def plan_for(model: Any) -> PatchPlan:
         return _plan_from_shells(model, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
     plan = _PLANS.get(key)
-    if plan is None or not plan.is_current():
+    # a forward, or a function that it calls, may have been replaced since the proof
+    if plan is None or any(
+        (cls.forward, *functions_beside(cls.forward)) != code for cls, code in plan.code.items()
+    ):
         with plain_surroundings():
             plan = _PLANS[key] = _plan_from_twin(type(model), config)
         classes = (type(model), *(kind[0] for kind in plan.seen if kind))
-        plan.code = {cls: _code_of(cls) for cls in classes}
+        plan.code = {cls: (cls.forward, *functions_beside(cls.forward)) for cls in classes}
     if NO_TWIN in plan.seen.values():
         return _plan_from_shells(model, plan.reasons["model"])
     return plan
 
 
-def _code_of(cls: type[nn.Module]) -> tuple:
-    return cls.forward, *functions_beside(cls.forward)
-
-
 def _plan_from_shells(model: nn.Module, reason: str) -> PatchPlan:
-    """Return a plan without a twin: each module is proved by itself, on a shell of it. Loss and
-    attention need a whole model and are left alone.
+    """Return a plan without a twin: each module is proved by itself, on a shell of it.
+
+    Loss and attention need a whole model and are left alone.
 
     Args:
+        model: the model whose modules are to be replaced.
         reason: why there is no twin.
     """
-    plan = PatchPlan(reasons={loss.NAME: reason, attention.NAME: reason})
+    plan = PatchPlan(reasons={loss.LOSS_PART: reason, attention.ATTENTION_PART: reason})
     with plain_surroundings():
         for module in model.modules():
             key = signature(module)
@@ -174,23 +175,35 @@ def _plan_from_twin(cls: type, config: Any) -> PatchPlan:
         )
     plan.loss = loss.head_of(twin) is not None
     if not plan.loss:
-        plan.reasons[loss.NAME] = "its head is not a plain linear layer"
-    plan = _without_wrong_role(twin, plan, expected)
+        plan.reasons[loss.LOSS_PART] = "its head is not a plain linear layer"
+    if not _agrees(twin, plan, expected):
+        for role in (loss.LOSS_PART, *reversed(RECOGNISERS)):
+            smaller = plan.without(role)
+            if _agrees(twin, smaller, expected):
+                smaller.reasons.setdefault(role, DISAGREES)
+                plan = smaller
+                break
+        else:
+            plan = PatchPlan(
+                seen=plan.seen,
+                reasons={
+                    "model": "no part could be replaced in the whole twin without changing it"
+                },
+            )
     reason = _why_not_documents(twin)
     if reason:
-        plan.reasons[attention.NAME] = reason
+        plan.reasons[attention.ATTENTION_PART] = reason
     plan.attention = not reason
     plan.layers = _fused_layers(twin, plan)
     if not plan.layers:
-        plan.reasons[decoder_layer.NAME] = (
+        plan.reasons[decoder_layer.LAYER_PART] = (
             "no half of its layers, norm and attention or norm and gated MLP, is of a known form"
         )
     return plan
 
 
 def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
-    """Return the largest set of fused layers, by signature, under which the twin's packed output
-    equals its unfused output.
+    """Return the largest set of fused layers, by signature, that keeps the twin's packed output.
 
     All layers fuse both halves where they have known forms, or else attention only, or else the MLP
     only. The result is empty if none of that holds. Halves that are left out are noted in
@@ -215,7 +228,7 @@ def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
                 for key, anatomy in anatomies.items()
             }
             forms = {
-                key: decoder_layer.layer_form(anatomy)
+                key: Form(anatomy.by, partial(decoder_layer.run_layer, anatomy))
                 for key, anatomy in chosen.items()
                 if anatomy.by
             }
@@ -279,60 +292,57 @@ def _gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
 
 
 def _why_not_documents(twin: Any) -> str:
-    """Return why the twin's attention cannot take rows as documents; empty if loss and gradients
-    stay the same for all kinds of rows.
-    """
-    rows = kinds_of_rows(twin)
-    try:
-        expected = {kind: run(twin, **inputs) for kind, inputs in rows.items()}
-    except Exception as error:  # any class of transformers may object to such rows in its own way
-        return f"it does not take padded or packed rows ({type(error).__name__})"
-    # some classes give NaN at padding
-    expected = {kind: result for kind, result in expected.items() if agree(result, result)}
-    if not attention.is_offered(twin):
-        return "it does not attend through transformers' interface"
-    attention.install(twin)
-    before = attention.runs[0]
-    try:
-        got = {kind: run(twin, **rows[kind]) for kind in expected}
-    except Exception as error:  # likewise: a class that looks into its masks
-        return f"it does not take rows without a mask ({type(error).__name__})"
-    finally:
-        attention.remove(twin)
-    if attention.runs[0] == before:
-        return "it does not attend through transformers' interface, or not to documents"
-    wrong = [kind for kind in expected if not agree(expected[kind], got[kind])]
-    return f"{' and '.join(wrong)} rows would change" if wrong else ""
+    """Return why the twin's attention cannot take rows as documents; empty if it can.
 
-
-def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
-    """Return inputs by kind: plain rows, rows padded on either side, rows padded with targets at
-    the padding, and packed rows.
+    Loss and gradients must stay the same for plain rows, rows padded on either side, rows with
+    targets at the padding, and packed rows.
     """
     generator = torch.Generator().manual_seed(7)
-    size = model.get_input_embeddings().weight.shape[0]
+    size = twin.get_input_embeddings().weight.shape[0]
     ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
     rows: dict[str, dict[str, Tensor]] = {"plain": {"input_ids": ids, "labels": ids}}
     for side, padding in (("right", mask), ("left", mask.flip(1))):
-        labels = ids.masked_fill(padding == 0, -100)
+        labels = ids.masked_fill(padding == 0, IGNORED)
         rows[f"{side}-padded"] = {"input_ids": ids, "labels": labels, "attention_mask": padding}
     rows["padding-trained"] = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     positions = torch.cat([torch.arange(length) for length in (7, 1, 6)])[None]
     packed = torch.randint(FIRST_TOKEN, size, positions.shape, generator=generator)
     rows["packed"] = {
         "input_ids": packed,
-        "labels": packed.masked_fill(positions == 0, -100),
+        "labels": packed.masked_fill(positions == 0, IGNORED),
         "position_ids": positions,
     }
-    return rows
+    try:
+        expected = {kind: run(twin, **inputs) for kind, inputs in rows.items()}
+    except Exception as error:  # any class of transformers may object to such rows in its own way
+        return f"it does not take padded or packed rows ({type(error).__name__})"
+    # some classes give NaN at padding
+    expected = {kind: result for kind, result in expected.items() if agree(result, result)}
+    if not attention_seam.places(twin):
+        return "it does not attend through transformers' interface"
+    attention.install_document_attention(twin)
+    before = attention.runs[0]
+    try:
+        got = {kind: run(twin, **rows[kind]) for kind in expected}
+    except Exception as error:  # likewise: a class that looks into its masks
+        return f"it does not take rows without a mask ({type(error).__name__})"
+    finally:
+        attention.remove_document_attention(twin)
+    if attention.runs[0] == before:
+        return "it does not attend through transformers' interface, or not to documents"
+    wrong = [kind for kind in expected if not agree(expected[kind], got[kind])]
+    return f"{' and '.join(wrong)} rows would change" if wrong else ""
 
 
 def _add_form(plan: PatchPlan, key: tuple, module: nn.Module, only: Collection[str] = ()) -> bool:
     """Add the form of a module to the plan; return whether it has one.
 
     Args:
+        plan: the plan.
+        key: the module's signature.
+        module: the module, of a twin or a shell.
         only: roles to be tried; all by default.
     """
     for role, recognise in RECOGNISERS.items():
@@ -345,23 +355,6 @@ def _add_form(plan: PatchPlan, key: tuple, module: nn.Module, only: Collection[s
     return False
 
 
-def _without_wrong_role(twin: Any, plan: PatchPlan, expected: LossAndGradients) -> PatchPlan:
-    """Return the plan, without the role that changes the loss or a gradient of the whole twin; if
-    leaving out one role does not help, an empty plan.
-    """
-    if _agrees(twin, plan, expected):
-        return plan
-    for role in (loss.NAME, *reversed(RECOGNISERS)):
-        smaller = plan.without(role)
-        if _agrees(twin, smaller, expected):
-            smaller.reasons.setdefault(role, DISAGREES)
-            return smaller
-    return PatchPlan(
-        seen=plan.seen,
-        reasons={"model": "no part could be replaced in the whole twin without changing it"},
-    )
-
-
 def _agrees(twin: Any, plan: PatchPlan, expected: LossAndGradients) -> bool:
     """Return whether the twin patched by the plan gives ``expected``; it is unpatched afterwards.
 
@@ -371,18 +364,18 @@ def _agrees(twin: Any, plan: PatchPlan, expected: LossAndGradients) -> bool:
     for module in changed:
         module.forward = MethodType(plan.forms[signature(module)][1].forward, module)
     if plan.loss:
-        loss.install(twin)
+        loss.install_loss_seam(twin)
     try:
         got = run(twin)
         if plan.loss and not twin._chronicals_loss_seam.taken:
             plan.loss = False
-            plan.reasons[loss.NAME] = "it computes its loss in its own way"
+            plan.reasons[loss.LOSS_PART] = "it computes its loss in its own way"
         return agree(expected, got)
     except Exception as error:  # a class may use its parts in a way that only a call shows
         plan.reasons["whole"] = f"{type(error).__name__}: {error}"
         return False
     finally:
-        loss.remove(twin)
+        loss.remove_loss_seam(twin)
         for module in changed:
             del module.forward
 
@@ -391,7 +384,9 @@ def run(model: Any, **inputs: Tensor) -> LossAndGradients:
     """Compute the loss and the gradients of all trained parameters.
 
     Args:
-        inputs: of the model; by default two rows of random tokens, one of them with ignored labels.
+        model: a causal language model.
+        **inputs: inputs of the model; by default two rows of random tokens, one of them with
+        ignored labels.
     """
     if not inputs:
         generator = torch.Generator().manual_seed(5)
@@ -399,7 +394,7 @@ def run(model: Any, **inputs: Tensor) -> LossAndGradients:
         ids = torch.randint(FIRST_TOKEN, len(embedding), (2, 9), generator=generator)
         ids = ids.to(embedding.device)
         labels = ids.clone()
-        labels[0, :4] = -100
+        labels[0, :4] = IGNORED
         inputs = {"input_ids": ids, "labels": labels}
     torch.default_generator.manual_seed(6)
     out = model(**inputs, use_cache=False)

@@ -1,7 +1,7 @@
-"""Recognise rotary embedding: attention modules whose forward calls a rotation ``(q, k, cos, sin,
-...)`` of their modelling file.
+"""Recognise rotary embedding: attention modules whose forward calls a rotation of their file.
 
-Such an instance gets its class's own forward, in which that name stands for the kernel.
+The rotation takes ``(q, k, cos, sin, ...)``. Such an instance gets its class's own forward, in
+which that name stands for the kernel.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Rotation:
     heads: Arrangement = _unchanged
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, rotated by the kernel."""
         tables = self.table(cos), self.table(sin)
         return fused_qk_rope(self.heads(q), self.heads(k), *tables, interleaved=self.interleaved)
 
@@ -78,9 +79,7 @@ ROTATIONS: dict[str, Rotation] = {
 
 
 def recognise_rotary(module: nn.Module) -> Form | None:
-    """Return the form of an attention module that rotates queries and keys as the kernel can; else
-    None.
-    """
+    """Return the form of an attention module that rotates as the kernel can; else None."""
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
         return None

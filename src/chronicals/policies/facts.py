@@ -13,7 +13,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.memory import card_memory, decoder_layers
 from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, input_device
-from chronicals.patching.fp8_layers import is_large
+from chronicals.patching.layer_policies import is_large
 from chronicals.patching.plan import plan_for
 
 DIVIDE_WEIGHTS = "weights"

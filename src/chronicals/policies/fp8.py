@@ -13,11 +13,11 @@ from chronicals.models import input_device
 from chronicals.moe.routers import experts_per_token
 from chronicals.patching import experts, run_experts_in_fp8, run_in_fp8
 from chronicals.patching.forms import signature
-from chronicals.patching.fp8_layers import MIN_FP8_WIDTH
+from chronicals.patching.layer_policies import MIN_FP8_WIDTH
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
-from chronicals.quantization import FP8
+from chronicals.quantization import FP8Base
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ProductsInFP8(Policy):
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Frozen weights are there in FP8 too; trained products keep their inputs in 8 bits."""
         step = replace(load.step, in_fp8=facts.in_fp8)
-        return replace(load, step=step, frozen=FP8.bytes_a_value(load.step.element))
+        return replace(load, step=step, frozen=FP8Base.bytes_a_value(load.step.element))
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Choose the products that run in FP8, by their size.
@@ -116,6 +116,6 @@ def has_fused_experts(facts: Facts) -> bool:
     forms = plan_for(facts.model).forms
     for module in facts.model.modules():
         key = signature(module)
-        if key in forms and forms[key][1].by == experts.BY:
+        if key in forms and forms[key][1].by == experts.FUSED_EXPERTS:
             return True
     return False

@@ -4,7 +4,7 @@ They are 16 bit, FP8, FP8 with its 16-bit values in host memory, 4 bits, MXFP4 a
 """
 
 from chronicals.quantization.base import Base, Operand, Storage
-from chronicals.quantization.dense import Dense
+from chronicals.quantization.dense import AdapterPadding, Dense, columns_for
 from chronicals.quantization.experts import (
     Experts4bit,
     PackedExperts,
@@ -17,13 +17,12 @@ from chronicals.quantization.experts import (
     packed_stacks,
     stacked_weight,
 )
-from chronicals.quantization.fp8 import FP8
+from chronicals.quantization.fp8 import FP8Base, FP8InHost
 from chronicals.quantization.fp8_experts import FP8Experts, FP8ExpertsInHost
 from chronicals.quantization.gguf import GGUF, Blocks, LinearGGUF
-from chronicals.quantization.host import FP8InHost
 from chronicals.quantization.mxfp4 import MXFP4
 from chronicals.quantization.nf4 import NF4, RECIPES, FourBits, Linear4bit, Packed
-from chronicals.quantization.packed import PackedBase, PackedWeight, format_of_files
+from chronicals.quantization.packed import PackedStorage, PackedWeight, format_of_files
 from chronicals.quantization.packed_linear import (
     PackedLinear,
     PackedModule,
@@ -37,15 +36,16 @@ from chronicals.quantization.packed_linear import (
 from chronicals.quantization.plain import PlainWeight, frozen_weight
 
 __all__ = [
-    "FP8",
     "GGUF",
     "MXFP4",
     "NF4",
     "RECIPES",
+    "AdapterPadding",
     "Base",
     "Blocks",
     "Dense",
     "Experts4bit",
+    "FP8Base",
     "FP8Experts",
     "FP8ExpertsInHost",
     "FP8InHost",
@@ -54,16 +54,17 @@ __all__ = [
     "LinearGGUF",
     "Operand",
     "Packed",
-    "PackedBase",
     "PackedExperts",
     "PackedLinear",
     "PackedModule",
+    "PackedStorage",
     "PackedWeight",
     "PlainWeight",
     "Stack",
     "Storage",
     "call_with",
     "class_module",
+    "columns_for",
     "dense_stack",
     "format_of_files",
     "frozen_weight",

@@ -53,10 +53,13 @@ class Base(ABC):
             ``input_gradient`` also multiply by the adapters in the padding around the weight.
         wants_amax: if true, an operand's largest absolute value, computed by the kernel that
             produced it, saves a pass over it.
+        bytes_for_host: bytes of 16-bit values that may move to host memory while the products run;
+            0 if the products read them, or if they are there already.
     """
 
     padded = False
     wants_amax = False
+    bytes_for_host = 0
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Tensor]):
         (self.outputs, self.width) = shape
@@ -69,15 +72,14 @@ class Base(ABC):
         return any(part.requires_grad for part in self.parts)
 
     def why_not(self, rows: int) -> str | None:
-        """Return why operands with ``rows`` rows cannot be multiplied in this format; None if they
-        can.
-        """
+        """Return why operands with ``rows`` rows cannot be multiplied in this format, or None."""
         return None
 
     def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
         """Prepare x or dy, ``[T, D]``, for the products below.
 
         Args:
+            x: the operand.
             rows: it will be used by ``forward`` or ``input_gradient``.
             columns: it will be used by ``weight_gradient``.
             amax: its largest absolute value, fp32 ``[1]``, if known.
@@ -110,14 +112,6 @@ class Base(ABC):
         """
 
     @property
-    def bytes_for_host(self) -> int:
-        """Bytes of 16-bit values that may move to host memory while the products run.
-
-        It is 0 if the products read them, or if they are there already.
-        """
-        return 0
-
-    @property
     def bytes(self) -> int:
         """Bytes on the device of its products; a trained weight is stored densely."""
         itemsize = self.dtype.itemsize
@@ -127,17 +121,16 @@ class Base(ABC):
 
 
 class Storage(Base):
-    """A base whose products read the parameters themselves, without a copy."""
+    """A base whose products read the parameters themselves, without a copy.
+
+    Attributes:
+        plain_weight: this storage if it is dense (``Dense``), so that its products may run in
+            another format; None if it is packed.
+    """
+
+    plain_weight: Any = None
 
     @property
     @abstractmethod
     def places(self) -> tuple[Tensor, ...]:
         """Tensors over the memory of each part."""
-
-    @property
-    def plain_weight(self) -> Any:
-        """This storage if it is dense (``Dense``), so that its products may run in another format.
-
-        It is None if the storage is packed.
-        """
-        return None

@@ -1,14 +1,31 @@
-"""A 16- or 32-bit weight, optionally with padding columns for adapters."""
+"""A 16- or 32-bit weight, optionally with padding columns for adapters.
+
+The products of the weight then compute the adapters, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.products import product
 from chronicals.quantization.base import Operand, Storage
+
+COLUMN_MULTIPLE = 64
+"""The number of padding columns is a multiple of this.
+
+Rows then begin at multiples of 128 bytes and products take whole steps, which is up to 3 % faster
+than with 16.
+"""
+
+
+def columns_for(ranks: Sequence[int]) -> int:
+    """Return R, the number of padding columns for adapters of these ranks."""
+    return -(-sum(ranks) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 class Dense(Storage):
@@ -24,7 +41,7 @@ class Dense(Storage):
         columns: R.
 
     Attributes:
-        written: record of the adapters that are in the padding now, kept by ``Padding``.
+        written: record of the adapters that are in the padding now, kept by ``AdapterPadding``.
     """
 
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
@@ -41,6 +58,8 @@ class Dense(Storage):
         """Copy the weights ``[n, K]`` into one new buffer, one below the other, with zero padding.
 
         Args:
+            weights: the weights.
+            columns: R, padding columns and rows.
             device: device of the buffer; by default that of the weights.
         """
         outputs = sum(map(len, weights))
@@ -57,7 +76,8 @@ class Dense(Storage):
         return self.matrix.split([len(part) for part in self.parts])
 
     @property
-    def plain_weight(self) -> Dense:
+    def plain_weight(self) -> Dense:  # type: ignore[override]
+        """This weight."""
         return self
 
     @property
@@ -81,6 +101,7 @@ class Dense(Storage):
         )
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return ``x Wᵀ + bias``; with padding columns behind x, the adapters' part, too."""
         rows = x.dense
         matrix = (self.matrix if rows.shape[1] == self.width else self._with_up()).t()
         return (
@@ -88,17 +109,82 @@ class Dense(Storage):
         )
 
     def input_gradient(self, dy: Operand) -> Tensor:
+        """Return ``dy W``; with padding columns behind dy, the adapters' part, too."""
         rows = dy.dense
         return product(
             rows, self.matrix if rows.shape[1] == self.outputs else self._with_down(), rows.dtype
         )
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        """Return ``dyᵀ x`` in the dtype of x; None if the weight is frozen."""
         return product(dy.dense.t(), x.dense, x.dense.dtype) if self.trained else None
 
     def dense(self) -> Tensor:
+        """Return W itself."""
         return self.matrix
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
+        """Return ``itemsize``."""
         return itemsize
+
+
+@dataclass(frozen=True)
+class AdapterPadding:
+    """Buffers for the adapters of several layers.
+
+    Attributes:
+        down: all A, ``[R, K]``.
+        up: all s·B, ``[N, R]``.
+        sizes: number of outputs of each layer, together N.
+        ranks: rank of each layer's adapter, 0 if it has none.
+        written: identity and version of the adapters that are there now; one entry or none.
+    """
+
+    down: Tensor
+    up: Tensor
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    written: list[tuple] = field(default_factory=list, compare=False)
+
+    @classmethod
+    def beside(cls, weight: Dense, sizes: Sequence[int], ranks: Sequence[int]) -> AdapterPadding:
+        """Return padding in the buffer of a weight that has ``columns_for(ranks)`` columns.
+
+        Several paddings of the same sizes and ranks may share it.
+        """
+        return cls(weight.down, weight.up, tuple(sizes), tuple(ranks), weight.written)
+
+    @classmethod
+    def apart(
+        cls, weight: Tensor, sizes: Sequence[int], ranks: Sequence[int], device: torch.device
+    ) -> AdapterPadding:
+        """Return padding in buffers of its own, for a weight ``[N, K]`` that does not read it."""
+        columns = columns_for(ranks)
+        down = weight.new_zeros((columns, weight.shape[1]), device=device)
+        up = weight.new_zeros((len(weight), columns), device=device)
+        return cls(down, up, tuple(sizes), tuple(ranks))
+
+    @property
+    def columns(self) -> int:
+        """R."""
+        return len(self.down)
+
+    @property
+    def used(self) -> int:
+        """Number of the R columns that hold an adapter."""
+        return sum(self.ranks)
+
+    def write(
+        self, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: Sequence[float]
+    ) -> tuple:
+        """Write the adapters to the buffers; return a token by which ``holds`` knows them."""
+        write_adapters(self.down, self.up, self.sizes, self.ranks, downs, ups, scales)
+        matrices = [x for x in (*downs, *ups) if x is not None]
+        versions = tuple((x.data_ptr(), x._version) for x in matrices)
+        self.written[:] = [(versions, tuple(scales))]
+        return self.written[0]
+
+    def holds(self, written: tuple) -> bool:
+        """Return whether the adapters of this ``write`` are still in the buffers."""
+        return self.written == [written]

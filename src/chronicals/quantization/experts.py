@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from chronicals.quantization.nf4 import Packed
-from chronicals.quantization.packed import PackedBase, PackedWeight, weight_from
+from chronicals.quantization.packed import PackedStorage, PackedWeight, weight_from
 from chronicals.quantization.packed_linear import PackedModule
 
 TAKES_STACKS = "takes_stacks"
@@ -45,11 +45,12 @@ class Stack:
     """
 
     shape: tuple[int, ...]
-    base: PackedBase
+    base: PackedStorage
     transposed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the dequantised values."""
         return self.base.dtype
 
     def __call__(self) -> Tensor:
@@ -98,6 +99,9 @@ class PackedExperts(PackedModule):
     """
 
     inner: Any
+    why_not_saved = (
+        "its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files"
+    )
 
     def __init__(
         self,
@@ -131,15 +135,17 @@ class PackedExperts(PackedModule):
         empty = {name: nn.Parameter(place, requires_grad=False) for name, place in places.items()}
         vars(inner).update(_parameters=empty, _buffers={}, _modules=dict(experts._modules))
         object.__setattr__(self, "inner", inner)
-        self._bases: dict[str, tuple[tuple, PackedBase]] = {}
+        self._bases: dict[str, tuple[tuple, PackedStorage]] = {}
         self.train(experts.training)
 
     @classmethod
     def of(cls, experts: nn.Module, quantise: Callable[[Tensor], PackedWeight] = Packed.of) -> Self:
-        """Pack the experts of a transformers model, by default as NF4 in blocks of 64 with nested
-        scales.
+        """Pack the experts of a transformers model.
+
+        The default is NF4 in blocks of 64 with nested scales.
 
         Args:
+            experts: the module of experts.
             quantise: returns the packed weight of a matrix.
 
         Raises:
@@ -168,9 +174,11 @@ class PackedExperts(PackedModule):
 
     @property
     def weights(self) -> dict[str, PackedWeight]:
+        """The packed weights by name, each ``[E · N, K]``."""
         return {name: self.packed(name) for name in self.stacked}
 
     def dequantised(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of the stacked weights, in the shapes of the class."""
         for name in self.stacked:
             yield name, self.stack(name).dense()
 
@@ -185,14 +193,12 @@ class PackedExperts(PackedModule):
             return matrix.view(experts, columns, rows).transpose(1, 2)
         return matrix.view(self.stacked[name])
 
-    @property
-    def why_not_saved(self) -> str | None:
-        return "its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files"
-
     def named_in(self, path: str, model: str) -> str:
+        """Return the path of the experts, for a sentence with ``why_not_saved``."""
         return f"{path}:"
 
     def values_of_token(self, routed: float) -> float:
+        """Return the number of values of the experts that a token visits."""
         return routed * self.values
 
     def stack(self, name: str) -> Stack:
@@ -217,7 +223,9 @@ class PackedExperts(PackedModule):
         """Compute what the class computes.
 
         Args:
+            *inputs: arguments of the class's forward.
             instead: weights that replace its own, by name, in their shapes.
+            **named: arguments of the class's forward.
         """
         stacks = {**self.stacks(), **(instead or {})}
         forward = vars(self.inner).get("forward")
@@ -238,6 +246,7 @@ class PackedExperts(PackedModule):
         return plain.train(self.training)
 
     def extra_repr(self) -> str:
+        """Return class, stacked weights, format and dtype."""
         return (
             f"{type(self.inner).__name__}, {', '.join(self.stacked)} in {self.format}, "
             f"dtype={self.dtype}"

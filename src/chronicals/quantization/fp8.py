@@ -1,6 +1,7 @@
 """A weight whose three products run in FP8 (``kernels/fp8_linear.py``).
 
-Each operand has one scale: its amax over 448.
+Each operand has one scale: its amax over 448. The 16-bit values of a frozen weight may be in host
+memory; then 1 byte per value is on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from chronicals.quantization.base import Base, Operand
 from chronicals.quantization.dense import Dense
 
 
-class FP8(Base):
+class FP8Base(Base):
     """FP8 products of a 16-bit weight, which stays in memory.
 
     A frozen weight is quantised once, in both layouts. After a write to the weight, the next call
@@ -41,9 +42,11 @@ class FP8(Base):
         self._scale: Tensor | None = None
 
     def why_not(self, rows: int) -> str | None:
+        """Return why so many rows cannot be multiplied in FP8, or None."""
         return f"FP8 products need multiples of {FP8_MULTIPLE}" if rows % FP8_MULTIPLE else None
 
     def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
+        """Quantise x or dy in the layouts that the products below read."""
         if not (rows or columns):
             return Operand(x)
         layout = "both" if rows and columns else "rows" if rows else "columns"
@@ -53,14 +56,30 @@ class FP8(Base):
         return Operand(x, by_rows, by_columns, known.scale)
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return ``x Wᵀ + bias`` in the dtype of x."""
+        rows: Scaled | None
+        if self.trained:
+            rows, _ = fp8_quantize(self.dense())
+            assert rows is not None
+            self._scale = rows.scale
+        else:
+            rows = self._layouts()[0]
         assert x.rows is not None
-        return scaled_product(x.rows, self._rows(), x.dense.dtype, fast=True, bias=bias)
+        return scaled_product(x.rows, rows, x.dense.dtype, fast=True, bias=bias)
 
     def input_gradient(self, dy: Operand) -> Tensor:
-        assert dy.rows is not None
-        return scaled_product(dy.rows, self._columns(), dy.dense.dtype)
+        """Return ``dy W`` in the dtype of dy."""
+        columns: Scaled | None
+        if self.trained:
+            _, columns = fp8_quantize(self.dense(), layout="columns", scale=self._scale)
+        else:
+            rows, *kept_columns = self._layouts()
+            columns = kept_columns[0] if kept_columns else fp8_transposed(rows)
+        assert dy.rows is not None and columns is not None
+        return scaled_product(dy.rows, columns, dy.dense.dtype)
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        """Return ``dyᵀ x`` in the dtype of W; None if the weight is frozen."""
         if not self.trained:
             return None
         columns = x.columns or fp8_quantize(x.dense, layout="columns", scale=x.scale)[1]
@@ -68,35 +87,21 @@ class FP8(Base):
         return scaled_product(dy.columns, columns, self.dtype)
 
     @property
-    def bytes_for_host(self) -> int:
+    def bytes_for_host(self) -> int:  # type: ignore[override]
+        """Bytes of the 16-bit values of a frozen weight, which the products do not read."""
         return 0 if self.trained else self.weight.bytes
 
     def dense(self) -> Tensor:
+        """Return the 16-bit weight."""
         return self.weight.matrix
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
+        """Return the bytes of a 16-bit value and of its two layouts in FP8."""
         return itemsize + 2
 
-    def _rows(self) -> Scaled:
-        """Return the rows of W, for ``y = x Wᵀ``."""
-        if not self.trained:
-            return self._layouts()[0]
-        found, _ = fp8_quantize(self.dense())
-        assert found is not None
-        self._scale = found.scale
-        return found
-
-    def _columns(self) -> Scaled:
-        """Return the columns of W, for ``dx = dy W``."""
-        if not self.trained:
-            rows, *columns = self._layouts()
-            return columns[0] if columns else fp8_transposed(rows)
-        _, found = fp8_quantize(self.dense(), layout="columns", scale=self._scale)
-        assert found is not None
-        return found
-
     def _layouts(self) -> list[Scaled]:
+        """Return the quantised layouts of a frozen weight, made anew if it was written to."""
         versions = tuple(part._version for part in self.parts)
         if self._known is None or self._known[0] != versions:
             layouts = [
@@ -111,3 +116,22 @@ class FP8(Base):
                 layouts = self._known[1]
             self._known = versions, layouts
         return self._known[1]
+
+
+class FP8InHost(FP8Base):
+    """FP8 weight with only its rows on the device, transposed at each ``input_gradient``.
+
+    ``weight`` is on the CPU.
+    """
+
+    layout = "rows"
+    bytes_for_host = 0  # they are there already
+
+    def dense(self) -> Tensor:
+        """Return a copy of the 16-bit weight on the device of the products."""
+        return self.weight.matrix.to(self.device)
+
+    @classmethod
+    def bytes_a_value(cls, itemsize: int) -> float:
+        """Return the byte of the rows."""
+        return 1

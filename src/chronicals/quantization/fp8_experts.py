@@ -31,6 +31,9 @@ class FP8Experts:
     layout = "both"
     """Layouts that are kept of a frozen weight, by the names that the products use."""
 
+    waits_for: torch.device | None = None
+    """Device of the products if the 16-bit weight is in host memory; else None."""
+
     def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
         self.weight = weight
         self.transposed = transposed
@@ -46,11 +49,6 @@ class FP8Experts:
         """
         return itemsize + 2
 
-    @property
-    def waits_for(self) -> torch.device | None:
-        """Device of the products if the 16-bit weight is in host memory; else None."""
-        return None
-
     def to_host(self) -> FP8Experts:
         """Move the 16-bit values of a frozen weight to host memory.
 
@@ -58,7 +56,7 @@ class FP8Experts:
             The object that then multiplies in place of this one; this one if the weight is trained
             or already in host memory.
         """
-        if self.weight.requires_grad:
+        if self.weight.requires_grad or self.waits_for is not None:
             return self
         waiting = FP8ExpertsInHost(self.weight, self.transposed, self.device)
         waiting.rows()  # while the 16 bits are on the device
@@ -99,6 +97,7 @@ class FP8Experts:
         ]
 
     def _layouts(self) -> list[Scaled]:
+        """Return the quantised layouts of a frozen weight, made anew if it was written to."""
         state = self.weight._version, self.weight.dtype
         if self._known is None or self._known[0] != state:
             layouts = self._made(self.layout)
@@ -119,13 +118,11 @@ class FP8ExpertsInHost(FP8Experts):
 
     layout = "rows"
 
-    @property
-    def waits_for(self) -> torch.device | None:
-        return self.device
-
-    def to_host(self) -> FP8Experts:
-        return self
+    def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
+        super().__init__(weight, transposed, device)
+        self.waits_for = device
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:
+        """Return the byte of the rows."""
         return 1

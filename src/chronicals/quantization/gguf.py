@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
-from chronicals.quantization.packed import PackedBase, PackedWeight
+from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
 
@@ -33,6 +33,8 @@ class Blocks(PackedWeight):
     shape: tuple[int, int]
     dtype: torch.dtype
     kind: str
+
+    why_not_saved = "in blocks of GGUF, which no file but that it was loaded from holds"
 
     @classmethod
     def of(cls, codes: Tensor, kind: str, dtype: torch.dtype) -> Blocks:
@@ -54,11 +56,8 @@ class Blocks(PackedWeight):
 
     @property
     def options(self) -> tuple[str, ...]:
+        """The kind."""
         return (self.kind,)
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {"codes": self.codes}
 
     @classmethod
     def of_tensors(
@@ -68,6 +67,7 @@ class Blocks(PackedWeight):
         shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> Self:
+        """Return the weight; codes of a rank's buffer are one row of bytes."""
         (kind,) = options
         (codes,) = tensors
         if codes.ndim == 1:
@@ -76,31 +76,33 @@ class Blocks(PackedWeight):
 
     @classmethod
     def base(cls, packed: Sequence[Blocks], columns: int = 0, ranks: Sequence[int] = ()) -> GGUF:
+        """Return a base for layers with one input; see ``PackedStorage``."""
         return GGUF(packed, columns, ranks)
 
     def layer(self, bias: Tensor | None = None) -> LinearGGUF:
+        """Return a frozen linear layer with this weight."""
         return LinearGGUF(self, bias)
 
     def into(self, out: Tensor) -> Tensor:
+        """Write the dequantised values to ``out``, and return it."""
         return dequantize_gguf(self.codes, out, self.kind)
 
     def divides(self, count: int) -> bool:
+        """Return False: see ``why_whole``."""
         return False
 
     @property
-    def why_whole(self) -> str | None:
+    def why_whole(self) -> str:  # type: ignore[override]
+        """Reason why rows are never divided among ranks."""
         return f"weights in {self.label} stay as they are in their file, whole"
 
     @property
     def label(self) -> str:
+        """Name of the format for logs."""
         return f"{self.kind} of GGUF"
 
-    @property
-    def why_not_saved(self) -> str | None:
-        return "in blocks of GGUF, which no file but that it was loaded from holds"
 
-
-class GGUF(PackedBase):
+class GGUF(PackedStorage):
     """Weights in GGUF blocks; layers that share an input may have different kinds."""
 
     @classmethod

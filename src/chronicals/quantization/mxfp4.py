@@ -9,7 +9,7 @@ with E experts of ``[N, K]`` each; the class in transformers has ``[E, K, N]``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -44,45 +44,25 @@ class MXFP4(PackedWeight):
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "scales")
     STACK_PARTS: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {"codes": self.codes, "scales": self.scales}
-
-    @classmethod
-    def of_tensors(
-        cls,
-        options: tuple[str, ...],
-        tensors: Sequence[Tensor],
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> Self:
-        codes, scales = tensors
-        return cls(codes, scales, shape, dtype)
+    label = f"MXFP4 in blocks of {MXFP4_BLOCK}"
+    short_label = "MXFP4"
 
     def into(self, out: Tensor) -> Tensor:
+        """Write the dequantised values to ``out``, and return it."""
         return dequantize_mxfp4(self.codes, self.scales, out)
 
     def dense_reference(self) -> Tensor:
+        """Return the dequantised values in plain torch."""
         return dequantize_mxfp4_reference(self.codes, self.scales, self.shape, self.dtype)
-
-    @property
-    def label(self) -> str:
-        return f"MXFP4 in blocks of {MXFP4_BLOCK}"
-
-    @property
-    def short_label(self) -> str:
-        return "MXFP4"
 
     @classmethod
     def reads(cls, described: Mapping[str, Any]) -> bool:
+        """Return whether this ``quantization_config`` is of a checkpoint in MXFP4."""
         return described.get("quant_method") == "mxfp4"
 
     @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Return by name of each weight the names of its blocks and scales."""
         blocks, scales = cls.STACK_PARTS
         weights = [name.removesuffix(blocks) for name in names if name.endswith(blocks)]
         return {
@@ -95,11 +75,13 @@ class MXFP4(PackedWeight):
     def stored_shape(
         cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape ``[E, K, N]`` of the class, and bfloat16."""
         experts, rows, blocks, _ = shapes[f"{name}_blocks"]
         return (experts, blocks * MXFP4_BLOCK, rows), torch.bfloat16
 
     @classmethod
     def read(cls, name: str, stored: Mapping[str, Tensor]) -> Self:
+        """Return the weight ``[E · N, K]`` of the tensors, sharing their memory."""
         codes, scales = (stored[name + part] for part in cls.STACK_PARTS)
         for part, tensor in zip(cls.STACK_PARTS, (codes, scales)):
             if tensor.dtype != torch.uint8:
@@ -117,6 +99,7 @@ class MXFP4(PackedWeight):
 
     @classmethod
     def read_dense(cls, name: str, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the dense weight, fp32 ``[E, K, N]``."""
         experts = stored[f"{name}_blocks"].shape[0]
         matrix = cls.read(name, stored).to(torch.float32).dense()
         return matrix.view(experts, -1, matrix.shape[1]).transpose(1, 2).contiguous()

@@ -21,13 +21,13 @@ from chronicals.kernels.nf4 import (
     quantize_nf4,
     quantize_scales,
 )
-from chronicals.quantization.packed import PackedBase, PackedWeight
+from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
 BLOCK = 64
 """Number of values that share a scale, as in QLoRA."""
 
-SCALES = ("absmax", "absmax2", "code2", "offset")
+SCALE_TENSORS = ("absmax", "absmax2", "code2", "offset")
 """Names of the tensors next to the codes, as in ``Scales``."""
 
 
@@ -53,8 +53,10 @@ class Packed(PackedWeight):
     code: str = "nf4"
     quantized_from: torch.dtype | None = None
 
-    PARTS: ClassVar[tuple[str, ...]] = SCALES
+    PARTS: ClassVar[tuple[str, ...]] = SCALE_TENSORS
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "absmax", "absmax2")
+
+    why_not_saved = None
 
     @classmethod
     def of(
@@ -63,7 +65,10 @@ class Packed(PackedWeight):
         """Quantise a weight ``[n, K]``, fp32, bf16 or fp16, to NF4 or FP4.
 
         Args:
+            weight: the weight.
+            block: number of values that share a scale.
             nested: if true, the scales are quantised too.
+            code: "nf4" or "fp4".
         """
         quantize = quantize_nf4 if code == "nf4" else quantize_fp4
         codes, absmax = quantize(weight, block)
@@ -73,11 +78,13 @@ class Packed(PackedWeight):
 
     @property
     def options(self) -> tuple[str, ...]:
+        """Code, block, block of the scales, and dtype before quantisation."""
         source = "" if self.quantized_from is None else dtype_name(self.quantized_from)
         return self.code, str(self.block), str(self.scales.block2), source
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
+        """The codes and the tensors of ``scales``."""
         scales = self.scales
         return {
             "codes": self.codes,
@@ -95,6 +102,7 @@ class Packed(PackedWeight):
         shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> Self:
+        """Return the weight; without nested scales there are two tensors."""
         code, block, block2, source = options
         codes, absmax, *nested = tensors
         absmax2, code2, offset = nested or (None, None, None)
@@ -104,22 +112,25 @@ class Packed(PackedWeight):
 
     @classmethod
     def base(cls, packed: Sequence[Packed], columns: int = 0, ranks: Sequence[int] = ()) -> NF4:
+        """Return a base for layers with one input; see ``PackedStorage``."""
         return NF4(packed, columns, ranks)
 
     def layer(self, bias: Tensor | None = None) -> Linear4bit:
+        """Return a frozen linear layer with this weight."""
         return Linear4bit(self, bias)
 
     def into(self, out: Tensor) -> Tensor:
+        """Write the dequantised values to ``out``, and return it."""
         return dequantize_4bit(self.codes, self.scales, out, self.block, self.code)
 
     def dense_reference(self) -> Tensor:
+        """Return the dequantised values in plain torch."""
         return dequantize_4bit_reference(
             self.codes, self.scales, self.shape, self.dtype, self.block, self.code
         )
 
     def divides(self, count: int) -> bool:
-        """Return whether the rows can be split evenly among ``count`` ranks at the bounds of scale
-        blocks.
+        """Return whether ``count`` ranks can have whole scale blocks, and each as many rows.
 
         A rank then needs no scale of another rank.
         """
@@ -129,30 +140,28 @@ class Packed(PackedWeight):
 
     @property
     def label(self) -> str:
+        """Name of the format for logs."""
         return f"{self.code} in blocks of {self.block}"
 
     @property
     def short_label(self) -> str:
+        """Name of the format in one word."""
         return self.code.upper()
 
     @property
-    def recipe(self) -> FourBits:
+    def recipe(self) -> FourBits:  # type: ignore[override]
+        """Recipe by which the weight was quantised, as far as known."""
         return FourBits.of(self, self.dtype)
 
-    @property
-    def why_not_saved(self) -> str | None:
-        return None
-
     def stored(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors by bitsandbytes' names, so that bitsandbytes and transformers can load
-        them.
-        """
-        from chronicals.quantization.bitsandbytes_format import stored_tensors
+        """Return the tensors by bitsandbytes' names, which bitsandbytes and transformers read."""
+        from chronicals.quantization.bitsandbytes import stored_tensors
 
         return stored_tensors(name, self)
 
     def read_stored(self, name: str, stored: Mapping[str, Tensor]) -> Packed:
-        from chronicals.quantization.bitsandbytes_format import read_weight
+        """Return the weight of these tensors, which must be of the same shape and format."""
+        from chronicals.quantization.bitsandbytes import read_weight
 
         there = read_weight(name, stored)
         kinds = [
@@ -167,11 +176,13 @@ class Packed(PackedWeight):
 
     @classmethod
     def reads(cls, described: Mapping[str, Any]) -> bool:
+        """Return whether this ``quantization_config`` is of a checkpoint in 4 bits."""
         return bool(described.get("load_in_4bit"))
 
     @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        from chronicals.quantization.bitsandbytes_format import ENTRIES, weights_among
+        """Return by name of each 4-bit weight the names of its tensors, codes first."""
+        from chronicals.quantization.bitsandbytes import ENTRIES, weights_among
 
         parts = {}
         for weight in weights_among(names):
@@ -183,24 +194,27 @@ class Packed(PackedWeight):
     def stored_shape(
         cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        from chronicals.quantization.bitsandbytes_format import STATE, read_shape
+        """Return shape and dtype by the JSON tensor."""
+        from chronicals.quantization.bitsandbytes import QUANT_STATE, read_shape
 
-        state = next(part for part in shapes if f".{STATE}" in part)
+        state = next(part for part in shapes if f".{QUANT_STATE}" in part)
         return read_shape(state, read(state))
 
     @classmethod
     def read(cls, name: str, stored: Mapping[str, Tensor]) -> Packed:
-        from chronicals.quantization.bitsandbytes_format import read_weight
+        """Return a weight from bitsandbytes' tensors, sharing their memory."""
+        from chronicals.quantization.bitsandbytes import read_weight
 
         return read_weight(name, stored)
 
     def quantization_config(self, model: nn.Module, paths: Collection[str]) -> dict[str, Any]:
-        from chronicals.quantization.bitsandbytes_format import packed_description
+        """Return the ``quantization_config`` that transformers writes for such layers."""
+        from chronicals.quantization.bitsandbytes import packed_description
 
         return packed_description(model, paths, self.dtype, self.code, self.scales.nested)
 
 
-class NF4(PackedBase):
+class NF4(PackedStorage):
     """Weights in bitsandbytes' 4-bit formats."""
 
     @classmethod
@@ -225,6 +239,7 @@ class Linear4bit(PackedLinear):
         """Quantise a plain layer's weight to NF4 in blocks of 64 with nested scales.
 
         Args:
+            linear: the layer.
             device: where it is quantised and stays; by default its current device.
         """
         bias = None if linear.bias is None else linear.bias.detach().to(device)

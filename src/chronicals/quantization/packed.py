@@ -4,10 +4,10 @@ A weight implements everything that depends on its format: its products, its row
 plain values, an update merged into it, its tensors in files, its memory and its text in logs. Code
 outside this package calls the weight and does not know the format; a new format is a new subclass.
 
-The dense values of linear layers with the same input (``PackedBase``) are written to a buffer with
-padding columns for adapters. All bases of one shape and device share it. The forward pass always
-writes it. The backward pass reads it if it still holds this weight, as it does after the layer was
-recomputed, and otherwise writes it again.
+The dense values of linear layers with the same input (``PackedStorage``) are written to a buffer
+with padding columns for adapters. All bases of one shape and device share it. The forward pass
+always writes it. The backward pass reads it if it still holds this weight, as it does after the
+layer was recomputed, and otherwise writes it again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PACKED_FORMATS: dict[str, type[PackedWeight]] = {}
 class PackedWeight:
     """The frozen weight ``[n, K]`` of one linear layer. Formats are frozen dataclasses.
 
-    A format defines ``options``, ``tensors``, ``of_tensors``, ``divides``, ``into`` and ``base``.
-    The other methods follow from these, unless files use other tensor names (``stored``,
-    ``read_stored``).
+    A format defines ``into``; and ``options``, ``tensors`` and ``of_tensors`` if its fields are
+    not the codes, the ``PARTS``, shape and dtype, and these options, in this order. The other
+    methods follow from these, unless files use other tensor names (``stored``, ``read_stored``).
 
     Attributes:
         codes: the layer's parameter; uint8 ``[...]`` in any shape.
@@ -44,11 +44,20 @@ class PackedWeight:
         PARTS: names of the tensors next to the codes, in order; they are buffers of the layer.
         DIVIDED: names of the tensors that belong to rows, including codes; the other tensors are
             the same on all ranks.
+        trained: True if a run trains the weight itself; packed codes get no gradient.
+        recipe: recipe by which a 16- or 32-bit weight was quantised (a ``FourBits``); None if the
+            model's files hold these codes.
+        why_whole: reason why rows are never divided among ranks; None if they are divided when
+            possible.
     """
 
     codes: Any
     shape: Any
     dtype: Any
+
+    trained: ClassVar[Any] = False
+    recipe: ClassVar[Any] = None
+    why_whole: ClassVar[Any] = None
 
     PARTS: ClassVar[tuple[str, ...]] = ()
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes",)
@@ -68,7 +77,7 @@ class PackedWeight:
     @property
     def options(self) -> tuple[str, ...]:
         """Settings besides tensors, shape and dtype, as words without blanks."""
-        raise NotImplementedError
+        return ()
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
@@ -76,7 +85,7 @@ class PackedWeight:
 
         Only the last parts may be missing.
         """
-        raise NotImplementedError
+        return {name: getattr(self, name) for name in ("codes", *self.PARTS)}
 
     @classmethod
     def of_tensors(
@@ -87,7 +96,7 @@ class PackedWeight:
         dtype: torch.dtype,
     ) -> Self:
         """Return the weight with these ``options`` and the present ones of ``tensors``."""
-        raise NotImplementedError
+        return cls(*tensors, shape, dtype, *options)  # type: ignore[call-arg]
 
     @property
     def settings(self) -> str:
@@ -104,14 +113,6 @@ class PackedWeight:
         present = [tensor for tensor in tensors.values() if tensor is not None]
         return self.of_tensors(self.options, present, shape or self.shape, dtype or self.dtype)
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a weight with ``change`` applied to each tensor."""
-        tensors = {
-            name: None if tensor is None else change(tensor)
-            for name, tensor in self.tensors.items()
-        }
-        return self.with_tensors(tensors)
-
     def detached(self) -> Self:
         """Return the same weight with codes that are not a parameter."""
         return self.with_tensors({**self.tensors, "codes": self.codes.detach()})
@@ -122,13 +123,18 @@ class PackedWeight:
 
     def moved(self, device: torch.device) -> Self:
         """Return the same weight on another device."""
-        return self.changed(lambda tensor: tensor.to(device))
+        tensors = self.tensors
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                tensors[name] = tensor.to(device)
+        return self.with_tensors(tensors)
 
     # Values and products.
 
     def into(self, out: Tensor) -> Tensor:
-        """Write the dequantised values to ``out``, ``[n, K]`` with dense rows, in one launch;
-        return it.
+        """Write the dequantised values to ``out``, ``[n, K]`` with dense rows, and return it.
+
+        It is one launch.
         """
         raise NotImplementedError
 
@@ -151,9 +157,11 @@ class PackedWeight:
         return update(self.dense().to(exact)).to(self.dtype)
 
     @classmethod
-    def base(cls, packed: Sequence[Any], columns: int = 0, ranks: Sequence[int] = ()) -> PackedBase:
-        """Return a base for several weights of this format; see ``PackedBase``."""
-        return PackedBase(packed, columns, ranks)
+    def base(
+        cls, packed: Sequence[Any], columns: int = 0, ranks: Sequence[int] = ()
+    ) -> PackedStorage:
+        """Return a base for several weights of this format; see ``PackedStorage``."""
+        return PackedStorage(packed, columns, ranks)
 
     def layer(self, bias: Tensor | None = None) -> PackedLinear:
         """Return a frozen linear layer with this weight."""
@@ -176,11 +184,6 @@ class PackedWeight:
         return int(self.shape[0] * self.shape[1])
 
     @property
-    def trained(self) -> bool:
-        """True if a run trains the weight itself; packed codes get no gradient."""
-        return False
-
-    @property
     def label(self) -> str:
         """Name of the format for logs."""
         return type(self).__name__
@@ -190,20 +193,7 @@ class PackedWeight:
         """Name of the format in one or two words, for logs."""
         return self.label
 
-    @property
-    def recipe(self) -> Any:
-        """Recipe by which a 16- or 32-bit weight was quantised (a ``FourBits``).
-
-        It is None if the model's files hold these codes.
-        """
-        return None
-
     # Rows of a rank.
-
-    @property
-    def why_whole(self) -> str | None:
-        """Reason why rows are never divided among ranks; None if they are divided when possible."""
-        return None
 
     def divides(self, count: int) -> bool:
         """Return whether the rows can be split evenly among ``count`` ranks."""
@@ -233,10 +223,9 @@ class PackedWeight:
         return self.with_tensors({**self.tensors, **divided}, dtype=dtype)
 
     def without_rows(self, device: torch.device) -> Self:
-        """Return the weight with its tensors of rows on the meta device and the others on
-        ``device``.
+        """Return the weight without its tensors of rows, which are on the meta device then.
 
-        ``with_divided`` adds the rows again after they are gathered.
+        The others are on ``device``. ``with_divided`` adds the rows again after they are gathered.
         """
         tensors = self.tensors
         for name, tensor in tensors.items():
@@ -332,8 +321,7 @@ class PackedWeight:
     def quantization_config(
         self, model: nn.Module, paths: Collection[str]
     ) -> dict[str, Any] | None:
-        """Return the ``quantization_config`` of a model whose layers at ``paths`` are stored in
-        this format.
+        """Return the ``quantization_config`` of a model whose layers at ``paths`` are stored so.
 
         It is None if no files hold this format or they need no such field.
         """
@@ -341,11 +329,11 @@ class PackedWeight:
 
 
 def format_of_files(described: Mapping[str, Any]) -> type[PackedWeight] | None:
-    """Return the packed format of a checkpoint with this ``quantization_config``; None if not
-    packed.
-    """
-    formats = [known for known in PACKED_FORMATS.values() if known.reads(described)]
-    return formats[0] if formats else None
+    """Return the packed format of a checkpoint with this ``quantization_config``, or None."""
+    for known in PACKED_FORMATS.values():
+        if known.reads(described):
+            return known
+    return None
 
 
 @functools.cache
@@ -360,13 +348,16 @@ def weight_from(
     """Return the weight that ``settings`` (``PackedWeight.settings``) describes.
 
     Args:
+        settings: format and options.
         tensors: its present tensors, in order.
+        shape: ``(n, K)``.
+        dtype: dtype of the dequantised values.
     """
     format_class, options = _parsed(settings)
     return format_class.of_tensors(options, tensors, shape, dtype)
 
 
-class PackedBase(Storage):
+class PackedStorage(Storage):
     """Linear layers with a common input whose weights are packed one by one.
 
     Args:
@@ -389,6 +380,7 @@ class PackedBase(Storage):
 
     @property
     def places(self) -> tuple[Tensor, ...]:
+        """The codes of each layer."""
         return tuple(part.codes for part in self.packed)
 
     @property
@@ -397,10 +389,12 @@ class PackedBase(Storage):
         return self._shared.weight
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return ``x Wᵀ + bias``; the buffer is written first."""
         self._shared.fill(self)
         return self.buffer.forward(x, bias)
 
     def input_gradient(self, dy: Operand) -> Tensor:
+        """Return ``dy W``; the buffer is written if it holds another weight by now."""
         self.filled()
         return self.buffer.input_gradient(dy)
 
@@ -411,6 +405,7 @@ class PackedBase(Storage):
         return self.buffer.matrix
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        """Return None, since the codes are frozen."""
         return None
 
     def into(self, out: Tensor) -> Tensor:
@@ -420,6 +415,7 @@ class PackedBase(Storage):
         return out
 
     def dense(self) -> Tensor:
+        """Return W in memory of its own."""
         device = self.packed[0].codes.device
         return self.into(torch.empty((self.outputs, self.width), dtype=self.dtype, device=device))
 
@@ -430,6 +426,7 @@ class PackedBase(Storage):
 
     @property
     def bytes(self) -> int:
+        """Bytes of the packed weights, without the shared buffer."""
         return sum(part.bytes for part in self.packed)
 
 
@@ -455,6 +452,7 @@ class _Buffer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Buffer:
+        """Return the buffer that weights of these sizes share."""
         key = sizes, width, columns, ranks, dtype, device
         buffer = cls._known.get(key)
         if buffer is None:
@@ -466,9 +464,11 @@ class _Buffer:
             buffer = cls._known[key] = cls(Dense(memory[: sum(sizes), :width], (), columns))
         return buffer
 
-    def holds(self, base: PackedBase) -> bool:
+    def holds(self, base: PackedStorage) -> bool:
+        """Return whether the buffer has the values of ``base``."""
         return self._holds is not None and self._holds() is base
 
-    def fill(self, base: PackedBase) -> None:
+    def fill(self, base: PackedStorage) -> None:
+        """Write the values of ``base`` to the buffer."""
         base.into(self.weight.matrix)
         self._holds = weakref.ref(base)

@@ -44,19 +44,14 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     @property
-    def first_weight(self) -> PackedWeight:
-        """The first of its packed weights; all have the same format."""
-        return next(iter(self.weights.values()))
-
-    @property
     def recipe(self) -> Any:
-        """Recipe of its weights; see ``PackedWeight.recipe``."""
-        return self.first_weight.recipe
+        """Recipe of its weights, which have one format; see ``PackedWeight.recipe``."""
+        return next(iter(self.weights.values())).recipe
 
     @property
     def format(self) -> str:
         """Name of the format for logs."""
-        return self.first_weight.label
+        return next(iter(self.weights.values())).label
 
     @property
     def values(self) -> int:
@@ -184,13 +179,16 @@ class PackedLinear(PackedModule):
 
     @property
     def weights(self) -> dict[str, PackedWeight]:
+        """The weight, by the name ``weight``."""
         return {"weight": self.packed}
 
     def dequantised(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name ``weight`` and its values, ``[out, in]``."""
         yield "weight", self.packed.dense()
 
     @property
     def why_not_saved(self) -> str | None:
+        """Reason why transformers' files cannot hold the layer, or None."""
         reason = self.packed.why_not_saved
         return None if reason is None else f"has layers {reason}"
 
@@ -201,11 +199,6 @@ class PackedLinear(PackedModule):
             self._tensors, self.settings, self.out_features, self.in_features, self.dtype
         )
         return norms
-
-    def _product(self, x: Tensor) -> Tensor:
-        """Return ``x Wᵀ``, in the dtype of x."""
-        y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
-        return y
 
     def plain(
         self,
@@ -230,12 +223,14 @@ class PackedLinear(PackedModule):
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ + b``, in the dtype of x or of autocast."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = self._product(x)
+        y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
+        """Return sizes, format and dtype."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.format}, dtype={self.dtype}"
@@ -339,6 +334,22 @@ def _(
     return tensors[0].new_empty(outputs, dtype=torch.promote_types(dtype, torch.float32))
 
 
+def _with_gradient(
+    keys: Any,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    settings: str,
+    outputs: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    # ``torch.library.custom_op`` would flatten the list of tensors and check what is returned in
+    # each call, 30 µs of the host's time and more.
+    if x.requires_grad and torch.is_grad_enabled():
+        y: Tensor = _Differentiated.apply(x, keys, settings, outputs, dtype, *tensors)
+        return y
+    return _below_autograd(keys, x, tensors, settings, outputs, dtype)
+
+
 class _Differentiated(torch.autograd.Function):
     """Autograd function of ``packed_linear`` with the gradient of x; the weight is frozen."""
 
@@ -378,22 +389,6 @@ def _below_autograd(
             keys & torch._C._after_autograd_keyset, x, tensors, settings, outputs, dtype
         )
     return y
-
-
-def _with_gradient(
-    keys: Any,
-    x: Tensor,
-    tensors: Sequence[Tensor],
-    settings: str,
-    outputs: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    # ``torch.library.custom_op`` would flatten the list of tensors and check what is returned in
-    # each call, 30 µs of the host's time and more.
-    if x.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _Differentiated.apply(x, keys, settings, outputs, dtype, *tensors)
-        return y
-    return _below_autograd(keys, x, tensors, settings, outputs, dtype)
 
 
 _LIBRARY = torch.library.Library("chronicals", "FRAGMENT")

@@ -1,5 +1,6 @@
-"""A frozen 16- or 32-bit weight with the interface of ``PackedWeight``, for code that takes any
-weight.
+"""A frozen 16- or 32-bit weight with the interface of ``PackedWeight``.
+
+It is for code that takes any weight.
 """
 
 from __future__ import annotations
@@ -25,21 +26,18 @@ class PlainWeight(PackedWeight):
 
     codes: Tensor
 
+    label = "16 or 32 bit"
+    why_not_saved = None
+
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]
+        """``(n, K)``."""
         return len(self.codes), self.codes.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Dtype of the weight."""
         return self.codes.dtype
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {"codes": self.codes}
 
     @classmethod
     def of_tensors(
@@ -49,36 +47,33 @@ class PlainWeight(PackedWeight):
         shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> Self:
+        """Return the weight in this shape and dtype."""
         (weight,) = tensors
         return cls(weight.view(shape).to(dtype))
 
     def with_divided(self, divided: Any, dtype: torch.dtype) -> Self:
-        # Not cast: ``into`` casts as it copies.
+        """Return the weight with other rows; it keeps their dtype, as ``into`` casts."""
         return type(self)(divided["codes"].view(self.shape))
 
     def into(self, out: Tensor) -> Tensor:
+        """Copy the weight to ``out``, and return it."""
         return out.copy_(self.codes)
 
     def dense(self) -> Tensor:
+        """Return the weight itself."""
         return self.codes
 
     @property
-    def trained(self) -> bool:
+    def trained(self) -> bool:  # type: ignore[override]
+        """True if the weight requires a gradient."""
         return self.codes.requires_grad
-
-    @property
-    def label(self) -> str:
-        return "16 or 32 bit"
-
-    @property
-    def why_not_saved(self) -> str | None:
-        return None
 
 
 def frozen_weight(layer: nn.Module, dtype: torch.dtype | None = None) -> PackedWeight | None:
     """Return the weight of a plain or packed linear layer; None for any other module.
 
     Args:
+        layer: any module.
         dtype: dtype to which a weight that is not packed is cast.
     """
     if type(layer) is nn.Linear:

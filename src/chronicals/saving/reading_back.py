@@ -18,9 +18,9 @@ from torch import Tensor
 
 from chronicals.data.tokens.template import FINGERPRINT_TEXT
 from chronicals.lora import adapters
-from chronicals.lora.adapter_layer import AdapterLayer, in_file
-from chronicals.lora.loading import describe_adapter, shape_of
-from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from chronicals.lora.layers import AdapterLayer, in_file
+from chronicals.lora.loading import describe_adapter, described_config
+from chronicals.lora.peft_format import ADAPTER_PREFIX, CONFIG_FILE, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME, trained_tokens
 from chronicals.models import (
     form_without_weights,
@@ -108,7 +108,7 @@ def _described(form: BaseFormat | None) -> str:
 def _compare_adapters(folder: Path, model: Any) -> Iterator[str]:
     """Compare the scales and all tensors of our adapters' folder with the model."""
     described = describe_adapter(folder)
-    shape = shape_of(described, described["target_modules"])
+    shape = described_config(described, described["target_modules"])
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         remaining = set(file.keys())
         for path, layer in adapters(model):
@@ -119,17 +119,17 @@ def _compare_adapters(folder: Path, model: Any) -> Iterator[str]:
                     f"{layer.scale:g}"
                 )
             for name in layer.trained:
-                stored = f"{PREFIX}{path}.{in_file(name)}"
+                stored = f"{ADAPTER_PREFIX}{path}.{in_file(name)}"
                 remaining.discard(stored)
                 parameter = layer.get_parameter(name)
                 yield from _compare_tensor(file, stored, parameter, len(layer.pair[0]), layer)
         for path, tokens in trained_tokens(model):
-            remaining.discard(f"{PREFIX}{path}.{FILE_NAME}")
-            yield from _compare_tensor(file, f"{PREFIX}{path}.{FILE_NAME}", tokens.values)
+            remaining.discard(f"{ADAPTER_PREFIX}{path}.{FILE_NAME}")
+            yield from _compare_tensor(file, f"{ADAPTER_PREFIX}{path}.{FILE_NAME}", tokens.values)
         values = model.state_dict(keep_vars=True)
         stored_whole = set()
         for name in sorted(remaining):
-            parameter_name = name.removeprefix(PREFIX).replace(".token_adapter.", ".")
+            parameter_name = name.removeprefix(ADAPTER_PREFIX).replace(".token_adapter.", ".")
             stored_whole.add(parameter_name)
             if parameter_name not in values:
                 yield f"{WEIGHTS_FILE} holds {name}, which the model has not"
@@ -189,7 +189,7 @@ def _compare_peft(folder: Path, model: Any) -> Iterator[str]:
         )
         with safe_open(place / WEIGHTS_FILE, framework="pt") as file:
             for name, tensor in tensors.items():
-                stored_name = name if wrapped else PREFIX + name
+                stored_name = name if wrapped else ADAPTER_PREFIX + name
                 yield from _compare_tensor(file, stored_name, tensor)
 
 

@@ -24,8 +24,8 @@ from chronicals.models import (
     score_of,
 )
 from chronicals.quantization import packed_weight
-from chronicals.quantization.bitsandbytes_layer import has_foreign_layers, weight_of_layer
-from chronicals.quantization.nf4 import SCALES
+from chronicals.quantization.bitsandbytes import has_foreign_layers, weight_of_layer
+from chronicals.quantization.nf4 import SCALE_TENSORS
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
     AGREES,
@@ -219,7 +219,7 @@ def _take(layer: Any, ours: Any) -> None:
     own = _packed(ours)
     place = weight_of_layer(layer)
     place.codes.copy_(own.codes.view(-1))
-    for name in SCALES:
+    for name in SCALE_TENSORS:
         if (tensor := getattr(place.scales, name)) is not None:
             tensor.copy_(getattr(own.scales, name))
 

@@ -54,7 +54,7 @@ from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
-from chronicals.lora.merged_linear import Merged, merged_linear, merged_linear_reference
+from chronicals.lora.merged_linear import MergedWeights, merged_linear, merged_linear_reference
 from chronicals.verification.eight_bits import rounded_linear
 
 _ALLOWED = 1.5
@@ -233,7 +233,7 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
         (
             "merged_linear",
             lambda x, w, a, b: merged_linear(
-                x, Merged.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]
+                x, MergedWeights.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]
             ),
             lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
             (drawn.gate, random(WIDTH, WIDTH) * 0.1, random(8, WIDTH) * 0.1, random(WIDTH, 8)),

@@ -17,7 +17,7 @@ from chronicals.benchmark.plan import OUR_FIELDS
 from chronicals.benchmark.preparation import adapter_shape, start_of
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import SPARE_STEPS, Work
-from chronicals.lora.peft_format import PREFIX
+from chronicals.lora.peft_format import ADAPTER_PREFIX
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import WEIGHT_DTYPES
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
@@ -143,8 +143,8 @@ def _attach(model: Any, work: Work, config: Any) -> None:
     start = start_of(work, config)
     with torch.no_grad():
         for path, layer in linear_adapters(model):
-            layer.lora_A.copy_(start[f"{PREFIX}{path}.lora_A.weight"])
-            layer.lora_B.copy_(start[f"{PREFIX}{path}.lora_B.weight"])
+            layer.lora_A.copy_(start[f"{ADAPTER_PREFIX}{path}.lora_A.weight"])
+            layer.lora_B.copy_(start[f"{ADAPTER_PREFIX}{path}.lora_B.weight"])
 
 
 def _settings(work: Work, config: Any, plan: ArmPlan) -> str:

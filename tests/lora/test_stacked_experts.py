@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
-from chronicals.lora import LoRAConfig, expert_products
-from chronicals.lora.expert_products import expert_inputs, grouped_product
+from chronicals.lora import LoRAConfig, stacked_experts
 from chronicals.lora.parameter_layer import LoRAParameter
+from chronicals.lora.stacked_experts import expert_inputs, product_by_groups
 
 EXPERTS = 5
 WIDE = 12
@@ -130,7 +130,7 @@ def left_to_its_class(layer, change):
 
 
 def test_what_is_more_than_its_flags_is_left_to_its_class(monkeypatch):
-    monkeypatch.setattr(expert_products, "transformers_before", lambda version: False)
+    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: False)
 
     def several_ranks(layer):
         layer._is_expert_parallel = True
@@ -165,7 +165,7 @@ def test_grouped_products(counts):
     x = torch.randn(sum(counts), 6, dtype=torch.float64, requires_grad=True)
     w = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
     rows = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
-    got = grouped_product(x, w, ends)
+    got = product_by_groups(x, w, ends)
     expected = torch.einsum("sk,skn->sn", x, w[rows])
     assert torch.allclose(got, expected)
     upstream = torch.randn_like(expected)
@@ -189,7 +189,7 @@ def test_one_kernel_for_all_groups(rank, transposed):
     w = (w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w).requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = grouped_product(x, w, ends)
+        got = product_by_groups(x, w, ends)
         mine = torch.autograd.grad(got.float().square().sum(), [x, w])
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -211,6 +211,6 @@ def test_experts_may_lie_innermost():
     stored = torch.randn(16, 32 * 4, device="cuda", dtype=torch.bfloat16)
     up = stored.view(16, 32, 4).permute(2, 1, 0)  # [experts, rank, out]
     assert up.stride(0) == 1
-    got = grouped_product(x, up, ends)
+    got = product_by_groups(x, up, ends)
     expected = torch.einsum("sk,skn->sn", x.double(), up.double()[groups])
     assert (got.double() - expected).norm() <= 2e-2 * expected.norm()

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from chronicals.kernels.nf4 import BLOCK_SIZES
-from chronicals.quantization import bitsandbytes_format
-from chronicals.quantization.bitsandbytes_format import (
-    DTYPES,
+from chronicals.quantization import bitsandbytes
+from chronicals.quantization.bitsandbytes import (
+    BITSANDBYTES_DTYPES,
     read_weight,
     stored_tensors,
+    weight_of_layer,
     weights_among,
 )
-from chronicals.quantization.bitsandbytes_layer import weight_of_layer
 from mutants import mutant
 
 NAME = "model.layers.0.q_proj.weight"
@@ -66,7 +66,7 @@ def same_bytes(one, other):
 @pytest.mark.parametrize("code", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 def test_read_and_written_again_byte_for_byte(bnb, nested, code, block, device):
-    for shape, dtype in itertools.product(SHAPES, DTYPES.values()):
+    for shape, dtype in itertools.product(SHAPES, BITSANDBYTES_DTYPES.values()):
         stored, expected = written(bnb, shape, dtype, code, nested, block, device)
         weight = read_weight(NAME, {**stored, "other.weight": torch.zeros(3)})
         assert (weight.shape, weight.dtype, weight.code, weight.block) == (
@@ -243,7 +243,7 @@ def test_what_is_missing_is_named(bnb):
     ],
 )
 def test_a_planted_fault_is_found(bnb, old, new):
-    wrong = mutant(bitsandbytes_format, old, new)
+    wrong = mutant(bitsandbytes, old, new)
     stored, _ = written(bnb)
     try:
         weight = wrong.read_weight(NAME, stored)

@@ -1,8 +1,9 @@
 """Fused layers whose products run in FP8: which do, how near they stay, and that policies of
-memory change nothing.
+memory change nothing; gated MLPs in tiles.
 """
 
 import contextlib
+import copy
 import math
 import statistics
 import sys
@@ -21,8 +22,8 @@ from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
     forget_policies,
-    fp8_layers,
     fused_weights,
+    layer_policies,
     layers_in_fp8,
     offload_frozen_weights,
     patch_parts,
@@ -30,18 +31,20 @@ from chronicals.patching import (
     run_in_fp8,
     tile_mlps,
     unfuse_weights,
+    unpatch_model,
+    untile_mlps,
 )
-from chronicals.patching.decoder_layer import BY
-from chronicals.patching.fp8_layers import Products
-from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
-from chronicals.quantization import FP8
+from chronicals.patching.decoder_layer import FUSED_LAYER
+from chronicals.patching.fused_weights import DEVICES, MERGED, PRODUCT_FORMATS
+from chronicals.patching.layer_policies import FormattedProducts
+from chronicals.quantization import FP8Base
 
 FORMAT = sys.modules["chronicals.quantization.fp8"]
 
 
 @pytest.fixture(autouse=True)
 def small_products_too(monkeypatch):
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 16)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
 
 
 def fused(family, adapted=False, device="cpu"):
@@ -51,7 +54,9 @@ def fused(family, adapted=False, device="cpu"):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.1)
-    assert patch_parts(model, whole_layers=True).counts()[BY] == len(model.get_decoder().layers)
+    assert patch_parts(model, whole_layers=True).counts()[FUSED_LAYER] == len(
+        model.get_decoder().layers
+    )
     return model
 
 
@@ -124,7 +129,7 @@ def test_forgotten_it_is_as_before(forget, device):
     forget(model)
     after = found_in(model, batch(device))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(FORMATS in vars(module) for module in model.modules())
+    assert not any(PRODUCT_FORMATS in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
@@ -174,7 +179,7 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
     kept = []
     weights = set()
     usual = FORMAT.fp8_quantize
-    usual_weight = FP8.dense
+    usual_weight = FP8Base.dense
 
     def quantize(x, layout="rows", **options):
         if x.data_ptr() not in weights:
@@ -182,7 +187,9 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
         return usual(x, layout=layout, **options)
 
     monkeypatch.setattr(
-        FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self)
+        FP8Base,
+        "dense",
+        lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self),
     )
 
     model = fused("llama", adapted, device)
@@ -241,13 +248,13 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
     width = model.config.hidden_size
     layers = len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
-    assert run_in_fp8(model) == Products(0, 4 * layers, ())
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", math.floor(largest))
-    assert run_in_fp8(model) == Products(layers, 4 * layers, ())
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
+    assert run_in_fp8(model) == FormattedProducts(0, 4 * layers, ())
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", math.floor(largest))
+    assert run_in_fp8(model) == FormattedProducts(layers, 4 * layers, ())
     forget_policies(model)
-    monkeypatch.setattr(fp8_layers, "FP8_MULTIPLE", 7)
-    monkeypatch.setattr(fp8_layers, "MIN_FP8_WIDTH", 1)
+    monkeypatch.setattr(layer_policies, "FP8_MULTIPLE", 7)
+    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 1)
     assert run_in_fp8(model).chosen == 0
 
 
@@ -374,10 +381,10 @@ class TestWeightsThatWait:
         patch_parts(model, whole_layers=True)
         run_in_fp8(model)
         here = found_in(model, batch(device))
-        before = decoder_layer.runs[BY]
+        before = decoder_layer.runs[FUSED_LAYER]
         assert offload_frozen_weights(model) > 0
         away = found_in(model, batch(device))
-        assert decoder_layer.runs[BY] - before == len(model.get_decoder().layers)
+        assert decoder_layer.runs[FUSED_LAYER] - before == len(model.get_decoder().layers)
         assert all(torch.equal(here[name], away[name]) for name in here)
 
     def test_only_rows_in_fp8_are_kept(self, device):
@@ -389,7 +396,7 @@ class TestWeightsThatWait:
             for module in model.modules()
             for merged in vars(module).get(MERGED, {}).values()
         ]
-        assert held and all(isinstance(base, FP8) and len(base._known[1]) == 1 for base in held)
+        assert held and all(isinstance(base, FP8Base) and len(base._known[1]) == 1 for base in held)
         assert all(
             base._known[1][0].values.device == next(model.parameters()).device for base in held
         )
@@ -446,7 +453,7 @@ class TestWeightsThatWait:
         usual = fused_weights.bring_back
 
         def full(model):
-            assert not any(FORMATS in vars(module) for module in model.modules())
+            assert not any(PRODUCT_FORMATS in vars(module) for module in model.modules())
             down = model.get_decoder().layers[1].mlp.down_proj
             base = down.base_layer
             down.base_layer = None
@@ -509,3 +516,107 @@ class TestWeightsThatWait:
         model = fused("qwen2", False, device)
         run_in_fp8(model)
         assert offload_frozen_weights(model) == 0
+
+
+TILES = [1, 7, 24, 25]
+"""Of 25 rows."""
+
+
+def adapted(model):
+    apply_lora(model, LoRAConfig(rank=3, alpha=5, dropout=0.0))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "runs", ["as it was", "parts", "layers", "layers, in part again", "layers, again"]
+)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
+def test_equals_the_class(family, runs, lora, tile, monkeypatch):
+    monkeypatch.setattr(recompute, "TILE", tile)
+    model = families.build(family).double()
+    model = adapted(model).double() if lora else model
+    batch = families.documents_batch()
+    plain = families.states_and_gradients(copy.deepcopy(model), batch)
+    if runs != "as it was":
+        patch_parts(model, whole_layers=runs != "parts")
+    if runs == "layers, in part again":
+        recompute_norms_and_units(model)
+    if runs == "layers, again":
+        enable_gradient_checkpointing(model, whole_layers=True)
+    assert tile_mlps(model) == len(model.get_decoder().layers)
+    families.assert_same(plain, families.states_and_gradients(model, batch))
+
+
+def test_rows_of_a_batch_are_rows(monkeypatch):
+    monkeypatch.setattr(recompute, "TILE", 7)
+    model = families.build("llama")
+    ids = torch.randint(0, families.VOCABULARY, (3, 11))
+    expected = model(input_ids=ids).logits
+    tile_mlps(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("whole_layers", [False, True])
+def test_only_a_tile_is_wide(whole_layers, monkeypatch):
+    """Of what autograd keeps over the forward pass; the inner width is that of nothing else."""
+    monkeypatch.setattr(recompute, "TILE", 7)
+    model = families.build("llama", intermediate_size=104)
+    seen = []
+    patch_parts(model, whole_layers=whole_layers)
+    for tiles in (False, True):
+        if tiles:
+            tile_mlps(model)
+        seen.clear()
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def see(x, weights=weights):
+            if x.untyped_storage().data_ptr() not in weights:
+                seen.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
+            families.states_and_gradients(model, families.documents_batch())
+        assert any(104 in shape or 208 in shape for shape in seen) != tiles
+
+
+def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
+    monkeypatch.setattr(recompute, "TILE", 7)
+    model = families.build("llama")
+    calls = []
+    mlp = model.get_decoder().layers[0].mlp
+    usual = mlp.forward
+    mlp.forward = lambda x: calls.append(len(x)) or usual(x)
+    assert tile_mlps(model) == len(model.get_decoder().layers) - 1
+    families.states_and_gradients(model, families.documents_batch())
+    assert calls
+
+
+def test_copied_and_undone(monkeypatch):
+    monkeypatch.setattr(recompute, "TILE", 7)
+    model = families.build("llama")
+    batch = families.documents_batch()
+    before = families.states_and_gradients(model, batch)
+    tile_mlps(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    families.assert_same(before, families.states_and_gradients(other, batch))
+    parts = families.build("llama")
+    patch_parts(parts)
+    tile_mlps(parts)
+    untile_mlps(parts)
+    assert parts.get_decoder().layers[0].mlp.forward.__func__.chronicals_form == "fused_swiglu"
+    unpatch_model(other)
+    assert not any("forward" in vars(module) for module in other.modules())
+    rows = []
+    other.get_decoder().layers[0].mlp.register_forward_hook(
+        lambda _, args, out: rows.append(out.shape[-2])
+    )
+    families.states_and_gradients(other, batch)
+    assert rows == [25]

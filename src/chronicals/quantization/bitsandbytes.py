@@ -1,6 +1,8 @@
-"""4-bit weights as bitsandbytes stores them in files; bitsandbytes itself is not needed.
+"""4-bit weights as bitsandbytes stores them in files, and its layers in a model.
 
-A weight ``W [N, K]`` called ``name`` is stored as these tensors:
+bitsandbytes itself is not needed. ``shared`` wraps a ``bitsandbytes.nn.Linear4bit``, as
+transformers creates it from ``BitsAndBytesConfig``, as one of our layers over the same codes,
+scales and bias. In files a weight ``W [N, K]`` called ``name`` is stored as these tensors:
 
     name                                 uint8 [⌈N·K / 2⌉, 1]    two codes per byte
     name.absmax                          fp32 or uint8 [blocks]  scales, or their codes
@@ -16,29 +18,45 @@ stored as the same bytes in another dtype. For FP4 the JSON tensor's name ends w
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales, code_of
-from chronicals.quantization.nf4 import Packed
+from chronicals.quantization.nf4 import FourBits, Linear4bit, Packed
+from chronicals.quantization.packed_linear import packed_weight
 
-STATE = "quant_state.bitsandbytes__"
+logger = logging.getLogger(__name__)
+
+QUANT_STATE = "quant_state.bitsandbytes__"
 """Start of the name of the JSON tensor; the format (nf4 or fp4) follows."""
 
 NESTED = ("nested_absmax", "nested_quant_map")
-ENTRIES = ("absmax", "quant_map", *NESTED, *(STATE + code for code in CODE_VALUES))
-"""Tensors stored next to the codes of a weight: the part of the name after the weight's and a dot.
-"""
+ENTRIES = ("absmax", "quant_map", *NESTED, *(QUANT_STATE + code for code in CODE_VALUES))
+"""Tensors stored next to the codes: the part of the name after the weight's and a dot."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BITSANDBYTES_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Dtypes of weights by their names in the JSON tensor."""
+
+_LAYERS = {f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
+
+_SHARED = "_chronicals_shared"
+"""Attribute of a bitsandbytes layer that holds our layer over the same memory."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def weights_among(names: Iterable[str]) -> set[str]:
     """Return the names of the 4-bit weights among the tensor names of a checkpoint."""
-    return {name.partition(f".{STATE}")[0] for name in names if f".{STATE}" in name}
+    return {name.partition(f".{QUANT_STATE}")[0] for name in names if f".{QUANT_STATE}" in name}
 
 
 def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
@@ -52,7 +70,7 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
         ValueError: a tensor is missing, is damaged, or does not fit the others; the message names
             it.
     """
-    state = f"{name}.{STATE}"
+    state = f"{name}.{QUANT_STATE}"
     (written, *more) = sorted(key for key in stored if key.startswith(state)) or (f"{state}nf4",)
     if more:
         raise ValueError(
@@ -63,7 +81,14 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
     code = written.removeprefix(state)
     nested = "nested_offset" in described
     shape, block, dtype = _described(written, described, code)
-    codes = _bytes(name, _there(stored, name), -(-shape[0] * shape[1] // 2))
+    # they may be stored as another dtype, because some ways of sharding require floats
+    codes = _there(stored, name).contiguous().view(-1).view(torch.uint8)
+    count = -(-shape[0] * shape[1] // 2)
+    if codes.numel() != count:
+        raise ValueError(
+            f"{name}: has {codes.numel()} bytes, its shape needs {count}; the file is damaged, "
+            "download it again"
+        )
     scales = _scales(name, stored, described, -(-shape[0] * shape[1] // block), nested)
     values = _there(stored, f"{name}.quant_map")
     _check(f"{name}.quant_map", values, torch.float32, 16)
@@ -81,7 +106,7 @@ def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:
     Raises:
         ValueError: the JSON is damaged.
     """
-    shape, _, dtype = _described(name, _description(name, text), name.rpartition(STATE)[2])
+    shape, _, dtype = _described(name, _description(name, text), name.rpartition(QUANT_STATE)[2])
     return shape, dtype
 
 
@@ -115,7 +140,7 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
             f"{name}.nested_quant_map": scales.code2.clone(),
         }
     text = bytearray(json.dumps(described).encode())
-    tensors[f"{name}.{STATE}{weight.code}"] = torch.frombuffer(text, dtype=torch.uint8)
+    tensors[f"{name}.{QUANT_STATE}{weight.code}"] = torch.frombuffer(text, dtype=torch.uint8)
     return tensors
 
 
@@ -181,7 +206,7 @@ def _described(
     allowed: dict[str, Iterable[Any]] = {
         "quant_type": {code} & CODE_VALUES.keys(),
         "blocksize": BLOCK_SIZES,
-        "dtype": DTYPES,
+        "dtype": BITSANDBYTES_DTYPES,
     }
     for field, values in allowed.items():
         if described.get(field) not in list(values):
@@ -196,7 +221,7 @@ def _described(
         raise ValueError(
             f"{name}: shape={shape!r}: only weights of linear layers, [rows, columns], can be read"
         )
-    return (shape[0], shape[1]), described["blocksize"], DTYPES[described["dtype"]]
+    return (shape[0], shape[1]), described["blocksize"], BITSANDBYTES_DTYPES[described["dtype"]]
 
 
 def _scales(
@@ -229,20 +254,6 @@ def _scales(
     return Scales(absmax, absmax2, code2, torch.tensor(float(offset), device=absmax.device), block2)
 
 
-def _bytes(name: str, codes: Tensor, count: int) -> Tensor:
-    """Return the codes as bytes.
-
-    They may be stored as another dtype, because some ways of sharding require floats.
-    """
-    found = codes.contiguous().view(-1).view(torch.uint8)
-    if found.numel() != count:
-        raise ValueError(
-            f"{name}: has {found.numel()} bytes, its shape needs {count}; the file is damaged, "
-            "download it again"
-        )
-    return found
-
-
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, count: int) -> None:
     if tensor.dtype != dtype or tensor.numel() != count:
         raise ValueError(
@@ -252,3 +263,129 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, count: int) -> None:
         )
     if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{name}: holds what is no number; the file is damaged, download it again")
+
+
+def is_of_bitsandbytes(layer: Any) -> bool:
+    """Return whether ``layer`` is a bitsandbytes linear layer with a 4-bit weight."""
+    return f"{type(layer).__module__}.{type(layer).__qualname__}" in _LAYERS
+
+
+def has_foreign_layers(model: nn.Module) -> bool:
+    """Return whether ``model`` has bitsandbytes linear layers in 4 bits."""
+    return any(is_of_bitsandbytes(layer) for layer in model.modules())
+
+
+def recipe_of_layer(layer: Any) -> FourBits | None:
+    """Return how the weight of a linear layer was quantised, for our layers and bitsandbytes'.
+
+    It is None if the weight is not quantised, and for every other module.
+
+    Raises:
+        ValueError: as for ``weight_of_layer``.
+    """
+    if is_of_bitsandbytes(layer):
+        weight = weight_of_layer(layer)
+        return FourBits.of(weight, layer.compute_dtype or weight.dtype)
+    packed = packed_weight(layer)
+    return None if packed is None else packed.recipe
+
+
+class _Shared(NamedTuple):
+    """Our layer, and the tensors it was made from."""
+
+    ours: Linear4bit
+    state: Any
+    places: tuple[int | None, ...]
+
+
+def shared(layer: Any) -> Linear4bit:
+    """Return ``layer`` as one of our layers, with the same memory and hooks.
+
+    The same object is returned as long as the layer keeps its weight. It multiplies in the layer's
+    ``bnb_4bit_compute_dtype`` if that has 16 bits. Otherwise it uses the dtype that the weight had
+    before quantisation, which is logged once.
+
+    Raises:
+        ValueError: as for ``weight_of_layer``; or the layer has its own forward, or trains a bias
+            in another dtype.
+    """
+    if "forward" in vars(layer):
+        raise ValueError("has another forward than its class")
+    known: _Shared | None = vars(layer).get(_SHARED)
+    if (
+        known is not None
+        and known.state is layer.weight.quant_state
+        and known.places == _places(layer)
+    ):
+        return known.ours
+    packed = weight_of_layer(layer)
+    dtype = packed.dtype if layer.compute_dtype in (None, torch.float32) else layer.compute_dtype
+    ours = Linear4bit(packed.to(dtype)).train(layer.training)
+    bias = layer.bias
+    if bias is not None and bias.dtype != dtype:
+        if bias.requires_grad:
+            raise ValueError(f"trains a bias in {bias.dtype}, its products are in {dtype}")
+        # bitsandbytes casts it in the same way in its forward pass
+        bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+    ours.bias = bias
+    vars(ours).update({hooks: vars(layer)[hooks] for hooks in HOOKS})
+    if layer.compute_dtype not in (None, dtype):
+        _say_dtype(layer.compute_dtype, dtype)
+    vars(layer)[_SHARED] = _Shared(ours, layer.weight.quant_state, _places(layer))
+    return ours
+
+
+def _places(layer: Any) -> tuple[int | None, ...]:
+    """Return the addresses of a layer's tensors; a moved, replaced or cast one has another."""
+    state = layer.weight.quant_state
+    bias = layer.bias
+    return (
+        layer.weight.data_ptr(),
+        state.absmax.data_ptr(),
+        None if bias is None else id(bias),
+        getattr(bias, "_version", None),
+    )
+
+
+@cache
+def _say_dtype(asked: torch.dtype, dtype: torch.dtype) -> None:
+    logger.warning(
+        "bnb_4bit_compute_dtype=%s: fused layers multiply in %s, which the weights were quantized "
+        "from; layers that are not "
+        "fused do as it says",
+        asked,
+        dtype,
+    )
+
+
+def weight_of_layer(layer: Any) -> Packed:
+    """Return the weight of a ``bitsandbytes.nn.Linear4bit``, sharing its memory.
+
+    Raises:
+        ValueError: the weight is not quantised yet, or is in a form without stored tensors; the
+            message continues a sentence after the layer's name.
+    """
+    if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+        layer.state_dict()  # which puts the codes, laid out for this CPU by a call in evaluation mode, back in order
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        raise ValueError(
+            "has 4-bit weights that are not quantized yet; move the model to its device first"
+        )
+    if (
+        state.quant_type not in CODE_VALUES
+        or state.blocksize not in BLOCK_SIZES
+        or state.dtype not in BITSANDBYTES_DTYPES.values()
+    ):
+        raise ValueError(
+            f"has weights in {state.quant_type}, of {state.dtype}, in blocks of {state.blocksize}"
+        )
+    scales = Scales(state.absmax)
+    nested = state.state2
+    (rows, columns) = state.shape
+    if nested is not None:
+        scales = Scales(state.absmax, nested.absmax, nested.code, state.offset, nested.blocksize)
+    codes = layer.weight.data.view(torch.uint8).view(-1)
+    return Packed(
+        codes, scales, (rows, columns), state.dtype, state.blocksize, state.quant_type, state.dtype
+    )
