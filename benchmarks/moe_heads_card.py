@@ -24,7 +24,7 @@ import moe_small as small
 import torch
 
 from chronicals.moe.lookahead.choosing import Choice
-from chronicals.moe.lookahead.distil_heads import Distillation, head_loss
+from chronicals.moe.lookahead.distil_heads import HeadDistillation, head_loss
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.lookahead.trace import Trace, checksum, record_trace
 from chronicals.moe.lookahead.train_predictor import train_from_trace
@@ -86,7 +86,7 @@ def heads(family: str, sizes: dict, device: str, tokens: int, passes: int, folde
     recorded = time.perf_counter() - began
     card = mixture.device.type == "cuda"
     trace = Trace(folder / "trace")
-    how = Distillation(learning_rate=5e-3, rows=512, temperature=0.5, passes=passes)
+    how = HeadDistillation(learning_rate=5e-3, rows=512, temperature=0.5, passes=passes)
     held_before = torch.cuda.memory_allocated() if card else 0
     if card:
         torch.cuda.reset_peak_memory_stats()

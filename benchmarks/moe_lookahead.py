@@ -29,7 +29,7 @@ import moe_small as small
 import torch
 
 from chronicals import ChronicalsTrainer
-from chronicals.moe.lookahead.distil_heads import Distillation
+from chronicals.moe.lookahead.distil_heads import HeadDistillation
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes, measure_recalls
 from chronicals.moe.lookahead.recording import record_data
 from chronicals.moe.lookahead.trace import checksum, record_trace
@@ -37,7 +37,7 @@ from chronicals.moe.lookahead.train_predictor import train_from_trace
 
 ROUTER = {"balance": 0.01, "layer_ahead": 1.0, "token_ahead": 0.3, "lookahead_temperature": 0.2}
 HEADS = HeadSizes(furthest=3, tokens=2, rank=256)
-HOW = Distillation(learning_rate=5e-3, rows=1024, temperature=0.2)
+HOW = HeadDistillation(learning_rate=5e-3, rows=1024, temperature=0.2)
 
 
 def own(folder: Path, seed: int, steps: int, head_steps: int) -> dict:

@@ -11,7 +11,7 @@ from choosers import CLASSES, E, K, batch, build
 from chronicals.models import present
 from chronicals.moe import router_losses as losses
 from chronicals.moe.lookahead.choosing import FORMULAS, Choice
-from chronicals.moe.lookahead.distil_heads import Distillation, prediction_losses
+from chronicals.moe.lookahead.distil_heads import HeadDistillation, prediction_losses
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes, hits
 from chronicals.moe.lookahead.recording import record
 from chronicals.moe.lookahead.train_predictor import train_predictor
@@ -89,7 +89,7 @@ def test_shares_are_those_of_scores():
 
 def test_losses_are_their_formula():
     """Of a router with groups and a correction, and of a plain one."""
-    how = Distillation(temperature=0.7, ranking=0.4, of_set=0.9, margin=0.8)
+    how = HeadDistillation(temperature=0.7, ranking=0.4, of_set=0.9, margin=0.8)
     predicted, target, correction = (
         torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (6, 8), (8,))
     )
@@ -130,7 +130,7 @@ def recalls(tmp_path_factory):
     for family in LEARNS:
         torch.manual_seed(2)
         config = runs.config(tmp_path_factory.mktemp("run"), objective="pretraining", batch_size=2)
-        how = Distillation(learning_rate=2e-2, rows=256, temperature=0.5)
+        how = HeadDistillation(learning_rate=2e-2, rows=256, temperature=0.5)
         data = tiny.chat_rows(300), tiny.chat_rows(20)
         given = build(family), tiny.tokenizer(), *data, config, HeadSizes(1, 1, 32), how, 12000, 400
         found[family] = train_predictor(*given)

@@ -16,7 +16,7 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present, quantise_layers
-from chronicals.moe.lookahead.distil_heads import Distillation, distil, head_loss
+from chronicals.moe.lookahead.distil_heads import HeadDistillation, distil, head_loss
 from chronicals.moe.lookahead.predictor import (
     ExpertPredictor,
     HeadSizes,
@@ -263,7 +263,7 @@ def test_heads_learn_and_the_model_stays(family, tmp_path):
     model = FAMILIES[family]()
     config = runs.config(tmp_path, objective="pretraining", batch_size=2)
     before = checksum(model)
-    how = Distillation(learning_rate=1e-2, rows=256)
+    how = HeadDistillation(learning_rate=1e-2, rows=256)
     sizes = HeadSizes(1, 1, 16)
     found = train_predictor(
         model,
@@ -301,7 +301,7 @@ def test_heads_learn_and_the_model_stays(family, tmp_path):
 def test_heads_are_trained_by_the_gradient_of_each_step_alone():
     """As by AdamW of torch without weight decay, step by step."""
     model = native()
-    how = Distillation(learning_rate=1e-2, rows=8)
+    how = HeadDistillation(learning_rate=1e-2, rows=8)
     (part,) = record(present(model), [batch()], features=True)
     torch.manual_seed(0)
     predictor = ExpertPredictor.beside(model, HeadSizes(1, 1, 8))
@@ -329,7 +329,7 @@ def test_heads_are_trained_by_the_gradient_of_each_step_alone():
 )
 def test_a_last_token_by_itself_makes_no_step(tokens, steps):
     """It has no token behind it to predict for."""
-    assert Distillation(rows=4).steps_of(tokens) == steps
+    assert HeadDistillation(rows=4).steps_of(tokens) == steps
 
 
 def test_what_is_said_of_heads_is_of_the_first_step_and_of_the_last_ten():
@@ -393,13 +393,13 @@ def test_heads_learn_from_a_trace(tmp_path):
     assert writer.close().tokens > 1000
     predictor = ExpertPredictor.beside(model, HeadSizes(1, 0, 8))
     losses = distil(
-        predictor, read_trace(tmp_path / "trace")[1], 20, Distillation(learning_rate=1e-2)
+        predictor, read_trace(tmp_path / "trace")[1], 20, HeadDistillation(learning_rate=1e-2)
     )
     assert losses[-1] < losses[0]
     with pytest.raises(ValueError, match="no head that predicts"):
         predictor.tokens(torch.zeros(1, 32), torch.zeros(1, 32))
     with pytest.raises(ValueError, match="no recording"):
-        distil(predictor, [], 1, Distillation())
+        distil(predictor, [], 1, HeadDistillation())
 
 
 def test_new_heads_are_the_routers_of_the_model():
@@ -410,7 +410,7 @@ def test_new_heads_are_the_routers_of_the_model():
         torch.testing.assert_close(
             predictor.layers(layer, features), predictor.reuse(layer, features)
         )
-    assert float(head_loss(predictor, part, Distillation())) > 0
+    assert float(head_loss(predictor, part, HeadDistillation())) > 0
 
 
 def test_what_is_no_mixture_is_named():

@@ -17,7 +17,7 @@ from choosers import batch, build
 from chronicals.models import present
 from chronicals.moe.lookahead import train_predictor as training
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
-from chronicals.moe.lookahead.distil_heads import Distillation
+from chronicals.moe.lookahead.distil_heads import HeadDistillation
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.lookahead.recording import record, record_data
 from chronicals.moe.lookahead.trace import (
@@ -83,7 +83,7 @@ def test_the_page_reads_what_was_recorded(traced):
 
 def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_path):
     model, folder, config = traced
-    how = Distillation(learning_rate=2e-2, rows=256, temperature=0.5, passes=2)
+    how = HeadDistillation(learning_rate=2e-2, rows=256, temperature=0.5, passes=2)
     before = checksum(model)
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", None)
@@ -101,7 +101,7 @@ def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_pat
         assert found.recalls.mean(d) > 0.1 + found.recalls.mean(d, "gate_reuse")
 
     data = model, tiny.tokenizer(), tiny.chat_rows(200), tiny.chat_rows(20), config
-    once = Distillation(learning_rate=2e-2, rows=256, temperature=0.5)
+    once = HeadDistillation(learning_rate=2e-2, rows=256, temperature=0.5)
     beside = train_predictor(*data, SIZES, once, info.tokens, MOST)
     assert found.recalls.mean(1) > beside.recalls.mean(1) - 0.05
 
@@ -131,7 +131,9 @@ def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
 
     def orders(**settings):
         seen.clear()
-        found = train_from_trace(*given, Distillation(rows=256, passes=3, **settings), 2000, 300)
+        found = train_from_trace(
+            *given, HeadDistillation(rows=256, passes=3, **settings), 2000, 300
+        )
         return found, list(seen)
 
     found, order = orders()
@@ -153,18 +155,18 @@ def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
 def test_tokens_end_a_trace(traced):
     model, folder, _ = traced
     found = train_from_trace(
-        model, folder / "trace", folder / "held-out", SIZES, Distillation(rows=256), 600, 1
+        model, folder / "trace", folder / "held-out", SIZES, HeadDistillation(rows=256), 600, 1
     )
     files = Trace(folder / "trace").info.files
     assert 600 <= found.tokens < 600 + max(file["tokens"] for file in files)
     assert found.recalls.tokens == Trace(folder / "held-out").info.files[0]["tokens"]
     with pytest.raises(ValueError, match="tokens are all held out"):
-        train_from_trace(model, folder / "trace", None, SIZES, Distillation(), MOST, MOST)
+        train_from_trace(model, folder / "trace", None, SIZES, HeadDistillation(), MOST, MOST)
 
 
 def test_a_trace_of_another_model_is_refused(traced, tmp_path):
     model, folder, config = traced
-    given = folder / "trace", None, SIZES, Distillation(), MOST, 300
+    given = folder / "trace", None, SIZES, HeadDistillation(), MOST, 300
     other = families.mixture("mixtral", vocab_size=300)
     with pytest.raises(
         ValueError,
@@ -219,7 +221,7 @@ def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "record_data", watched)
     model = families.mixture("qwen3_moe", vocab_size=300)
     config = runs.config(tmp_path, objective="pretraining")
-    how = Distillation(rows=256)
+    how = HeadDistillation(rows=256)
     for held_out in (tiny.chat_rows(120), None):
         found = train_predictor(
             model, tiny.tokenizer(), tiny.chat_rows(200), held_out, config, SIZES, how, 3000, 4000
@@ -254,7 +256,7 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
         None,
         config,
         SIZES,
-        Distillation(rows=256),
+        HeadDistillation(rows=256),
         3000,
         600,
     )
@@ -270,10 +272,10 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
 def test_settings_are_checked(traced):
     model, _, config = traced
     with pytest.raises(ValueError, match="passes=0"):
-        Distillation(passes=0)
+        HeadDistillation(passes=0)
     with pytest.raises(ValueError, match="passes=2: the model runs once over data"):
         train_predictor(
-            model, tiny.tokenizer(), [], None, config, SIZES, Distillation(passes=2), 1, 1
+            model, tiny.tokenizer(), [], None, config, SIZES, HeadDistillation(passes=2), 1, 1
         )
 
 
@@ -295,9 +297,9 @@ def test_routers_that_follow_no_rule_are_traced_and_have_no_heads(tmp_path, capl
         and "choose experts in a way that is not known" in caplog.text
     )
     with pytest.raises(ValueError, match="does not say how experts are chosen"):
-        train_from_trace(model, tmp_path / "trace", None, SIZES, Distillation(), MOST, 100)
+        train_from_trace(model, tmp_path / "trace", None, SIZES, HeadDistillation(), MOST, 100)
     with pytest.raises(ValueError, match="choose experts in a way that is not known"):
-        train_predictor(*given[:3], None, config, SIZES, Distillation(), 1000, 100)
+        train_predictor(*given[:3], None, config, SIZES, HeadDistillation(), 1000, 100)
 
 
 def test_a_trace_that_does_not_say_how_experts_are_chosen_is_refused(tmp_path):

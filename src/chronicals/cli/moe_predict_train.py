@@ -89,14 +89,14 @@ def predict_train(
     weights of the model are the same before and after, which is checked.
     """
     from chronicals.cli.moe_trace import loaded_mixture, recipe_of
-    from chronicals.moe.lookahead.distil_heads import Distillation
+    from chronicals.moe.lookahead.distil_heads import HeadDistillation
     from chronicals.moe.lookahead.predictor import HeadSizes
     from chronicals.moe.lookahead.train_predictor import train_from_trace, train_predictor
     from chronicals.standard_json import to_json
 
     of_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "objective": objective}
     _check(data, trace, passes, of_data)
-    how = Distillation(
+    how = HeadDistillation(
         learning_rate=learning_rate, temperature=temperature, passes=passes or 1, seed=seed
     )
     sizes = HeadSizes(layers_ahead, tokens_ahead, rank)

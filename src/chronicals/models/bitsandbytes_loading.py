@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chronicals.models.checkpoint_checks import check_weights
+from chronicals.models.checkpoint_checks import check_loaded_weights
 from chronicals.models.four_bits import linear_layers
 
 NEEDED = ("bitsandbytes", "accelerate")
@@ -93,6 +93,6 @@ def load_by_bitsandbytes(
         ignore_mismatched_sizes=True,
         **options,
     )
-    check_weights(model, report)
+    check_loaded_weights(model, report)
     # In evaluation mode bitsandbytes rearranges the codes on some CPUs.
     return model.train()

@@ -162,7 +162,7 @@ class Head:
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
 
-SCALES: dict[str, Callable[[float], float]] = {
+LOGIT_SCALES: dict[str, Callable[[float], float]] = {
     "logit_scale": lambda factor: factor,  # Cohere
     "logits_scaling": lambda divisor: 1.0 / divisor,  # Granite
     "lm_head_multiplier": lambda factor: factor,  # Falcon-H1
@@ -197,7 +197,7 @@ def read_head(model: Any) -> Head:
         )
     config = model.config.get_text_config()
     scale = 1.0
-    for field, factor in SCALES.items():
+    for field, factor in LOGIT_SCALES.items():
         value = getattr(config, field, None)
         if value is not None:
             scale *= factor(value)

@@ -18,7 +18,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models.base_format import BaseFormat, OtherBase
 from chronicals.models.checkpoint_checks import (
     check_exists,
-    check_weights,
+    check_loaded_weights,
     is_reward_model,
     why_no_language_model,
 )
@@ -269,7 +269,7 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
         raise
     except RuntimeError as error:  # transformers raises it for weights that it cannot convert
         raise ValueError(str(error)) from error
-    check_weights(model, report)
+    check_loaded_weights(model, report)
     return model
 
 

@@ -69,7 +69,7 @@ _SMALL = {
 }
 """Sizes of a twin, set for those fields that a configuration has."""
 
-COMPUTED: dict[str, Callable[[Any], int]] = {
+DERIVED_SIZES: dict[str, Callable[[Any], int]] = {
     "attention_hidden_size": lambda text: 2 * text.hidden_size,
     "attention_head_dim": lambda text: 2 * text.hidden_size // text.num_attention_heads,
     "embedding_dim": lambda text: text.hidden_size,
@@ -201,7 +201,7 @@ def _smaller(text: Any) -> None:
     ):
         text.head_dim = text.expand * text.hidden_size // text.num_heads
         text.n_groups = math.gcd(text.n_groups, text.num_heads)
-    for name, compute in COMPUTED.items():
+    for name, compute in DERIVED_SIZES.items():
         if isinstance(getattr(text, name, None), int) and settable(text, name):
             setattr(text, name, compute(text))
     rope = getattr(text, "rope_parameters", None)

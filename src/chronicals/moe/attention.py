@@ -113,7 +113,11 @@ class LatentAttention(nn.Module):
             c_B1TR, k_B1TP = cache.update(c_B1TR, k_B1TP, self.layer_idx)
         queries = shape[1]
         keys = c_B1TR.shape[2]
-        mask = _as_matrix(attention_mask, keys) if queries == 1 else attention_mask
+        mask = attention_mask
+        # FlashAttention's mask [B, n] marks which of the first n keys are tokens; a single query
+        # sees all of these.
+        if queries == 1 and isinstance(mask, Tensor) and mask.ndim == 2:
+            mask = nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]
         if cache is not None and self._absorbs(queries, keys, mask):
             out_BQHV, weights = self._attend_latents(q_BHQN, q_BHQP, c_B1TR, k_B1TP, mask)
         else:
@@ -186,17 +190,6 @@ class LatentAttention(nn.Module):
         weights = scores.softmax(-1).nan_to_num(0.0).to(q_BHQN.dtype)
         out_BHQR = (weights.reshape(B, H * Q, -1) @ c_B1TR[:, 0]).view(B, H, Q, -1)
         return torch.einsum("bhqr,hvr->bqhv", out_BHQR, w_HVR), weights
-
-
-def _as_matrix(mask: Any, keys: int) -> Any:
-    """Return FlashAttention's 2-d mask for one query as ``[B, 1, 1, T]``, other masks unchanged.
-
-    A 2-d mask ``[B, n]`` marks which of the first n of T keys are tokens. The query sees all of
-    these.
-    """
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return mask
-    return nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]
 
 
 class SlidingAttention(nn.Module):

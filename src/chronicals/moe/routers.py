@@ -36,6 +36,83 @@ from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import Routing
 from chronicals.versions import remedy_for_routers
 
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Attribute names of the score correction, in a router or next to it."""
+
+
+@dataclass(frozen=True)
+class MixtureLayer:
+    """A layer with routed experts.
+
+    Attributes:
+        number: index among all decoder layers.
+        attention, experts, router: its modules.
+        num_experts: E.
+        correction: ``[E]``, added to scores when experts are chosen but not to their weights; None
+            if the model has none.
+    """
+
+    number: int
+    attention: nn.Module
+    experts: nn.Module
+    router: nn.Module
+    num_experts: int
+    correction: Tensor | None = None
+
+    @property
+    def gate(self) -> Tensor:
+        """Router weight, ``[E, D]``."""
+        return self.router.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Router bias ``[E]`` that is added to the logits, or None."""
+        return getattr(self.router, "bias", None)
+
+
+def mixture_layers(model: Any) -> list[MixtureLayer]:
+    """Return the layers of ``model`` with routed experts, in order.
+
+    Raises:
+        ValueError: the model has none, or a layer's router or attention is not found.
+    """
+    name = type(model).__name__
+    width = model.get_input_embeddings().weight.shape[1]
+    found = []
+    for number, layer in enumerate(decoder_layers(model)):
+        path, experts = next(
+            ((path, module) for path, module in layer.named_modules() if is_experts(module)),
+            ("", None),
+        )
+        if experts is None:
+            continue
+        count = count_of(experts)
+        block = outermost_path(path).rpartition(".")[0]
+        around = layer.get_submodule(block)
+        _, router = router_within(around, count, width) or ("", None)
+        attention = next(
+            (module for module in layer.modules() if "Attention" in type(module).__name__), None
+        )
+        if router is None or attention is None:
+            raise ValueError(
+                f"layer {number} of {name}: its {'router' if router is None else 'attention'} is "
+                "not found"
+            )
+        weights = (*around.named_parameters(), *around.named_buffers())
+        corrections = [
+            weight
+            for place, weight in weights
+            if place.rpartition(".")[2] in CORRECTIONS and weight.numel() == count
+        ]
+        correction = corrections[0].detach().flatten() if corrections else None
+        found.append(MixtureLayer(number, attention, experts, router, count, correction))
+    if not found:
+        raise ValueError(
+            f"{name} has no layer with routed experts; give a mixture-of-experts model"
+        )
+    return found
+
+
 K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 """Names of the number of experts per token in configurations."""
 
@@ -214,80 +291,3 @@ def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:
     for name, module in heads.items():
         module.requires_grad_(name in trained)
     return [name for name in heads if name not in trained]
-
-
-CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-"""Attribute names of the score correction, in a router or next to it."""
-
-
-@dataclass(frozen=True)
-class MixtureLayer:
-    """A layer with routed experts.
-
-    Attributes:
-        number: index among all decoder layers.
-        attention, experts, router: its modules.
-        num_experts: E.
-        correction: ``[E]``, added to scores when experts are chosen but not to their weights; None
-            if the model has none.
-    """
-
-    number: int
-    attention: nn.Module
-    experts: nn.Module
-    router: nn.Module
-    num_experts: int
-    correction: Tensor | None = None
-
-    @property
-    def gate(self) -> Tensor:
-        """Router weight, ``[E, D]``."""
-        return self.router.get_parameter("weight")
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Router bias ``[E]`` that is added to the logits, or None."""
-        return getattr(self.router, "bias", None)
-
-
-def mixture_layers(model: Any) -> list[MixtureLayer]:
-    """Return the layers of ``model`` with routed experts, in order.
-
-    Raises:
-        ValueError: the model has none, or a layer's router or attention is not found.
-    """
-    name = type(model).__name__
-    width = model.get_input_embeddings().weight.shape[1]
-    found = []
-    for number, layer in enumerate(decoder_layers(model)):
-        path, experts = next(
-            ((path, module) for path, module in layer.named_modules() if is_experts(module)),
-            ("", None),
-        )
-        if experts is None:
-            continue
-        count = count_of(experts)
-        block = outermost_path(path).rpartition(".")[0]
-        around = layer.get_submodule(block)
-        _, router = router_within(around, count, width) or ("", None)
-        attention = next(
-            (module for module in layer.modules() if "Attention" in type(module).__name__), None
-        )
-        if router is None or attention is None:
-            raise ValueError(
-                f"layer {number} of {name}: its {'router' if router is None else 'attention'} is "
-                "not found"
-            )
-        weights = (*around.named_parameters(), *around.named_buffers())
-        corrections = [
-            weight
-            for place, weight in weights
-            if place.rpartition(".")[2] in CORRECTIONS and weight.numel() == count
-        ]
-        correction = corrections[0].detach().flatten() if corrections else None
-        found.append(MixtureLayer(number, attention, experts, router, count, correction))
-    if not found:
-        raise ValueError(
-            f"{name} has no layer with routed experts; give a mixture-of-experts model"
-        )
-    return found

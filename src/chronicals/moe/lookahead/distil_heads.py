@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Distillation:
+class HeadDistillation:
     """Settings of a distillation.
 
     Attributes:
@@ -64,7 +64,7 @@ class Distillation:
 
 
 def distil(
-    predictor: ExpertPredictor, recordings: Iterable[Recorded], steps: int, how: Distillation
+    predictor: ExpertPredictor, recordings: Iterable[Recorded], steps: int, how: HeadDistillation
 ) -> list[float]:
     """Train the heads of ``predictor`` on recordings with features.
 
@@ -115,7 +115,7 @@ def distil(
     return values
 
 
-def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: Distillation) -> Tensor:
+def head_loss(predictor: ExpertPredictor, recorded: Recorded, how: HeadDistillation) -> Tensor:
     """Return the loss of all heads on recordings with features."""
 
     def of(predicted: Tensor, layer: int, first: int = 0) -> Tensor:
@@ -151,7 +151,7 @@ def prediction_losses(
     target: Tensor,
     experts: Tensor,
     correction: Tensor,
-    how: Distillation,
+    how: HeadDistillation,
 ) -> Tensor:
     """Return the loss of each prediction, ``[T]``.
 

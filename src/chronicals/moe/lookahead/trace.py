@@ -6,7 +6,7 @@ Fields of ``trace.json``:
     model, model_type
     layers         indices of the decoder layers with routed experts
     num_experts, k, hidden_size
-    config_sha256, model_sha256      digests of the configuration and the weights (below)
+    config_sha256, model_sha256      digests by which the traced model is recognised
     choice         the rule that chooses experts from logits (``choosing.py``)
     features       true if the files hold features
     files          [{"name", "tokens", "documents"}]
@@ -51,6 +51,49 @@ _VERSION = 2
 INDEX = "trace.json"
 ALWAYS = ("token_ids", "documents", "experts", "weights", "logits")
 OPTIONAL = ("features", "hidden", "embeddings")
+
+
+OF_LOADING = {
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "attn_implementation",
+    "experts_implementation",
+}
+"""Configuration fields that say how a model is loaded, run or saved; the digest excludes them.
+
+It also excludes fields that begin with ``_``.
+"""
+
+
+def configuration_digest(config: Any) -> str:
+    """Return the hexadecimal sha256 of the fields of a transformers configuration."""
+    return hashlib.sha256(to_json(_sorted(config.to_dict())).encode()).hexdigest()
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {str(name): _sorted(part) for name, part in value.items() if name not in OF_LOADING}
+        return {name: kept[name] for name in sorted(kept) if not name.startswith("_")}
+    return [_sorted(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def checksum(model: Any) -> str:
+    """Return the hexadecimal sha256 of all parameters and buffers with their names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode())
+        found.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return found.hexdigest()
 
 
 @dataclass
@@ -319,46 +362,3 @@ def read_trace(folder: Path) -> tuple[TraceInfo, Iterator[Recorded]]:
             yield replace(recorded, **wide)
 
     return trace.info, parts()
-
-
-OF_LOADING = {
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "use_cache",
-    "output_router_logits",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "attn_implementation",
-    "experts_implementation",
-}
-"""Configuration fields that say how a model is loaded, run or saved; the digest excludes them.
-
-It also excludes fields that begin with ``_``.
-"""
-
-
-def configuration_digest(config: Any) -> str:
-    """Return the hexadecimal sha256 of the fields of a transformers configuration."""
-    return hashlib.sha256(to_json(_sorted(config.to_dict())).encode()).hexdigest()
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {str(name): _sorted(part) for name, part in value.items() if name not in OF_LOADING}
-        return {name: kept[name] for name in sorted(kept) if not name.startswith("_")}
-    return [_sorted(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def checksum(model: Any) -> str:
-    """Return the hexadecimal sha256 of all parameters and buffers with their names."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode())
-        found.update(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return found.hexdigest()

@@ -11,7 +11,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig
 from chronicals.moe.lookahead.choosing import SAMPLE, Choice
-from chronicals.moe.lookahead.distil_heads import Distillation, distil
+from chronicals.moe.lookahead.distil_heads import HeadDistillation, distil
 from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes, Recalls, measure_recalls
 from chronicals.moe.lookahead.recording import Recorded, record_data
 from chronicals.moe.lookahead.trace import Trace, checksum
@@ -56,7 +56,7 @@ def train_predictor(
     held_out: Any,
     config: ChronicalsConfig,
     sizes: HeadSizes,
-    how: Distillation,
+    how: HeadDistillation,
     tokens: int,
     held_out_tokens: int,
 ) -> TrainedPredictor:
@@ -123,7 +123,7 @@ def train_from_trace(
     trace: Path,
     held_out: Path | None,
     sizes: HeadSizes,
-    how: Distillation,
+    how: HeadDistillation,
     tokens: int,
     held_out_tokens: int,
 ) -> TrainedPredictor:
