@@ -229,7 +229,9 @@ def _gather_frozen(
         cut = [linear for _, linear in frozen_linears([layer]) if can_be_cut(linear, among)]
         if cut:
             size = sum(frozen_bytes(linear, itemsize) for linear in cut) // among
-            gathers.unit().own = torch.empty(size, dtype=torch.uint8)
+            unit = Unit(len(gathers.units), gathers)
+            unit.own = torch.empty(size, dtype=torch.uint8)
+            gathers.units.append(unit)
     for _ in range(micro_batches):
         with gathers.passing():
             x = torch.zeros((), requires_grad=True)
