@@ -26,7 +26,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.lora import adapters
-from chronicals.models.presentation import padded_arguments
+from chronicals.models.presentation import PaddedRows
 from chronicals.optimizers import learning_rate_factor
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.callbacks import read_metrics
@@ -131,13 +131,13 @@ def ours(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path, **cha
     }
 
 
-def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> dict:
+def plain(kind: str, given: list[dict], tokenizer, steps: int, folder: Path) -> dict:
     """transformers' own loop, fp32, SDPA, ``ROWS`` padded documents at a time, on the same
     documents in the same steps.
     """
     config = configuration(kind, steps, folder)
     torch.backends.cuda.matmul.allow_tf32 = False
-    store = build_store(rows, Tokenizer(tokenizer), config.max_seq_length, config.cache_dir)
+    store = build_store(given, Tokenizer(tokenizer), config.max_seq_length, config.cache_dir)
     stream = BatchStream(store, config, tokenizer.pad_token_id)
     model = random_model(torch.float32)
     if kind == "lora":
@@ -152,10 +152,11 @@ def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> d
         factor = learning_rate_factor("cosine", number, steps, 20)
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * factor
-        inputs, places = padded_arguments(step.batches[0])
+        rows = PaddedRows.of(step.batches[0])
+        inputs = rows.inputs
         labels = torch.full_like(inputs["input_ids"], -100)
         mask = inputs["attention_mask"].bool()
-        labels[mask] = step.batches[0].input_ids[places]
+        labels[mask] = step.batches[0].input_ids[rows.places]
         total = 0.0
         for start in range(0, len(labels), ROWS):
             part = {

@@ -31,10 +31,11 @@ from baseline import documents, versions
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
+from chronicals.objectives import build_objective
 from chronicals.quantization import FP8Base
 from chronicals.verification.path import TrainingPath
-from chronicals.verification.reference import PlainArm, exact_products
-from chronicals.verification.verify import documents_of
+from chronicals.verification.reference import PlainArm, count_items, exact_products
+from chronicals.verification.verify import items_of
 
 VOCABULARY = 16384
 RATE = 2e-4
@@ -81,7 +82,7 @@ def configuration(steps: int, folder: Path, **changes) -> ChronicalsConfig:
 
 
 def of_larger_gradients(usual):
-    """A product of ``FP8`` whose dy has scales 1.1 times too large."""
+    """A product of ``FP8Base`` whose dy has scales 1.1 times too large."""
 
     def product(self, dy, *x):
         rows, columns = (
@@ -119,8 +120,10 @@ def run(
 ) -> tuple[dict, TrainingPath]:
     device = next(model.parameters()).device
     stream = BatchStream(store, config, padding, pin=device.type == "cuda")
-    plain = PlainArm(model, device, config, usual_attention=True) if looked_at else None
-    path = TrainingPath(model, config, config.max_steps, device)
+    plain = None
+    if looked_at:
+        plain = PlainArm(model, device, config, build_objective(config), usual_attention=True)
+    path = TrainingPath(model, config, config.max_steps)
     losses = []
     gradients = {}
     with path.stepping():
@@ -129,7 +132,9 @@ def run(
             if plain is not None and number + 1 in looked_at:
                 plain.load({name: path.weight(name) for name in path.trained})
                 with exact_products():
-                    _, exact = plain.differentiate(documents_of(store, stream, step.began))
+                    packs = items_of(store, stream, step.began)
+                    counts = {**step.counts, **count_items(packs)}
+                    _, exact = plain.differentiate(packs, counts)
             made = path.step(step, number)
             losses.append(made.loss)
             if exact is not None:

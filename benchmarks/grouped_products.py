@@ -36,11 +36,15 @@ from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from chronicals.kernels.compilation import can_compile_only, compiling_only
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
-from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
-from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+from chronicals.kernels.expert_glu import (
+    Gate,
+    expert_glu,
+    expert_glu_fp8,
+    expert_glu_fp8_gradient,
+    expert_glu_gradient,
+)
 from chronicals.kernels.fp8 import Scaled, fp8_quantize, lacks_fp8
 from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product, fp8_product_launch
@@ -57,7 +61,7 @@ from chronicals.kernels.grouped_product import (
     product_launch,
     weight_gradient_launch,
 )
-from chronicals.kernels.launch import interpreting
+from chronicals.kernels.launch import can_compile_only, compiling_only, interpreting
 from chronicals.quantization import FP8Experts
 
 SHAPES = {

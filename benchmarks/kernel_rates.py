@@ -36,17 +36,21 @@ from chronicals.kernels.adamw_8bit import (
     adamw_8bit_,
     quantize_moment,
 )
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
-from chronicals.kernels.amax import Amax
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import dispatch_to_experts
-from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
-from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+from chronicals.kernels.expert_glu import (
+    Gate,
+    expert_glu,
+    expert_glu_fp8,
+    expert_glu_fp8_gradient,
+    expert_glu_gradient,
+)
 from chronicals.kernels.fp8 import (
     FP8_SCALINGS,
+    Amax,
     Scaled,
     fp8_quantize,
     fp8_quantize_reference,
@@ -72,14 +76,15 @@ from chronicals.kernels.linear_distillation import (
     LinearHead,
     linear_distillation_reference,
 )
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
+from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
-from chronicals.kernels.two_streams import HIGH_PRIORITY
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import MergedWeights, merged_linear
 from chronicals.patching import decoder_layer, fuse_weights, patch_parts

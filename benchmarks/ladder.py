@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from baseline import SHAPE, WARM_UP, documents, ours, versions
 
-from chronicals.attention import choice
+from chronicals.attention import backends
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.kernels.adamw import Tensors, join_master
 from chronicals.kernels.gradient_norm import gradient_norm_reference
@@ -79,11 +79,11 @@ def _torchs_adamw_(tensors: Tensors, lr, betas, eps, weight_decay, factor=None, 
         torch._foreach_copy_(list(tensors.weights), weights)
 
 
-_order = choice.order
+_order = backends.order
 WITHOUT = {
     "parts": [mock.patch("chronicals.training.session.patch_parts", _no_parts)],
     "layers": [mock.patch("chronicals.policies.facts.why_not_fused", _not_fused)],
-    "attention": [mock.patch("chronicals.attention.choice.order", _torchs_attention)],
+    "attention": [mock.patch("chronicals.attention.backends.order", _torchs_attention)],
     "optimizer": [
         mock.patch("chronicals.optimizers.adamw.fused_adamw_", _torchs_adamw_),
         mock.patch("chronicals.training.step.gradient_norm", gradient_norm_reference),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep
-from chronicals.benchmark.profile import category_of
-from chronicals.benchmark.record import current_commit, write
+from chronicals.benchmark.measurement import category_of
+from chronicals.benchmark.record import current_commit, write_row
 
 RESULTS = Path(__file__).parent / "results"
 CUT = 160
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     for path in parser.parse_args().files or sorted(RESULTS.glob("row-*.json")):
         result = recomputed(json.loads(path.read_text()))
-        write({**result, "recomputed_at": current_commit()}, path)
+        write_row({**result, "recomputed_at": current_commit()}, path)
         print(path)
 
 

@@ -224,7 +224,7 @@ def measure(name: str, output: Path, work: Path, seconds: float, options: list[s
 def add_note(output: Path, note: str) -> None:
     """To those of the row."""
     result = json.loads(output.read_text())
-    record.write({**result, "notes": [*result["notes"], note]}, output)
+    record.write_row({**result, "notes": [*result["notes"], note]}, output)
 
 
 def card() -> str:

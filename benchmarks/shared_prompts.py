@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from chronicals.attention import document_attention
-from chronicals.attention.shared_keys import gather_keys
+from chronicals.attention.documents import gather_keys
 from chronicals.batch import SharedKeys
 from chronicals.benchmark.shapes import LENGTH_SPREAD, MEDIAN_LENGTH, SHORTEST_LENGTH
 from chronicals.data.making.documents import IS_SHARED

@@ -12,7 +12,7 @@ import typer
 
 import tiny
 from chronicals.cli.app import app
-from chronicals.cli.options import fields_of
+from chronicals.cli.options import fields_from_flags
 from chronicals.config import Recipe
 from mixtures import mixture
 
@@ -106,7 +106,7 @@ def recipe_of(values):
     }
     fields = {"model": "MODEL", "data": ["your.jsonl"]} if values.get("recipe") is None else {}
     return Recipe.given(
-        values.get("preset"), values.get("recipe"), **{**fields, **fields_of(flags)}
+        values.get("preset"), values.get("recipe"), **{**fields, **fields_from_flags(flags)}
     )
 
 

@@ -239,19 +239,13 @@ SHARED = {
     "flash_attention_optimizer",
     "triton_kernels",
     "__init__",
-    "adapter",
-    "compilation",
     "divergence_rows",
     "host_memory",
     "launch",
     "linear_head",
     "logit_rows",
-    "lowbias32",
-    "master",
-    "operators",
     "products",
     "tensor_lists",
-    "two_streams",
 }
 """Files of the kernels' room that hold no kernel with a name of its own."""
 

@@ -1,4 +1,6 @@
-"""The kernel that CONTRIBUTING.md adds works as it stands there, and so do its tests."""
+"""What CONTRIBUTING.md adds, a kernel, an objective and a weight format, works as it stands there,
+and so do its tests.
+"""
 
 import importlib.util
 import re
@@ -9,9 +11,18 @@ import pytest
 import torch
 
 import chronicals.kernels
+import chronicals.objectives
+from chronicals.quantization.packed import PACKED_FORMATS
 from interpreted import kernels_run
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+
+
+def files_of(walk: str) -> list[str]:
+    """The Python files of the walk under this heading: the module, and its tests."""
+    section = PAGE.split(f"\n## {walk}\n")[1].partition("\n## ")[0]
+    module, tests = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return [module, tests]
 
 
 def load(name: str, text: str, folder: Path):
@@ -27,7 +38,7 @@ def load(name: str, text: str, folder: Path):
 
 @pytest.fixture
 def kernel_and_tests(tmp_path, monkeypatch):
-    kernel, tests = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    kernel, tests = files_of("Add a kernel")
     name = "chronicals.kernels.relu_squared"
     monkeypatch.setitem(sys.modules, name, None)
     module = load(name, kernel, tmp_path)
@@ -49,6 +60,46 @@ def test_the_kernel_on_the_page(kernel_and_tests):
         faults = [("positive * positive", "x * x"), ("dy * 2.0", "dy")]
         for old, new in faults:
             tests.test_planted_faults_are_found(old, new, device)
+
+
+@pytest.fixture
+def objective_tests(tmp_path, monkeypatch):
+    objective, tests = files_of("Add an objective")
+    name = "chronicals.objectives.slic"
+    monkeypatch.setitem(sys.modules, name, None)
+    module = load(name, objective, tmp_path)
+    monkeypatch.setattr(chronicals.objectives, "slic", module, raising=False)
+    monkeypatch.setitem(sys.modules, "test_slic", None)
+    yield load("test_slic", tests, tmp_path)
+    del chronicals.objectives.OBJECTIVES["slic"]
+
+
+def test_the_objective_on_the_page(objective_tests, tmp_path, monkeypatch):
+    tests = objective_tests
+    for number, packs in enumerate((tests.ONE_PACK, tests.SEVERAL)):
+        tests.test_a_step_is_the_formula(packs, tmp_path / str(number))
+    tests.test_a_pair_beyond_the_margin_has_no_loss()
+    tests.test_a_wrong_sign_is_found(tmp_path / "wrong", monkeypatch)
+
+
+@pytest.fixture
+def format_tests(tmp_path, monkeypatch):
+    weight_format, tests = files_of("Add a weight format")
+    name = "chronicals.quantization.int8_rows"
+    monkeypatch.setitem(sys.modules, name, None)
+    load(name, weight_format, tmp_path)
+    monkeypatch.setitem(sys.modules, "test_int8_rows", None)
+    yield load("test_int8_rows", tests, tmp_path)
+    del PACKED_FORMATS["Int8Rows"]
+
+
+def test_the_weight_format_on_the_page(format_tests, tmp_path, monkeypatch):
+    tests = format_tests
+    tests.test_values_are_within_half_a_scale()
+    tests.test_a_layer_is_the_plain_layer_of_its_values()
+    tests.test_rows_are_divided_among_ranks()
+    tests.test_adapters_are_trained_over_it(tmp_path)
+    tests.test_a_wrong_zero_is_found(monkeypatch)
 
 
 def test_the_page_names_places_that_exist():

@@ -9,8 +9,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from chronicals.benchmark.checkout import find_peers
 from chronicals.cli.app import app
+from chronicals.cli.benchmark import find_peers
 from chronicals.cli.options import SETTING_FLAG, SHORT_FLAGS, values_of, without_option
 from chronicals.config import Recipe
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
@@ -31,7 +31,7 @@ from page_commands import (
 
 find_peers()
 peer_names = importlib.import_module("peers.names")
-moe_new = importlib.import_module("chronicals.cli.moe_new")
+moe_commands = importlib.import_module("chronicals.cli.moe")
 plan_command = importlib.import_module("chronicals.cli.plan")
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -123,7 +123,7 @@ CHECKED_FURTHER = {
     ),
     "export": lambda values: [FORMATS[name] for name in values_of("to", values["to"])],
     "plan": lambda values: plan_command._counts(values["gpus"]),
-    "moe new": lambda values: moe_new._sizes(values_of("set", values["set_"] or [])),
+    "moe new": lambda values: moe_commands._sizes(values_of("set", values["set_"] or [])),
 }
 """Commands some of whose values are no fields of a recipe and are read by the command itself."""
 

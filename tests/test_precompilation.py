@@ -66,7 +66,8 @@ def test_nothing_is_started_where_no_mark_can_be_left(started, tmp_path):
 
 def test_it_imports_nothing_heavy():
     program = (
-        "import sys, chronicals.cli.precompile; print({'torch', 'numba', 'numpy'} & "
-        "set(sys.modules))"
+        "import sys, chronicals.cli.train, chronicals.precompilation; "
+        "import chronicals.model_shape, chronicals.data.packs.machine_code; "
+        "print({'torch', 'numba', 'numpy'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"

@@ -4,15 +4,15 @@ or Liger's.
 
 from __future__ import annotations
 
-from chronicals.benchmark.arms.distillation_reference import (
+from chronicals.benchmark.arms.reference import (
     DIVERGENCE_ROWS,
     DivergenceLoss,
     StudentOfTeacher,
     plain_divergence,
 )
 from chronicals.benchmark.arms.weights import load, with_peft
-from chronicals.benchmark.distillation import DistillationWork
 from chronicals.benchmark.measurement import ArmPlan
+from chronicals.benchmark.work import DistillationWork
 from peers.loop import train_padded
 from peers.models import PEER_DTYPES, load_for_peers
 from peers.plain import apply_liger_kernels

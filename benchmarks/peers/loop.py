@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from chronicals.benchmark.arms.loop import PaddedLoop
-from chronicals.benchmark.measurement import ArmPlan
-from chronicals.benchmark.profile import PROFILED_STEPS
+from chronicals.benchmark.measurement import PROFILED_STEPS, ArmPlan
 from chronicals.benchmark.work import Work
 from peers.ways import fastest_way, make_states
 

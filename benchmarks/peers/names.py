@@ -77,8 +77,8 @@ def chosen_peers(
     Raises:
         ConfigurationError: there is no such peer, or it has no trainer for the objective.
     """
-    from chronicals.benchmark.distillation import DISTILLATION
     from chronicals.benchmark.pairs import PAIR_OBJECTIVES
+    from chronicals.benchmark.work import DISTILLATION
 
     able = tuple(PEERS)
     trained_on = ""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.arms.padding import PaddedStep
+from chronicals.benchmark.arms.loop import PaddedStep
 from chronicals.benchmark.work import Document
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chronicals.benchmark.measurement import Measurement
-from chronicals.benchmark.processes import REFERENCE, Arm, RunningArm
-from chronicals.benchmark.rounds import BEST_PEERS, SCOUTING, Session
+from chronicals.benchmark.processes import REFERENCE_ARM, Arm, RunningArm
+from chronicals.benchmark.rounds import BEST_PEERS, SCOUTING, BenchmarkSession
 from peers.names import missing_packages_of, peer_arm
 
 
 @dataclass
-class PeerSession(Session):
+class PeerSession(BenchmarkSession):
     """A row that is measured with peers."""
 
     def scout(self) -> list[Arm]:
@@ -69,7 +69,7 @@ class PeerSession(Session):
             path.parent.mkdir(exist_ok=True)
             path.write_text(key)
             self.other_references[key] = self.reference_with(
-                Arm(REFERENCE), reference_label, steps, path
+                Arm(REFERENCE_ARM), reference_label, steps, path
             )
         return self.other_references[key]
 
@@ -85,7 +85,7 @@ class PeerSession(Session):
             path, reference_label = self._batches_of(arm, label)
             self.begun_references[reference_label] = RunningArm(
                 work,
-                REFERENCE,
+                REFERENCE_ARM,
                 len(row_reference.losses),
                 documents=path,
                 label=reference_label,

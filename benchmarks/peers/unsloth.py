@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.weights import start_from
+from chronicals.benchmark.arms.weights import start_from, start_of
 from chronicals.benchmark.measurement import ArmPlan
-from chronicals.benchmark.preparation import start_of
 from chronicals.benchmark.work import UNEVEN_FIELDS, Work
 from peers.loop import train_padded
 from peers.trainer import train_with_trainer

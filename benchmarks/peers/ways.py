@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.padding import MICRO_BATCH_OVERHEAD, PaddedStep, padded
+from chronicals.benchmark.arms.loop import MICRO_BATCH_OVERHEAD, PaddedStep, padded
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Document
 from peers.packing import flash_lengths, packed

@@ -7,7 +7,7 @@ import pytest
 import torch
 from definition import bounds, qkv
 
-from chronicals.attention import BACKENDS, choice, choose_backend, document_attention
+from chronicals.attention import BACKENDS, backends, choose_backend, document_attention
 
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
@@ -64,9 +64,9 @@ def test_choice_without_a_card(dtype):
 
 def test_every_order_ends_where_everything_can_be_done():
     for names in [
-        choice.DEFAULT_ORDER,
-        choice.EXACT_ORDER,
-        *(x for of in choice.FASTEST_ORDERS.values() for x in of.values()),
+        backends.DEFAULT_ORDER,
+        backends.EXACT_ORDER,
+        *(x for of in backends.FASTEST_ORDERS.values() for x in of.values()),
     ]:
         assert names[-1] == "per-document" and set(names) <= set(BACKENDS)
 
@@ -102,7 +102,7 @@ def test_refusals_name_the_remedy(card):
 
 
 def test_a_choice_is_said_once(caplog):
-    choice._log_once.cache_clear()
+    backends._log_once.cache_clear()
     q, k, v = qkv(9)()
     with caplog.at_level(logging.DEBUG, "chronicals.attention"):
         for _ in range(3):

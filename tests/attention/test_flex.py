@@ -10,7 +10,7 @@ from definition import bounds, compare, dense, dense_mask, qkv, random_lengths, 
 from torch.nn.attention import flex_attention as torchs
 
 from chronicals.attention import BACKENDS, document_attention
-from chronicals.attention.backends import flex, flex_attention
+from chronicals.attention.backends import FLEX_ATTENTION, flex
 from chronicals.attention.backends.flex import _masks, block_mask, make_block_mask
 from chronicals.attention.support import Spans
 
@@ -155,10 +155,8 @@ def backward_on_the_cpu(monkeypatch):
     monkeypatch.setattr(
         flex, "_compiled", torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager")
     )
-    supports = {
-        "cpu": replace(flex_attention.BACKEND.supports["cpu"], sinks=True, forward_only=False)
-    }
-    monkeypatch.setitem(BACKENDS, "flex", replace(flex_attention.BACKEND, supports=supports))
+    supports = {"cpu": replace(FLEX_ATTENTION.supports["cpu"], sinks=True, forward_only=False)}
+    monkeypatch.setitem(BACKENDS, "flex", replace(FLEX_ATTENTION, supports=supports))
 
 
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (8, 1, 20)])

@@ -139,15 +139,22 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_flash_attn_4(options, compiled, flash_attn_4_stand_in):
-    compare(flash_attn_4.attend, **options, compiled=compiled)
-    compare(flash_attn_4.attend, **options, compiled=compiled, earlier=[11, 2, 3, 0, 0])
+    compare(flash_attn_4.FLASH_ATTENTION_4.attend, **options, compiled=compiled)
+    compare(
+        flash_attn_4.FLASH_ATTENTION_4.attend,
+        **options,
+        compiled=compiled,
+        earlier=[11, 2, 3, 0, 0],
+    )
 
 
 def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
     """Part of it would be left out: the backward pass is a kernel, too."""
     q, k, v = (x.requires_grad_() for x in qkv(30)())
     cu = bounds(LENGTHS)
-    found = flash_attn_4.attend(q, k, v, Spans(cu, 17, cu, 17), 0.3, None, None, None)
+    found = flash_attn_4.FLASH_ATTENTION_4.attend(
+        q, k, v, Spans(cu, 17, cu, 17), 0.3, None, None, None
+    )
     with pytest.raises(
         RuntimeError, match="create_graph=True: FlashAttention-4 has no second derivative"
     ):

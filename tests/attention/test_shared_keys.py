@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from chronicals.attention import attention_reference, document_attention, gather_keys
-from chronicals.attention import shared_keys as module
+from chronicals.attention import documents as module
 from chronicals.data.packs.step_memory import shared_keys
 from mutants import mutant
 
@@ -50,7 +50,7 @@ def test_keys_behind_the_last_bound_are_seen_by_nobody(device):
     """A card gathers as many keys as a graph has room for."""
     bounds, keys = made(device)
     q, k, v = (torch.randn(sum(LENGTHS), 2, 8, device=device) for _ in range(3))
-    more = [module._Gather.apply(x, keys.index, keys.places) for x in (k, v)]
+    more = [module._SharedKeysGather.apply(x, keys.index, keys.places) for x in (k, v)]
     assert len(more[0]) > int(keys.cu_seqlens[-1])
     for x in more:
         x[int(keys.cu_seqlens[-1]) :] = float("nan")
@@ -64,7 +64,7 @@ def test_what_no_document_attends_to_has_no_part_in_gradients(device):
     """On a card there are keys behind the last bound, whose gradient is whatever lay there."""
     _, keys = made(device)
     x = torch.randn(sum(LENGTHS), 2, 8, device=device, requires_grad=True)
-    gathered = module._Gather.apply(x, keys.index, keys.places)
+    gathered = module._SharedKeysGather.apply(x, keys.index, keys.places)
     count = int(keys.cu_seqlens[-1])
     assert len(gathered) > count
     dy = torch.ones_like(gathered)

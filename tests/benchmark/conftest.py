@@ -1,5 +1,5 @@
 """The package of peers can be imported."""
 
-from chronicals.benchmark.checkout import find_peers
+from chronicals.cli.benchmark import find_peers
 
 find_peers()

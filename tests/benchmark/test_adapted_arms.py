@@ -16,13 +16,15 @@ from chronicals.benchmark.arms import ours
 from chronicals.benchmark.arms.weights import (
     load_dequantised,
     load_in_4_bits,
+    prepare_work,
+    start_of,
+    starting_values,
     with_peft,
 )
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.plan import plan_work
-from chronicals.benchmark.preparation import prepare, start_of, starting_values
 from chronicals.benchmark.shapes import byte_tokenizer
-from chronicals.benchmark.work import STEP_FIELDS
+from chronicals.benchmark.work import STEP_CONTENT_FIELDS
 from chronicals.cli import benchmark as command
 from chronicals.config import ConfigurationError
 from chronicals.lora import adapters
@@ -43,7 +45,7 @@ def planned(folder, mode="lora", model=None, **changes):
     work = made.work(folder, mode=mode, **{"lora_rank": 4, "lora_alpha": 6, **changes})
     byte_tokenizer().save_pretrained(work.model)
     (model or tiny.llama(intermediate_size=128)).save_pretrained(work.model)
-    prepare(work)
+    prepare_work(work)
     return work
 
 
@@ -189,7 +191,8 @@ def test_peers_have_bitsandbytes_layers(tmp_path):
 def test_what_a_step_reads_of_4_bits_is_counted(tmp_path):
     plain, packed = (planned(tmp_path / mode, mode).job() for mode in ("lora", "qlora"))
     assert plain.dequantised_bytes == 0 and packed.dequantised_bytes == NF4.bytes_a_value(4) + 4
-    assert plain.counted and not planned(tmp_path / "dora", use_dora=True).job().counted
+    assert not plain.why_uncounted
+    assert planned(tmp_path / "dora", use_dora=True).job().why_uncounted
 
 
 # --- what is asked
@@ -202,7 +205,7 @@ def test_4_bits_are_a_mode_of_the_row():
         == command._recipe(None, {"quantization": "nf4"})[3]
         == "qlora"
     )
-    assert {"quantization", "load_in_4bit"} <= STEP_FIELDS
+    assert {"quantization", "load_in_4bit"} <= STEP_CONTENT_FIELDS
     with pytest.raises(
         ConfigurationError,
         match="variant='quantization=nf4': quantization decides what a step holds",

@@ -318,14 +318,14 @@ def test_a_variant_that_is_no_configuration_is_named_before_anything_runs(
     def measure(*_):
         raise AssertionError("an arm would run")
 
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure", measure)
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", measure)
     given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), option, changes]
     done = CliRunner().invoke(app, given)
     assert isinstance(done.exception, ConfigurationError) and message in str(done.exception)
 
 
 def test_the_figures_are_not_written_where_the_bars_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure", None)
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", None)
     done = CliRunner().invoke(
         app, ["benchmark", "--model", "tiny", "--output", str(tmp_path / "row.png")]
     )
@@ -333,8 +333,8 @@ def test_the_figures_are_not_written_where_the_bars_are(tmp_path, monkeypatch):
 
 
 def test_without_a_checkout_the_command_says_how_to_get_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure", None)
-    monkeypatch.setattr("chronicals.benchmark.checkout.PEERS_FOLDER", tmp_path)
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", None)
+    monkeypatch.setattr("chronicals.cli.benchmark.PEERS_FOLDER", tmp_path)
     given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), "--against", "trl"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2 and not [*tmp_path.iterdir()]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from chronicals.benchmark import cpu_estimate, rounds
-from chronicals.benchmark.cpu_estimate import START_SECONDS, estimate
-from chronicals.benchmark.plan import plan_work
+from chronicals.benchmark import plan as cpu_estimate
+from chronicals.benchmark import rounds
+from chronicals.benchmark.plan import START_SECONDS, estimate_on_cpu, plan_work
 from chronicals.benchmark.rounds import Options
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
@@ -24,7 +24,7 @@ def planned(folder, model="tiny", mode="full", steps=2, **fields):
 
 
 def test_a_step_takes_its_flops_at_half_the_rate_of_a_product(tmp_path):
-    found = estimate(
+    found = estimate_on_cpu(
         planned(tmp_path, "qwen2.5-0.5b", batch_size=1, max_seq_length=1024),
         Options(arm_timeout=1e9),
     )
@@ -35,31 +35,32 @@ def test_a_step_takes_its_flops_at_half_the_rate_of_a_product(tmp_path):
 
 def test_adapters_need_fewer(tmp_path):
     full, lora = (
-        estimate(planned(tmp_path, "qwen2.5-0.5b", mode), Options()) for mode in ("full", "lora")
+        estimate_on_cpu(planned(tmp_path, "qwen2.5-0.5b", mode), Options())
+        for mode in ("full", "lora")
     )
     assert 0.6 < lora.step / full.step < 0.8
 
 
 def test_all_arms_and_rounds_count(tmp_path):
     work = planned(tmp_path)
-    alone = estimate(work, Options(rounds=0)).whole
+    alone = estimate_on_cpu(work, Options(rounds=0)).whole
     assert alone == pytest.approx(3 * START_SECONDS, rel=0.05)  # preparation, reference, ours
     more = Options(rounds=2, against=["transformers", "trl", "liger"], variants=[{"seed": 1}])
-    assert estimate(work, more).whole - alone == pytest.approx(
+    assert estimate_on_cpu(work, more).whole - alone == pytest.approx(
         (4 + 2 * 4) * START_SECONDS, rel=0.05
     )
-    assert estimate(work, Options(time_limit=20)).whole == 20
+    assert estimate_on_cpu(work, Options(time_limit=20)).whole == 20
 
 
 def test_arms_that_would_be_ended_are_named(tmp_path):
-    found = estimate(planned(tmp_path, "llama-3.1-8b"), Options(rounds=1, arm_timeout=300))
+    found = estimate_on_cpu(planned(tmp_path, "llama-3.1-8b"), Options(rounds=1, arm_timeout=300))
     assert found.too_long and found.whole == START_SECONDS + 3 * 300
     assert (
         "an arm of 5 steps" in str(found)
         and "--arm-timeout" in str(found)
         and "tiny runs anywhere" in str(found)
     )
-    assert "--arm-timeout" not in str(estimate(planned(tmp_path), Options()))
+    assert "--arm-timeout" not in str(estimate_on_cpu(planned(tmp_path), Options()))
 
 
 @pytest.mark.parametrize("card", [False, True])
@@ -67,7 +68,7 @@ def test_the_command_says_so_before_anything_runs(card, monkeypatch, tmp_path):
     def measure(*_):
         raise ConfigurationError("begun")
 
-    monkeypatch.setattr(rounds, "measure", measure)
+    monkeypatch.setattr(rounds, "measure_row", measure)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     done = CliRunner().invoke(
         app, ["benchmark", "--model", "tiny", "--folder", str(tmp_path)], env={"COLUMNS": "200"}

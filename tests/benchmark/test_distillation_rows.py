@@ -12,12 +12,12 @@ from peers.names import chosen_peers
 from test_command import run
 from test_preference_arms import TIGHT, measured
 
-from chronicals.benchmark.arms import distillation_reference, ours
-from chronicals.benchmark.distillation import DistillationWork
+from chronicals.benchmark.arms import ours
+from chronicals.benchmark.arms import reference as distillation_reference
+from chronicals.benchmark.arms.weights import prepare_work
 from chronicals.benchmark.parity import refusal
-from chronicals.benchmark.preparation import prepare
 from chronicals.benchmark.shapes import SHAPES, build_model
-from chronicals.benchmark.work import Work
+from chronicals.benchmark.work import DistillationWork, Work
 from chronicals.config import ConfigurationError
 from chronicals.models import load_tokenizer
 
@@ -55,7 +55,7 @@ def planned(folder, teacher, mode="full", data="fixed", **given):
         folder, mode, data, objective="distill", sections={"distill": settings}, **MOVING
     )
     assert isinstance(work, DistillationWork)
-    prepare(work)
+    prepare_work(work)
     return work
 
 
@@ -66,7 +66,7 @@ def row(request, tmp_path_factory, teacher):
     """A work, its reference, and the folder of results."""
     folder = tmp_path_factory.mktemp("row")
     work = planned(folder, teacher, *request.param)
-    return work, measured(distillation_reference.reference, work, folder), folder
+    return work, measured(distillation_reference.train_distillation_reference, work, folder), folder
 
 
 @pytest.mark.parametrize("arm", [ours.ours, distilled.transformers], ids=["ours", "transformers"])
@@ -151,11 +151,11 @@ def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch):
     monkeypatch.setattr(Work, "stream", lambda self: None)
     monkeypatch.setattr(DistillationWork, "write_tokenizer", lambda self: None)
     work = made.work(tmp_path, objective="distill", sections={"distill": {"teacher": "qwen3-8b"}})
-    prepare(work)
+    prepare_work(work)
     assert dict(built) == {
         name: tmp_path.absolute() / "weights" / name for name in ("tiny", "qwen3-8b")
     }
-    assert work.described() == {"objective": "distill", "teacher": "qwen3-8b"}
+    assert work.described == {"objective": "distill", "teacher": "qwen3-8b"}
 
 
 @pytest.mark.long

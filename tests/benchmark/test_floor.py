@@ -73,7 +73,8 @@ def test_experts_are_noticed(kind, routed):
     ],
 )
 def test_what_is_beside_experts_is_not_counted(kind, changes, countable):
-    assert DecoderShape.of(getattr(transformers, f"{kind}Config")(**changes)).countable == countable
+    shape = DecoderShape.of(getattr(transformers, f"{kind}Config")(**changes))
+    assert (not Job(shape, 1, 1.0).why_uncounted) == countable
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_sizes_of_mixtures(name, layers, met, parameters):
 def test_products_of_a_mixture_are_the_needed_flops(rank):
     """Experts have no adapters; those of attention lie in its products."""
     job = Job(shape("qwen3-30b-a3b"), 16384, 2048, rank)
-    assert job.counted and job.adapter_parameters == 8 * rank * (
+    assert not job.why_uncounted and job.adapter_parameters == 8 * rank * (
         2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048
     )
     listed = sum(product.count * product.flops for product in products(job))

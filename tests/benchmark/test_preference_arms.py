@@ -41,7 +41,7 @@ def row(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("row")
     work = planned(folder, mode, objective=objective, **MOVING)
     assert isinstance(work, PairWork)
-    return work, measured(pair_reference.reference, work, folder), folder
+    return work, measured(pair_reference.train_pair_reference, work, folder), folder
 
 
 def test_ours_trains_as_the_formula_does(row):
@@ -74,11 +74,11 @@ def test_in_bf16_the_reference_has_the_weights_that_arms_have(mode, tmp_path):
     exact = planned(
         tmp_path / "exact", mode, objective="dpo", learning_rate={"full": 1e-6, "lora": 1e-3}[mode]
     )
-    reference = measured(pair_reference.reference, work, tmp_path)
+    reference = measured(pair_reference.train_pair_reference, work, tmp_path)
     found = measured(ours.ours, work, tmp_path)
     assert refusal(found, reference, Tolerance()) is None
     noise = [abs(a - b) for a, b in zip(reference.rounded_losses, reference.losses)]
-    exact = measured(pair_reference.reference, exact, tmp_path)
+    exact = measured(pair_reference.train_pair_reference, exact, tmp_path)
     assert 0 < max(noise) < 0.01 and exact.rounded_losses is None and exact.rounded_norms is None
     assert (reference.rounded_norms is None) == (mode == "full")
     spreads = reference.rounding_spreads
@@ -121,7 +121,7 @@ def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
             is None
         )
     (folder / "own.json").write_text(json.dumps(found.own_batches))
-    own = measured(pair_reference.reference, work, folder, documents=folder / "own.json")
+    own = measured(pair_reference.train_pair_reference, work, folder, documents=folder / "own.json")
     assert refusal(found, own, TIGHT) is None
     assert comparison(found, own)["grad_norm"]["largest_deviation"] < 1e-4
     assert found.trained_share == pytest.approx(reference.trained_share)

@@ -8,6 +8,7 @@ import pytest
 from peers.names import chosen_peers
 from peers.preference import equal_steps
 
+from chronicals.benchmark.arms.weights import prepare_work
 from chronicals.benchmark.pairs import (
     PROMPT_SHARES,
     TOKENS_BESIDE_ROWS,
@@ -16,8 +17,7 @@ from chronicals.benchmark.pairs import (
     random_pairs,
 )
 from chronicals.benchmark.plan import plan_work, read_work
-from chronicals.benchmark.preparation import prepare
-from chronicals.benchmark.shapes import BYTES, SPECIAL_TOKENS, word_tokenizer
+from chronicals.benchmark.shapes import BYTE_TOKENS, SPECIAL_TOKENS, word_tokenizer
 from chronicals.config import ConfigurationError
 
 WIDE = {"objective": "dpo", "max_seq_length": 256, "batch_size": 2}
@@ -25,7 +25,7 @@ WIDE = {"objective": "dpo", "max_seq_length": 256, "batch_size": 2}
 
 def planned(folder, mode="full", data="pairs-50", **fields):
     work = made.work(folder, mode, data, **{**WIDE, **fields})
-    prepare(work)
+    prepare_work(work)
     return work
 
 
@@ -64,7 +64,7 @@ def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
         side: [number for row in rows for number in tokenizer(row[side])["input_ids"]]
         for side in rows[0]
     }
-    special = range(BYTES, BYTES + len(SPECIAL_TOKENS))
+    special = range(BYTE_TOKENS, BYTE_TOKENS + len(SPECIAL_TOKENS))
     assert all(
         0 <= number < 1000 and number not in special for side in ids.values() for number in side
     )
@@ -74,7 +74,7 @@ def test_words_are_token_ids_and_rejected_answers_have_rarer_ones():
 
 def test_a_step_holds_whole_pairs_with_one_end_each(work):
     known = {tuple(row.items()) for row in map(json.loads, work.documents.read_text().splitlines())}
-    end = BYTES
+    end = BYTE_TOKENS
 
     def words(ids):
         return " ".join(f"t{number}" for number in ids)
@@ -97,8 +97,8 @@ def test_the_steps_are_those_that_our_run_takes(work):
     assert [sum(map(len, step)) for step in work.documents_by_step(4)] == real
     assert (
         work.job().tokens > 0
-        and not work.job().counted
-        and work.described()["prompt_share"] == pytest.approx(0.5, abs=0.05)
+        and work.job().why_uncounted
+        and work.described["prompt_share"] == pytest.approx(0.5, abs=0.05)
     )
 
 

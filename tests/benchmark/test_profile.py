@@ -2,7 +2,7 @@
 
 import pytest
 
-from chronicals.benchmark.profile import breakdown, category_of
+from chronicals.benchmark.measurement import breakdown, category_of
 
 NAMES = {
     "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN": "products",

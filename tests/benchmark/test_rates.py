@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from chronicals.benchmark import rates
+from chronicals.benchmark.arms.weights import prepare_work
 from chronicals.benchmark.floor import (
     DecoderShape,
     Job,
@@ -16,7 +17,6 @@ from chronicals.benchmark.floor import (
     loss_bytes,
     products,
 )
-from chronicals.benchmark.preparation import prepare
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
 
 SHAPE = DecoderShape(3, 64, 4, 2, 16, 128, 1024, 0, 10**5)
@@ -143,7 +143,7 @@ def test_a_slow_host_is_given_a_longer_lead():
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_of_a_whole_row(mode, tmp_path):
     work = made.work(tmp_path, mode=mode)
-    prepare(work)
+    prepare_work(work)
     found = rates.measure_rates(work)
     parts = found["floor"]
     job = work.job()

@@ -16,8 +16,8 @@ from peers.rounds import PeerSession
 from chronicals.benchmark import processes, rounds
 from chronicals.benchmark.floor import DecoderShape, Job
 from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess, ArmTimedOut
-from chronicals.benchmark.record import draw, to_dict
-from chronicals.benchmark.rounds import Options, measure, order_of
+from chronicals.benchmark.record import draw_row, to_dict
+from chronicals.benchmark.rounds import Options, measure_row, order_of
 from chronicals.config import ConfigurationError
 from process_groups import members, wait_until
 
@@ -61,7 +61,7 @@ def bench(tmp_path, monkeypatch):
             work = made.work(tmp_path)
             job = Job(DecoderShape(2, 64, 4, 2, 16, 128, 1024, 0, 10**5), 100, 64.0)
             monkeypatch.setattr(type(work), "job", lambda work: job)
-            return measure(work, Options(**options), began=began, session_class=PeerSession)
+            return measure_row(work, Options(**options), began=began, session_class=PeerSession)
 
     bench = Bench()
 
@@ -376,7 +376,7 @@ def test_without_ours_there_is_nothing_to_decide(bench):
 def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "missing_packages", lambda names: names)
     with pytest.raises(ConfigurationError, match=r"chronicals\[peft\]"):
-        measure(made.work(tmp_path, mode="lora"), Options())
+        measure_row(made.work(tmp_path, mode="lora"), Options())
 
 
 def test_work_that_cannot_be_prepared_is_an_error_of_the_user(tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_work_that_cannot_be_prepared_is_an_error_of_the_user(tmp_path, monkeypa
 
     monkeypatch.setattr(rounds, "run_preparation", fail)
     with pytest.raises(ConfigurationError, match="model='tiny'.*nothing to train on"):
-        measure(made.work(tmp_path), Options())
+        measure_row(made.work(tmp_path), Options())
 
 
 def test_without_a_reference_nobody_has_a_speed(bench):
@@ -495,13 +495,13 @@ def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
 def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
     """The others' rounds go on, though it would not fit any more."""
     monkeypatch.setattr(
-        rounds.Session,
+        rounds.BenchmarkSession,
         "_expected",
         lambda session, arm: 1e9 if arm.name in session.row.failed else 0.0,
     )
-    decide = rounds.Session.decide
+    decide = rounds.BenchmarkSession.decide
     monkeypatch.setattr(
-        rounds.Session, "decide", lambda *given: (bench.crash.add("liger"), decide(*given))
+        rounds.BenchmarkSession, "decide", lambda *given: (bench.crash.add("liger"), decide(*given))
     )
     row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=1e6)
     assert (
@@ -527,7 +527,7 @@ def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
     assert arm["padding_share"] == pytest.approx(0.2) and arm["trained_share"] == 1.0
     assert arm["first_step_seconds"] > 0 and arm["profile"] == {"share": {"gaps": 0.1}}
     assert result["ratios"]["liger"]["median"] == pytest.approx(2000 / 1500, rel=0.02)
-    draw(result, tmp_path / "bars.png")
+    draw_row(result, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 

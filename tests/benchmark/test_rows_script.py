@@ -122,7 +122,7 @@ def test_every_row_is_a_command(name, monkeypatch):
     def measure(work, *_):
         raise Measured(work.name, work.mode, work.data)
 
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure", measure)
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", measure)
     for kind in ("work.Work", "pairs.PairWork"):
         monkeypatch.setattr(f"chronicals.benchmark.{kind}.write_documents", lambda *given: None)
     done = CliRunner().invoke(app, ["benchmark", *rows.ROWS[name]])

@@ -21,13 +21,12 @@ from peers.trainer import (
 
 import tiny
 from chronicals.benchmark.arms import loop
-from chronicals.benchmark.arms.padding import grouped, padded
-from chronicals.benchmark.arms.weights import with_peft
+from chronicals.benchmark.arms.loop import grouped, padded
+from chronicals.benchmark.arms.weights import with_peft, write_adapter
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.plan import plan_work, read_work
-from chronicals.benchmark.preparation import write_adapter
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work, documents_of
+from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work, step_documents
 from chronicals.config import ConfigurationError, Recipe
 from comparison import equal
 
@@ -110,7 +109,7 @@ def test_arms_find_a_model_that_was_named_from_here(tmp_path, monkeypatch):
 def test_fixed_documents_fill_every_pack(tmp_path):
     work = planned(tmp_path)
     for step in work.stream().steps(count=5):
-        documents = documents_of(step)
+        documents = step_documents(step)
         assert [len(document) for document in documents] == [64, 64]
         assert step.counts["tokens"] == step.counts["slots"] == 128
 

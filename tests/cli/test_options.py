@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 
 from chronicals import __version__
 from chronicals.cli.app import HELP_TABLE_COLUMNS, app
-from chronicals.cli.objective_names import objective_names
-from chronicals.cli.options import OWN_HEADING, flag, with_recipe_flags
+from chronicals.cli.options import OWN_HEADING, flag, objective_names, with_recipe_flags
 from chronicals.config import PRESETS, Recipe
-from chronicals.config.headings import Heading, headings_of
+from chronicals.config.config import Heading, headings_of
 
 
 def ran(*arguments, columns=200):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chronicals.cli.wording import LogFormatter, Wording, begin
+from chronicals.cli.wording import LogFormatter, Wording, set_wording
 from chronicals.config import Recipe
 from chronicals.data.reading.gate import RULES
 
@@ -182,10 +182,10 @@ def test_log_lines_are_in_the_users_form():
         "chronicals", logging.WARNING, "", 1, "lower %s=%d", ("batch_size", 4), None
     )
     try:
-        begin(SWITCHES)
+        set_wording(SWITCHES)
         assert LogFormatter("%(message)s").format(record) == "lower --batch-size 4"
     finally:
-        begin({})
+        set_wording({})
     assert LogFormatter("%(message)s").format(record) == record.getMessage() == "lower batch_size=4"
 
 

@@ -516,7 +516,7 @@ def test_an_objective_that_is_not_here_is_said_to_be_missing(said):
             (name, "x")
             for name in [*foreign_data.COLUMNS, *foreign_data.PATHS, *foreign_data.NOT_NEEDED]
         ),
-        *((name, 0.5) for name in foreign_data.WEIGHTS),
+        *((name, 0.5) for name in foreign_data.WEIGHT_FIELDS),
         ("roles_to_train", ["gpt", "human"]),
     ],
 )

@@ -14,8 +14,8 @@ from chronicals.cli.app import app
 from chronicals.cli.options import flag
 from chronicals.cli.wording import Wording
 from chronicals.config import ConfigurationError, Recipe
-from chronicals.config.sections import SECTIONS
-from chronicals.config.values import divided, undivided
+from chronicals.config.sections import SECTIONS_FIELD
+from chronicals.config.values import as_one_value, split_values
 
 HINTS = typing.get_type_hints(Recipe)
 GIVEN = {"model": "m", "data": "d"}
@@ -30,7 +30,7 @@ def kinds_of(name):
     return {typing.get_origin(part) or part for part in parts_of(HINTS[name])}
 
 
-LISTED = [name for name in HINTS if kinds_of(name) & {list, dict} and name != SECTIONS]
+LISTED = [name for name in HINTS if kinds_of(name) & {list, dict} and name != SECTIONS_FIELD]
 FLOATS = [name for name in HINTS if float in kinds_of(name) and name not in LISTED]
 
 
@@ -154,7 +154,7 @@ def test_an_empty_entry_is_refused_with_its_field(name, tmp_path):
     ],
 )
 def test_a_comma_within_brackets_or_behind_a_backslash_is_part_of_a_value(text, values):
-    assert divided(text) == values
+    assert split_values(text) == values
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_a_comma_within_brackets_or_behind_a_backslash_is_part_of_a_value(text, 
 )
 def test_a_value_with_a_comma_can_be_given(value, tmp_path):
     """In a list of YAML as it is, as a flag or a text behind a backslash."""
-    assert divided(undivided(value)) == [value]
+    assert split_values(as_one_value(value)) == [value]
     again = [
-        of_flags("--data", "d", "--lora-trainable-tokens", undivided(value)),
-        of_recipe(tmp_path, lora_trainable_tokens=undivided(value)),
+        of_flags("--data", "d", "--lora-trainable-tokens", as_one_value(value)),
+        of_recipe(tmp_path, lora_trainable_tokens=as_one_value(value)),
         of_recipe(tmp_path, lora_trainable_tokens=[value]),
     ]
     assert [way.lora_trainable_tokens for way in again] == [[value]] * 3
@@ -234,5 +234,5 @@ def test_every_list_is_a_flag_that_may_be_repeated():
     options = {option.name: option for option in get_command(app).commands["train"].params}
     fields = {field.name for field in dataclasses.fields(Recipe)}
     assert [name for name in fields if options[name].multiple] == [
-        name for name in fields if name in {*LISTED, SECTIONS}
+        name for name in fields if name in {*LISTED, SECTIONS_FIELD}
     ]

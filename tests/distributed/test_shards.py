@@ -9,7 +9,7 @@ import torch
 import two_processes
 from chronicals.distributed import Mesh, shards
 from chronicals.distributed.shards import share_bounds, width_of
-from chronicals.kernels.master import join_master
+from chronicals.kernels.adamw import join_master
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sharded_ranks

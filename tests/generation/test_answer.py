@@ -1,3 +1,5 @@
+"""None"""
+
 import json
 
 import pytest
@@ -6,8 +8,8 @@ import torch
 import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
-from chronicals.generation import generate, generate_answer, load_trained
-from chronicals.generation.answer import Trained, computing_dtype
+from chronicals.generation import Chat, Trained, generate, generate_answer, load_trained
+from chronicals.generation.answer import computing_dtype
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from comparison import equal
@@ -415,3 +417,58 @@ def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, mess
 def test_a_model_computes_as_it_was_trained(precision, has_bf16, dtype):
     assert computing_dtype({"mixed_precision": precision}, has_bf16) == dtype
     assert computing_dtype({}, has_bf16) == (torch.bfloat16 if has_bf16 else torch.float32)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The messages of each question, which are answered by their number."""
+    asked = []
+
+    def answer(trained, messages, say=None, **settings):
+        asked.append(messages)
+        if messages[-1]["content"] == "fails":
+            raise ValueError("too long")
+        return f"answer {len(asked)}"
+
+    monkeypatch.setattr("chronicals.generation.answer.generate_answer", answer)
+    return asked
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def test_a_chat_remembers_until_it_is_reset(seen):
+    chat = Chat(Trained(tiny.llama(), tiny.tokenizer()), "be brief")
+    opening = turn("system", "be brief")
+    chat.ask("one")
+    chat.ask("two")
+    assert seen[1] == [
+        opening,
+        turn("user", "one"),
+        turn("assistant", "answer 1"),
+        turn("user", "two"),
+    ]
+    with pytest.raises(ValueError, match="too long"):
+        chat.ask("fails")
+    assert chat.messages == [*seen[1], turn("assistant", "answer 2")]
+    chat.reset()
+    chat.ask("three")
+    assert seen[-1] == [opening, turn("user", "three")]
+
+
+def test_a_system_prompt_changes_what_is_asked():
+    trained = Trained(tiny.llama(), tiny.tokenizer())
+    replies = {
+        system: Chat(trained, system, max_new_tokens=12).ask("what is 3?")
+        for system in (None, "count", "sing a song")
+    }
+    assert len(set(replies.values())) > 1
+
+
+def test_a_model_of_plain_text_has_no_system_prompt_and_no_turns():
+    trained = Trained(tiny.llama(), tiny.tokenizer(), kinds=("text",))
+    with pytest.raises(ValueError, match="^system='be brief': this model continues plain text"):
+        Chat(trained, "be brief")
+    chat = Chat(trained, max_new_tokens=5)
+    assert chat.ask("one") == chat.ask("one") and chat.messages == []

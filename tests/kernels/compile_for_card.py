@@ -228,10 +228,10 @@ def wide_adapters(rank: int) -> None:
     """
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
     from chronicals.kernels.fp8 import Scaled
-    from chronicals.kernels.grouped_product import Adapted, grouped_product
+    from chronicals.kernels.grouped_product import LowRankTerm, grouped_product
 
     to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), 8)
-    thin = Adapted(torch.zeros(2048, rank, dtype=HALF), torch.zeros(8, 512, rank, dtype=HALF))
+    thin = LowRankTerm(torch.zeros(2048, rank, dtype=HALF), torch.zeros(8, 512, rank, dtype=HALF))
     grouped_product(
         torch.zeros(1024, 256, dtype=HALF),
         torch.zeros(8, 512, 256, dtype=HALF),
@@ -351,7 +351,7 @@ def experts_in_eight_bits(rank: int) -> None:
     from chronicals.kernels.fp8 import Scaled
     from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
     from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
-    from chronicals.kernels.grouped_product import Adapted
+    from chronicals.kernels.grouped_product import LowRankTerm
 
     count = 8
     width = 768
@@ -373,14 +373,13 @@ def experts_in_eight_bits(rank: int) -> None:
                 torch.randn(*shape).to(HALF) for shape in ((2 * tokens, rank), (count, out, rank))
             ]
             fp8_grouped_product(
-                given, w, to, of_tokens, bias, Adapted(*thin) if rank else None, HALF, fast
+                given, w, to, of_tokens, bias, LowRankTerm(*thin) if rank else None, HALF, fast
             )
     units_in_eight_bits(inner, dense=bool(rank))
 
 
 def units_in_eight_bits(inner: int, dense: bool) -> None:
-    from chronicals.kernels.expert_glu import Gate
-    from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+    from chronicals.kernels.expert_glu import Gate, expert_glu_fp8, expert_glu_fp8_gradient
 
     h = torch.randn(256, 2 * inner).to(HALF)
     g = torch.randn(256, inner).to(HALF)

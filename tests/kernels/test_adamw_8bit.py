@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chronicals.kernels import adamw_8bit as module
-from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
+from chronicals.kernels.adamw import Tensors, fused_adamw_reference_, join_master, split_master
 from chronicals.kernels.adamw_8bit import (
     BLOCK_8BIT,
     CHUNK_8BIT,
@@ -19,7 +19,6 @@ from chronicals.kernels.adamw_8bit import (
     dequantize_moment,
     quantize_moment,
 )
-from chronicals.kernels.master import join_master, split_master
 from mutants import mutant
 
 SHAPES = [(17, 5), (), (1,), (CHUNK_8BIT + 3,), (2, BLOCK_8BIT), (3, 7, 11), (MOMENT_BLOCK,)]

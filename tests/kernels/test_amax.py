@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from chronicals.kernels import fused_add_rmsnorm
-from chronicals.kernels.amax import Amax, with_amax
-from chronicals.kernels.fp8 import fp8_quantize
+from chronicals.kernels.fp8 import Amax, fp8_quantize, with_amax
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope

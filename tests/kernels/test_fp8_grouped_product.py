@@ -14,7 +14,11 @@ from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_experts import fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_product_launch
-from chronicals.kernels.grouped_product import Adapted, grouped_product_reference, launch_product
+from chronicals.kernels.grouped_product import (
+    LowRankTerm,
+    grouped_product_reference,
+    launch_product,
+)
 from mutants import mutant
 
 module = sys.modules["chronicals.kernels.fp8_grouped_product"]
@@ -68,12 +72,12 @@ def check(of, case, of_tokens, dtype, device, bias=False, rank=0, fast=False):
         for shape in ((tokens * each, rank), (experts, outputs, rank))
     ]
     got = of.fp8_grouped_product(
-        x8, w8, to, of_tokens, given, Adapted(*thin) if rank else None, dtype, fast
+        x8, w8, to, of_tokens, given, LowRankTerm(*thin) if rank else None, dtype, fast
     )
     assert got.dtype == dtype and got.shape == (tokens * each, outputs)
     wide = torch.float64
     dense = x8.values.to(wide) * x8.scale, w8.values.to(wide) * w8.scale[:, None, None]
-    adapted = Adapted(*(part.to(wide) for part in thin)) if rank else None
+    adapted = LowRankTerm(*(part.to(wide) for part in thin)) if rank else None
     exact = grouped_product_reference(
         *dense, to, of_tokens, None if given is None else given.to(wide), adapted
     )

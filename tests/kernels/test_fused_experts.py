@@ -251,10 +251,10 @@ MUTATIONS = {
         "0",
     ),
     "the gradient of x without the adapter": (
-        "adapted = Adapted(thin, of.down.mT)",
+        "adapted = LowRankTerm(thin, of.down.mT)",
         "adapted = None",
     ),
-    "a bias that learns without shares": ("shares.to(dtype)", "0.5 + shares.to(dtype)"),
+    "a bias that learns without shares": ("shares.to(dy.dtype)", "0.5 + shares.to(dy.dtype)"),
 }
 
 

@@ -11,7 +11,7 @@ from chronicals.kernels.grouped_product import (
     GATHER_FIRST,
     GATHER_NONE,
     GATHER_SECOND,
-    Adapted,
+    LowRankTerm,
     grouped_product_reference,
     grouped_weight_gradient_reference,
     held_columns,
@@ -89,7 +89,7 @@ def test_what_an_adapter_adds(rank, dtype, device):
     to = to_low_tiles(tokens, each, experts, device)
 
     def by(function):
-        return lambda x, w, u, up: function(x, w, to, True, None, Adapted(u, up))
+        return lambda x, w, u, up: function(x, w, to, True, None, LowRankTerm(u, up))
 
     shapes = (
         (tokens, inputs),
@@ -304,7 +304,7 @@ def assert_found(fault, depth, device):
     x, w, u, up, bias = (torch.randn(*shape, device=device).to(kind) for shape in shapes)
     results = [
         (
-            of.grouped_product(x, w, to, True, bias, of.Adapted(u, up)),
+            of.grouped_product(x, w, to, True, bias, of.LowRankTerm(u, up)),
             of.grouped_weight_gradient(u, x, to, GATHER_SECOND, 0.5),
         )
         for of in (module, wrong)

@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, two_streams
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.launch import interpreting
+from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, products
+from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from chronicals.kernels.linear_head import true_places_first
-from chronicals.kernels.operators import OPERATOR_FUNCTIONS
+from chronicals.kernels.linear_head import Adapter, true_places_first
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -636,16 +634,16 @@ def test_replaced_rows(dtype, device):
 
 
 ROW_FAULTS = {
-    "the frozen row has a part": ("x.index_fill_(1, index, 0)", "pass"),
+    "the frozen row has a part": ("x.index_fill_(1, replaced.ids, 0)", "pass"),
     "logits of the frozen rows": (
-        "x.index_copy_(1, replaced.ids, _replaced_logits(replaced, picked[part], bias))",
+        "x.index_copy_(1, replaced.ids, logits)",
         "pass",
     ),
     "states without the rows": (
         "product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)",
         "product(x, weight, factors.dtype)",
     ),
-    "a bias of the first rows": ("bias[rows.ids]", "bias[: len(rows.ids)]"),
+    "a bias of the first rows": ("bias[replaced.ids]", "bias[: len(replaced.ids)]"),
     "no bias of the rows": ("theirs is not None and index is not None", "False"),
     "rows of the last chunk": (
         "_add_product(d_rows, theirs.t(), scaled, first)",
@@ -717,7 +715,7 @@ def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
     )
     targets = torch.randint(0, len(weight), (len(hidden),), device=device)
     targets[2000:] = IGNORED
-    stream = torch.cuda.Stream(priority=two_streams.HIGH_PRIORITY)
+    stream = torch.cuda.Stream(priority=products.HIGH_PRIORITY)
     found = []
     replayed = None
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.kernels import linear_cross_entropy
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.launch import interpreting
+from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
 from chronicals.kernels.linear_distillation import (
-    Distillation,
+    DistillationSums,
     Divergence,
     LinearHead,
     StoredTokens,
@@ -28,8 +27,8 @@ from chronicals.kernels.linear_distillation import (
     linear_distillation,
     linear_distillation_reference,
 )
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.logit_rows import IGNORE_INDEX
-from chronicals.kernels.operators import OPERATOR_FUNCTIONS
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -313,7 +312,7 @@ def test_sums_beside_the_loss(device):
     z = hidden @ weight.t()
     teacher = teacher_hidden @ teacher_weight.t()
     of_row = kept * weights
-    expected = Distillation(
+    expected = DistillationSums(
         torch.zeros(()),
         (of_row * kl((teacher / 2).log_softmax(-1), (z / 2).log_softmax(-1))).sum(),
         *((of_row * F.cross_entropy(x, targets, reduction="none")).sum() for x in (z, teacher)),

@@ -187,7 +187,7 @@ def test_rows_with_a_stride(device):
 def test_a_target_outside_the_vocabulary_does_not_pass_unseen(target, device):
     x, targets = rows_of_logits(torch.float32, device)
     targets[0] = target
-    log_p, _, _ = module.log_probabilities(x, targets, LossOptions(), False)
+    log_p, _, _ = module.target_log_probabilities(x, targets, LossOptions(), False)
     losses, gradient = loss_and_gradient(module, x, targets, None, LossOptions())
     for rows in (log_p, losses, gradient.sum(1)):
         assert rows.isnan().nonzero().flatten().tolist() == [0]
@@ -204,7 +204,7 @@ def test_without_a_kernel_a_target_outside_the_vocabulary_is_refused_on_the_cpu(
         IndexError, match=f"targets hold {target}: outside the vocabulary of {VOCABULARY}"
     )
     with refused:
-        module.log_probabilities_reference(x, targets, LossOptions(), False)
+        module.target_log_probabilities_reference(x, targets, LossOptions(), False)
     with refused:
         module.log_probability_gradient_reference_(
             x, targets, nothing, None, nothing, nothing, LossOptions()

@@ -7,7 +7,7 @@ import torch
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, token_log_probability
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.logit_rows import IGNORE_INDEX
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from comparison import assert_as_exact_as_plain
@@ -192,7 +192,7 @@ PROBABILITY_MUTATIONS = {
 def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatch):
     broken = mutant(module, *PROBABILITY_MUTATIONS[fault])
     user = sys.modules["chronicals.kernels.token_log_probability"]
-    for name in ("log_probabilities", "log_probability_gradient_"):
+    for name in ("target_log_probabilities", "log_probability_gradient_"):
         monkeypatch.setattr(user, name, getattr(broken, name))
     monkeypatch.setattr(broken, "tile_of", lambda vocabulary: module.Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):

@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.amax import Amax, with_amax
-from chronicals.kernels.fp8 import dequantize, fp8_quantize
+from chronicals.kernels.fp8 import Amax, dequantize, fp8_quantize, with_amax
+from chronicals.kernels.linear_head import Adapter
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import MergedWeights, Remake, merged_linear
 from chronicals.quantization import FP8Base

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import dropped_reference
 from chronicals.kernels.launch import with_padding
+from chronicals.kernels.linear_head import Adapter
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import (
     MergedWeights,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import chronicals.lora.magnitude as norms_module
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import dropped_reference
+from chronicals.kernels.linear_head import Adapter
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import (
     MergedWeights,

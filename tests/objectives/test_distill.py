@@ -486,7 +486,7 @@ def test_a_teacher_with_too_few_positions_is_refused(tmp_path):
 
 
 def test_messages_name_the_flag(tmp_path):
-    wording.begin({}, False, set())
+    wording.set_wording({}, False, set())
     with pytest.raises(ConfigurationError) as error:
         CliRunner().invoke(
             app,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.adamw import join_master, split_master
 from chronicals.optimizers import FusedAdamW, adamw
 from comparison import FROBENIUS, LARGEST
 

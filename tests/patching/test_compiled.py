@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import families
-from chronicals.attention import choice
+from chronicals.attention import backends
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.layers import LoRALinear
 from chronicals.models import PresentedModel, quantise_layers
@@ -155,7 +155,7 @@ def test_decoder_layers_over_documents(backend, device, monkeypatch):
     on_card = device.type == "cuda"
     if backend == "flash" and not on_card:
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(choice, "order", lambda needs: (backend,))
+    monkeypatch.setattr(backends, "order", lambda needs: (backend,))
     model = families.build("llama").to(device, torch.bfloat16 if on_card else torch.float32)
     patch_parts(model)
     for layer in model.get_decoder().layers:

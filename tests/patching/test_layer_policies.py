@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import families
-from chronicals.kernels.amax import Amax
-from chronicals.kernels.fp8 import Scaled
+from chronicals.kernels.fp8 import Amax, Scaled
 from chronicals.kernels.launch import interpreting
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing, recompute

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.gguf_blocks import GGUF_KINDS
+from chronicals.kernels.linear_head import Adapter
 from chronicals.lora.magnitude import squared_norms_of
 from chronicals.lora.merged_linear import MergedWeights, merged_linear, merged_linear_reference
 from chronicals.quantization import GGUF, Blocks, Dense, LinearGGUF, Operand

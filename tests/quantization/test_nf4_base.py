@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.linear_head import Adapter
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import merged_linear_reference
 from chronicals.quantization import NF4, Dense, Linear4bit, Operand, Packed

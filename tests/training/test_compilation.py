@@ -5,7 +5,7 @@ import torch
 
 import runs
 import tiny
-from chronicals.kernels.compilation import compiling_only
+from chronicals.kernels.launch import compiling_only
 from chronicals.kernels.rmsnorm import fused_rmsnorm
 from chronicals.models import present
 from chronicals.training import compilation, session

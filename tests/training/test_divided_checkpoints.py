@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import runs
 import tiny
 import two_processes
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.adamw import join_master, split_master
 from chronicals.models.loading import load_for_rows
 from chronicals.saving import StoredStates
 

@@ -1,11 +1,9 @@
 """Attention over packed documents."""
 
-from chronicals.attention.backends import BACKENDS
-from chronicals.attention.choice import FLASH, choose_backend
+from chronicals.attention.backends import BACKENDS, FLASH, choose_backend
+from chronicals.attention.backends.per_document import attention_reference
 from chronicals.attention.context import attend_split, why_not_divided
-from chronicals.attention.documents import document_attention
-from chronicals.attention.reference import attention_reference
-from chronicals.attention.shared_keys import gather_keys
+from chronicals.attention.documents import document_attention, gather_keys
 
 __all__ = [
     "BACKENDS",

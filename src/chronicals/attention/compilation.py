@@ -1,5 +1,6 @@
-"""Compile FlashAttention-4's kernels for a model, forward and backward, into the package's cache on
-disk.
+"""Compilation of FlashAttention-4's kernels for a model, forward and backward.
+
+The kernels go into the package's cache on disk.
 
 This takes about ten seconds, imports included, so ``chronicals.precompilation`` runs ``main`` in a
 process of its own.
@@ -23,7 +24,9 @@ def main(dtype: str, longest: str, heads: str, key_heads: str, width: str, softc
     Args:
         dtype: name of a torch dtype.
         longest: tokens of the longest document.
-        heads, key_heads, width: heads of the queries, heads of keys and values, width of a head.
+        heads: number of heads of the queries.
+        key_heads: number of heads of keys and values.
+        width: width of a head.
         softcap: 0 for none.
     """
     tokens = min(int(longest), MAX_COMPILE_TOKENS)

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chronicals.batch import Context, SharedKeys, SplitDocuments
+from chronicals.batch import SharedKeys, SplitDocuments
 
 GATHER_BYTES = 1 << 30
 """Bytes of keys and values gathered at a time, but at least one head's. (Those of a million tokens
@@ -61,9 +61,11 @@ def attend_split(
 
     Args:
         attend: attention on one rank.
-        q_THD, k_TKD, v_TKD: this rank's tokens, those of split documents first.
+        q_THD: queries of this rank's tokens, those of split documents first.
+        k_TKD: keys of the same tokens.
+        v_TKD: values of the same tokens.
         split: how documents are split.
-        of_heads: tensors with a value for each head, ``[H]``, such as sinks.
+        *of_heads: tensors with a value for each head, ``[H]``, such as sinks.
 
     Returns:
         ``[T, H, D]``, as wide as the values.
@@ -119,8 +121,9 @@ def _to_gathered(
     keys: SharedKeys,
     *of_heads: Tensor,
 ) -> Tensor:
-    """Compute the attention of this rank's queries to the keys and values of all ranks, gathered
-    some heads at a time.
+    """Compute the attention of this rank's queries to the keys and values of all ranks.
+
+    These are gathered some heads at a time.
     """
     heads = q.shape[1]
     groups = k.shape[1]
@@ -162,6 +165,7 @@ def _saving_shards(
     Args:
         shards: this rank's keys and values.
         gathered: those of all ranks, in the same order.
+        split: how documents are split.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         yield
@@ -199,7 +203,9 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
     """Return why attention cannot be divided among ``count`` ranks by heads, or None if it can.
 
     Args:
-        heads, groups: numbers of query heads and of key heads.
+        heads: number of query heads.
+        groups: number of key heads.
+        count: number of ranks.
     """
     if heads % count == 0 and (groups % count == 0 or count % groups == 0):
         return None
@@ -207,48 +213,45 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all from ``[n, H, D]``, all heads of this rank's tokens, to ``[c n, H/c, D]``, some
-    heads of all ranks' tokens in the order of the documents; or back.
+    """All-to-all from ``[n, H, D]`` to ``[c n, H/c, D]``, or back.
+
+    The first are all heads of this rank's tokens, the second some heads of all ranks' tokens, in
+    the order of the documents.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
         ctx.split = split
         ctx.to_heads = to_heads
-        return _to_heads(x, split) if to_heads else _to_tokens(x, split)
+        return _exchanged(x, split, to_heads)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (_to_tokens if ctx.to_heads else _to_heads)(dy, ctx.split), None, None
+        return _exchanged(dy, ctx.split, not ctx.to_heads), None, None
 
 
-def _to_heads(x_QHD: Tensor, split: SplitDocuments) -> Tensor:
-    parts = (
-        x_QHD.unflatten(1, (split.context.inner, -1)).transpose(0, 1).contiguous()
-    )  # [c, n, H/c, D]
-    tokens = _all_to_all(parts, split.context).flatten(0, 1)
+def _exchanged(x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
+    """Exchange parts of ``x`` among the ranks, as ``_Exchange`` describes it."""
+    inner = split.context.inner
+    if to_heads:
+        parts = x.unflatten(1, (inner, -1)).transpose(0, 1).contiguous()  # [c, n, H/c, D]
+    else:
+        x = x.contiguous() if split.back is None else x.index_select(0, split.back)
+        parts = x.unflatten(0, (inner, -1))
+    # Part n goes to rank n, and the received part n comes from rank n.
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=split.context.inner_group)
+    del parts  # before what was received is copied in another order
+    if not to_heads:
+        return received.transpose(0, 1).flatten(1, 2)
+    tokens = received.flatten(0, 1)
     return tokens if split.order is None else tokens.index_select(0, split.order)
 
 
-def _to_tokens(x_THD: Tensor, split: SplitDocuments) -> Tensor:
-    x_THD = x_THD.contiguous() if split.back is None else x_THD.index_select(0, split.back)
-    return (
-        _all_to_all(x_THD.unflatten(0, (split.context.inner, -1)), split.context)
-        .transpose(0, 1)
-        .flatten(1, 2)
-    )
-
-
-def _all_to_all(parts: Tensor, context: Context) -> Tensor:
-    """Send part n to rank n; return a tensor whose part n came from rank n."""
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=context.inner_group)
-    return received
-
-
 class _Gather(torch.autograd.Function):
-    """Gather keys or values ``[n, K, D]`` of this rank to those that its queries attend to, ``[keys,
-    K, D]``.
+    """Gather keys or values of all ranks, ``[n, K, D]`` of this one.
+
+    The result ``[keys, K, D]`` has those that the rank's queries attend to.
 
     The backward pass adds the gradients of each gathered token in fp32, first in the order of the
     rank's chunks and then over the ranks.

@@ -9,13 +9,15 @@ cache, a shared prefix, the chunks of other ranks).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.attention.backends import BACKENDS
-from chronicals.attention.choice import choose_backend
+from chronicals.attention.backends import BACKENDS, choose_backend
 from chronicals.attention.support import Spans
+from chronicals.batch import SharedKeys
 
 
 def document_attention(
@@ -38,7 +40,8 @@ def document_attention(
     """Compute causal attention within each document.
 
     Args:
-        q_QHD, k_TKD: queries and keys.
+        q_QHD: queries.
+        k_TKD: keys.
         v_TKD: values; may be narrower than the keys, as in latent attention (they are padded with
             zeros).
         cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.
@@ -137,3 +140,42 @@ def _check(
         raise ValueError(f"softcap={softcap} is no bound; give a positive number, or None")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks have shape {tuple(sinks.shape)}; give [H] with {heads} heads")
+
+
+class _SharedKeysGather(torch.autograd.Function):
+    """Gather rows of ``x``; the backward pass gathers, too, so that sums have one order.
+
+        y[i] = x[index[i]]        dx[t] = Σ_j dy[places[j, t]]  over the valid places
+
+    Bytes a layer, for keys and for values, with S answers to a prompt: 2·(T + K)·H·D forward;
+    backward with at most (S + 1)·T in place of K.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x_THD.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy_KHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        total = dy_KHD.new_zeros(1, dtype=torch.promote_types(dy_KHD.dtype, torch.float32))
+        for place in places.unbind():
+            of_place = dy_KHD.index_select(0, place.clamp(min=0))
+            total = total + torch.where((place >= 0)[:, None, None], of_place, 0.0)
+        return total.to(dy_KHD.dtype), None, None
+
+
+def gather_keys(x_THD: Tensor, keys: SharedKeys) -> Tensor:
+    """Gather keys or values ``[K, H, D]`` in the order of ``keys.cu_seqlens``.
+
+    For documents that share a prompt, whose tokens are in ``x_THD`` once.
+
+    On a card K may exceed ``keys.cu_seqlens[-1]``, which the host does not know; attention does not
+    read the rest.
+    """
+    index = keys.index
+    if not index.is_cuda:
+        index = index[: int(keys.cu_seqlens[-1])]
+    gathered: Tensor = _SharedKeysGather.apply(x_THD, index, keys.places)
+    return gathered

@@ -1,5 +1,7 @@
-"""One arm in a process of its own: ``python -m chronicals.benchmark.arm WORK_FOLDER NAME --steps N
---out FILE``. The name is ``ours``, ``reference`` or ``prepare``.
+"""One arm in a process of its own.
+
+It is started by ``python -m chronicals.benchmark.arm WORK_FOLDER NAME --steps N --out FILE``. The
+name is ``ours``, ``reference`` or ``prepare``.
 """
 
 from __future__ import annotations
@@ -15,28 +17,45 @@ from typing import Any
 OWN_ARMS = {
     "documents": {
         "ours": "chronicals.benchmark.arms.ours:ours",
-        "reference": "chronicals.benchmark.arms.reference:reference",
+        "reference": "chronicals.benchmark.arms.reference:train_reference",
     },
     "pairs": {
         "ours": "chronicals.benchmark.arms.ours:ours",
-        "reference": "chronicals.benchmark.arms.pair_reference:reference",
+        "reference": "chronicals.benchmark.arms.pair_reference:train_pair_reference",
     },
     "distillation": {
         "ours": "chronicals.benchmark.arms.ours:ours",
-        "reference": "chronicals.benchmark.arms.distillation_reference:reference",
+        "reference": "chronicals.benchmark.arms.reference:train_distillation_reference",
     },
 }
 """Module and function of each arm, by the kind of the work."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def run_named_arm(arguments: list[str] | None = None) -> None:
+    """Run the arm that the command line names, or prepare the work.
+
+    Preparing writes the work's files, and the machine's rates to ``--out``. If the rates cannot be
+    measured, that file has the error: a row without a reference step is still a row.
+    """
     began = time.perf_counter()
     names = [*OWN_ARMS["documents"], "prepare"]
     chosen = arm_parser("chronicals.benchmark.arm", names).parse_args(arguments)
-    if chosen.name == "prepare":
-        prepare_work(chosen.work, chosen.out)
-    else:
+    if chosen.name != "prepare":
         run_arm(chosen, OWN_ARMS, began)
+        return
+    from chronicals.benchmark.arms.weights import prepare_work
+    from chronicals.benchmark.plan import read_work
+    from chronicals.benchmark.rates import described_machine, measure_rates
+
+    work = read_work(chosen.work)
+    prepare_work(work)
+    rates: dict[str, Any] = {"machine": described_machine()}
+    if work.kind == "documents":
+        try:
+            rates = measure_rates(work)
+        except Exception as error:
+            rates = {"error": f"{type(error).__name__}: {error}"}
+    chosen.out.write_text(json.dumps(rates))
 
 
 def arm_parser(module: str, names: Sequence[str]) -> argparse.ArgumentParser:
@@ -94,27 +113,5 @@ def run_arm(
     run(work, plan)
 
 
-def prepare_work(folder: Path, out: Path) -> None:
-    """Write the work's files, and the machine's rates to ``out``.
-
-    If the rates cannot be measured, the file has the error: a row without a reference step is still
-    a row.
-    """
-    from chronicals.benchmark.plan import read_work
-    from chronicals.benchmark.preparation import prepare
-    from chronicals.benchmark.rates import machine, measure_rates
-
-    work = read_work(folder)
-    prepare(work)
-    if work.kind != "documents":
-        rates: dict[str, Any] = {"machine": machine()}
-    else:
-        try:
-            rates = measure_rates(work)
-        except Exception as error:
-            rates = {"error": f"{type(error).__name__}: {error}"}
-    out.write_text(json.dumps(rates))
-
-
 if __name__ == "__main__":
-    main()
+    run_named_arm()

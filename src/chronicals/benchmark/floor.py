@@ -1,5 +1,6 @@
-"""Needed FLOPs, MFU and the reference step that a training step is compared with (`floor` in the
-result files).
+"""Needed FLOPs, MFU and the reference step that a training step is compared with.
+
+The reference step is ``floor`` in the result files.
 
 Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of
 the MLP, V vocabulary, P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄
@@ -77,22 +78,21 @@ class DecoderShape(ModelShape):
         return self.experts > 0
 
     @property
-    def countable(self) -> bool:
-        """True if its FLOPs are counted; otherwise there is no MFU and no reference step."""
-        return not self.routed or (self.chosen > 0 and not self.unlike)
-
-    @property
     def q(self) -> int:
+        """Width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def kv(self) -> int:
+        """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
-        """Return the shape of a transformers configuration, taken as a decoder with gated MLPs or
-        experts in every layer. Small parameters (norms, biases) are not counted.
+        """Return the shape of a transformers configuration.
+
+        It is taken as a decoder with gated MLPs or experts in every layer. Small parameters (norms,
+        biases) are not counted.
         """
         text = config.get_text_config()
         shape = cls(**asdict(ModelShape.of(config)))
@@ -107,22 +107,11 @@ class DecoderShape(ModelShape):
             )
         tables = 1 if text.tie_word_embeddings else 2
         body = shape.layers * (
-            shape.attention_weights + shape.router + max(1, shape.experts) * shape.mlp
+            shape.attention_weights
+            + shape.width * shape.experts  # the router
+            + max(1, shape.experts) * shape.mlp
         )
         return replace(shape, parameters=body + tables * shape.head)
-
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a layer's projections."""
-        return {
-            "q_proj": (self.width, self.q),
-            "k_proj": (self.width, self.kv),
-            "v_proj": (self.width, self.kv),
-            "o_proj": (self.q, self.width),
-            "gate_proj": (self.width, self.inner),
-            "up_proj": (self.width, self.inner),
-            "down_proj": (self.inner, self.width),
-        }
 
     @property
     def attention_weights(self) -> int:
@@ -135,11 +124,6 @@ class DecoderShape(ModelShape):
         return 3 * self.width * self.inner
 
     @property
-    def router(self) -> int:
-        """Weights of a layer's router."""
-        return self.width * self.experts
-
-    @property
     def each(self) -> int:
         """MLPs of a layer that a token passes through."""
         return self.chosen if self.routed else 1
@@ -147,12 +131,8 @@ class DecoderShape(ModelShape):
     @property
     def body(self) -> int:
         """Nb, the weights of the layers that a token is multiplied with."""
-        return self.layers * (self.attention_weights + self.router + self.each * self.mlp)
-
-    @property
-    def packed_body(self) -> int:
-        """N4, the layers' weights in 4 bits: those of all experts, without routers."""
-        return self.layers * (self.attention_weights + max(1, self.experts) * self.mlp)
+        router = self.width * self.experts
+        return self.layers * (self.attention_weights + router + self.each * self.mlp)
 
     @property
     def head(self) -> int:
@@ -192,14 +172,9 @@ class Job:
     has_teacher: bool = False
 
     @property
-    def counted(self) -> bool:
-        """True if all of its FLOPs are counted."""
-        return not self.why_uncounted
-
-    @property
     def why_uncounted(self) -> str:
         """Reason why not all of its FLOPs are counted; empty if they are."""
-        if not self.shape.countable:
+        if self.shape.routed and (not self.shape.chosen or self.shape.unlike):
             return (
                 "beside its experts this model has parts (latent attention, shared experts, dense "
                 "layers) that are not counted here"
@@ -220,9 +195,18 @@ class Job:
     @property
     def adapter_parameters(self) -> int:
         """P, parameters of adapters on these projections of every layer."""
-        sizes = self.shape.projections
-        a_layer = self.rank * sum(sum(sizes[name]) for name in self.adapted_linear)
-        return self.shape.layers * a_layer
+        shape = self.shape
+        inputs_and_outputs = {
+            "q_proj": shape.width + shape.q,
+            "k_proj": shape.width + shape.kv,
+            "v_proj": shape.width + shape.kv,
+            "o_proj": shape.q + shape.width,
+            "gate_proj": shape.width + shape.inner,
+            "up_proj": shape.width + shape.inner,
+            "down_proj": shape.inner + shape.width,
+        }
+        a_layer = self.rank * sum(inputs_and_outputs[name] for name in self.adapted_linear)
+        return shape.layers * a_layer
 
     @property
     def adapted_linear(self) -> tuple[str, ...]:
@@ -234,14 +218,16 @@ class Job:
 
     @property
     def trained_parameters(self) -> int:
+        """Parameters that are trained: of the adapters, or of the whole model."""
         return self.adapter_parameters if self.rank else self.shape.parameters
 
 
 def optimizer_bytes(
     precision: str, states: str, adapters: bool, master: bool = True, full: float = 0.0
 ) -> float:
-    """Return the bytes that AdamW reads and writes for a parameter: its gradient once, its weight
-    and two states twice.
+    """Return the bytes that AdamW reads and writes for a parameter.
+
+    It reads the gradient, and reads and writes the weight and two states.
 
     Args:
         precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or
@@ -262,8 +248,9 @@ def optimizer_bytes(
 
 
 def attention_flops(job: Job) -> float:
-    """Return a, the FLOPs of attention in the forward pass of a token: two products with the keys
-    and values it sees on average.
+    """Return a, the FLOPs of attention in the forward pass of a token.
+
+    These are two products with the keys and values it sees on average.
     """
     return 2 * job.shape.layers * job.shape.q * (job.mean_length + 1)
 
@@ -287,14 +274,15 @@ def needed_flops(job: Job) -> float:
 def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
     """Return the needed FLOPs over the card's specified FLOPs; None if either is unknown."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in card), None)
-    if peak is None or not job.counted:
+    if peak is None or job.why_uncounted:
         return None
     return needed_flops(job) * tokens_per_second / peak
 
 
 def elementwise_bytes(shape: DecoderShape) -> int:
-    """Return the bytes of elementwise operations for a token in all layers, forward and backward,
-    in bf16 and perfectly fused.
+    """Return the bytes of elementwise operations for a token in all layers.
+
+    They are those of both passes, in bf16 and perfectly fused.
     """
     mlp = 8 * shape.inner
     if shape.routed:
@@ -303,24 +291,31 @@ def elementwise_bytes(shape: DecoderShape) -> int:
 
 
 def dequantised_bytes(job: Job) -> float:
-    """Return the bytes of a step to dequantise its layers' weights: all of them forward, and all
-    but the first layer's queries, keys and values backward.
+    """Return the bytes of a step to dequantise its layers' weights.
+
+    All are dequantised forward, and all but the first layer's queries, keys and values backward.
     """
-    first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
-    return job.dequantised_bytes * (2 * job.shape.packed_body - first)
+    shape = job.shape
+    # N4 has the weights of all experts, whichever a token meets, and no routers.
+    packed = shape.layers * (shape.attention_weights + max(1, shape.experts) * shape.mlp)
+    first = shape.width * (shape.q + 2 * shape.kv)
+    return job.dequantised_bytes * (2 * packed - first)
 
 
 def loss_bytes(job: Job) -> float:
-    """Return the bytes of the loss for a token, if chunks of bf16 logits are written once and read
-    once.
+    """Return the bytes of the loss for a token.
+
+    Chunks of bf16 logits are written once and read once.
     """
     return 4 * job.shape.vocabulary * job.labelled
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of the step: ``forward`` is x[rows, inputs] · W[outputs, inputs]ᵀ, ``dX`` is
-    dY · W, ``dW`` is dYᵀ · x; all three are ``2 · rows · inputs · outputs`` FLOPs.
+    """A matrix product of the step.
+
+    ``forward`` is x[rows, inputs] · W[outputs, inputs]ᵀ, ``dX`` is dY · W, ``dW`` is dYᵀ · x; all
+    three are ``2 · rows · inputs · outputs`` FLOPs.
     """
 
     name: str
@@ -337,12 +332,14 @@ class Product:
 
     @property
     def key(self) -> str:
+        """Name of all products of this kind and shape, which take the same time."""
         return f"{self.kind} {self.rows}x{self.inputs}x{self.outputs}"
 
 
 def products(job: Job) -> list[Product]:
-    """Return the step's products, with QKV and gate/up merged and adapters inside the base's
-    products.
+    """Return the step's products.
+
+    Those of QKV and of gate and up are merged, and adapters are inside the base's products.
 
     The columns of u = x A stand beside x, those of their gradient beside dY, so the base's products
     grow by R, the sum of the ranks. Four products with one dimension R remain. Two of them read dY,
@@ -398,13 +395,16 @@ class ReferenceStep:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the step."""
         return self.products + self.attention + self.elementwise + self.loss + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
+        """Real tokens of a second."""
         return self.tokens / self.seconds
 
     def to_dict(self) -> dict[str, float]:
+        """Return the parts, with what follows from them."""
         return {
             **asdict(self),
             "seconds": self.seconds,
@@ -413,11 +413,13 @@ class ReferenceStep:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ReferenceStep:
+        """Return the step that ``to_dict`` described."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def best_seen(self, profile: Mapping[str, float], step_seconds: float) -> ReferenceStep:
-        """Return this step with each part at most as long as in a traced step, so that it takes no
-        longer than that step.
+        """Return this step with each part at most as long as in a traced step.
+
+        So it takes no longer than that step.
 
         A card that regulates its power multiplies faster in some steps than in those that
         ``measure_rates`` runs.
@@ -444,6 +446,7 @@ def reference_step(
     """Return the reference step from parts that were measured by themselves.
 
     Args:
+        job: sizes of the step.
         copy_rate: bytes read and written per second by a device copy.
         product_seconds: measured time of one product.
         attention_seconds: measured time of attention, forward and backward, in one layer over the

@@ -1,10 +1,13 @@
-"""Measurements of an arm, and the clock that all arms use."""
+"""Measurements of an arm: its steps, the clock that all arms use, and the profile of a step."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +89,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
+        """Return the measurement that another process wrote."""
         return cls(**json.loads(path.read_text()))
 
 
@@ -131,11 +135,14 @@ class ArmPlan:
         return self.warm_up + self.steps + self.further * (RESUMED + self.steps)
 
     def hand_in(self, measured: Measurement) -> bool:
-        """Write a round and wait for the next request. Returns whether another round is
-        requested.
+        """Write a round and wait for the next request.
+
+        Returns:
+            True if another round is requested.
         """
         reset_peak()
-        measured.held_gib = held_gib()
+        if torch.cuda.is_available():
+            measured.held_gib = torch.cuda.memory_reserved() / 2**30
         if self.out is not None:
             measured.write(round_file(self.out, self.rounds))
         self.rounds += 1
@@ -164,6 +171,7 @@ class Clock:
         self.marks: list[Any] = []
 
     def mark(self) -> None:
+        """Note the moment, at which the work queued so far is done."""
         if not self.on_card:
             self.marks.append(time.perf_counter())
             return
@@ -201,9 +209,11 @@ class Movement:
 
     @property
     def trained_share(self) -> float:
+        """Trained parameters over all parameters of the model."""
         return sum(p.numel() for p in self.trained.values()) / self.total
 
     def moved_share(self) -> float:
+        """Return the parameters in tensors that changed, over all trained ones."""
         after = self._sums()
         moved = sum(
             p.numel() for name, p in self.trained.items() if after[name] != self.before[name]
@@ -212,19 +222,126 @@ class Movement:
 
 
 def device() -> torch.device:
+    """Return the card, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def peak_gib() -> float:
+    """Return the highest device memory since ``reset_peak``; 0 without a card."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
-def held_gib() -> float:
-    return torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-
-
 def reset_peak() -> None:
+    """Free what no tensor has, and measure ``peak_gib`` anew."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+PROFILED_STEPS = 3
+"""Further steps of the first round that are traced."""
+
+KERNEL_CATEGORIES: dict[str, str] = {
+    "communication": r"nccl",
+    "attention": r"flash|fmha|attention|attn|sdpa|softmax_warp|splitkv|mha_",
+    "loss": r"cross_?entropy|log_?softmax|cunn_softmax|log_probability|logit_rows|_loss|loss_",
+    "optimizer": r"adam|square_sums|multi_tensor|lpnorm|foreach|clip_?grad|optimizer",
+    "products": r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|_mm_|^mm_|triton_mm|wgmma|matmul"
+    r"|cudnn.*conv|dot_kernel"
+    r"|_passing_kernel|_summing_kernel"  # gradients of adapters
+    r"|_product_kernel|_weight_gradient_kernel",  # experts
+    "copies": r"memcpy|memset|copy_kernel|direct_copy|_copy_|catarray|fillfunctor|fill_",
+    "elementwise": r"elementwise|triton|norm|swiglu|geglu|glu_|silu|rope|rotary|reduce|embedding"
+    r"|index|gather|scatter|sort|vectorized|unrolled|dropout|cast|mul|add|_kernel",
+}
+"""Categories of kernels, each with a pattern for their names. The first that matches counts; a
+kernel without one is ``other``."""
+
+
+def category_of(name: str) -> str:
+    """Return the category of a kernel (or copy) by its name."""
+    for category, pattern in KERNEL_CATEGORIES.items():
+        if re.search(pattern, name.lower()):
+            return category
+    return "other"
+
+
+def breakdown(
+    events: Iterable[Mapping[str, Any]], steps: int, step_seconds: float
+) -> dict[str, Any]:
+    """Return the time of a step by category.
+
+    Args:
+        events: of a Chrome trace, times in microseconds; those of ``cat`` kernel, gpu_memcpy and
+            gpu_memset count.
+        steps: steps in the trace.
+        step_seconds: seconds of a step without tracing. Tracing slows the host down, not the
+            kernels; the time of such a step in which no kernel runs is its launch gaps.
+
+    Returns:
+        ``milliseconds_a_step`` and ``share`` by category, ``gaps`` among them; ``kernels``: the
+        longest, with ``kind`` (the category), calls and milliseconds a step. If kernels overlap,
+        times are scaled down in proportion. Empty if the trace has no events of a card.
+    """
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not kernels:
+        return {}
+    busy = 0.0
+    latest_end = float("-inf")
+    for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels):
+        busy += max(end - max(start, latest_end), 0.0)
+        latest_end = max(latest_end, end)
+    by_category = dict.fromkeys([*KERNEL_CATEGORIES, "other"], 0.0)
+    calls_of: Counter[str] = Counter()
+    times_of = dict[str, float]()
+    for event in kernels:
+        name = event["name"]
+        by_category[category_of(name)] += event["dur"]
+        calls_of[name] += 1
+        times_of[name] = times_of.get(name, 0.0) + event["dur"]
+    overlap = busy / sum(by_category.values())
+    times = {category: time * overlap / 1000 / steps for category, time in by_category.items()}
+    times["gaps"] = max(step_seconds * 1000 - busy / 1000 / steps, 0.0)
+    longest = sorted(times_of, key=lambda name: -times_of[name])[:40]
+    return {
+        "steps": steps,
+        "milliseconds_a_step": times,
+        "share": {category: time / sum(times.values()) for category, time in times.items()},
+        "kernels": [
+            {
+                "name": name[:160],
+                "kind": category_of(name),
+                "calls_a_step": calls_of[name] / steps,
+                "milliseconds_a_step": times_of[name] / 1000 / steps,
+            }
+            for name in longest
+        ],
+    }
+
+
+class Profiler:
+    """Trace of steps until ``stop``.
+
+    Args:
+        path: where the Chrome trace is written.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        on_card = torch.cuda.is_available()
+        activity = torch.profiler.ProfilerActivity
+        self.trace = torch.profiler.profile(
+            activities=[activity.CUDA] if on_card else [activity.CPU]
+        )
+        if on_card:
+            torch.cuda.synchronize()
+        self.trace.start()
+
+    def stop(self, steps: int, step_seconds: float) -> dict[str, Any]:
+        """Write the trace and return the ``breakdown`` of its time."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.trace.stop()
+        self.trace.export_chrome_trace(str(self.path))
+        return breakdown(json.loads(self.path.read_text())["traceEvents"], steps, step_seconds)

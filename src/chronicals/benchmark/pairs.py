@@ -16,12 +16,11 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from chronicals.benchmark.floor import Job
 from chronicals.benchmark.shapes import (
     LENGTH_SPREAD,
     MEDIAN_LENGTH,
@@ -56,19 +55,17 @@ large that adapters move the loss by more than that. ORPO has those of SFT.
 _DEFAULT_BETA = 0.1
 """β of DPO and λ of ORPO if none is set: the default of ours and of TRL."""
 
-TokenIds = list[int]
-
 
 @dataclass(frozen=True)
 class Pair:
     """Token ids of a prompt and of both answers, ends included."""
 
-    prompt: TokenIds
-    chosen: TokenIds
-    rejected: TokenIds
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
 
     @property
-    def rows(self) -> tuple[TokenIds, TokenIds]:
+    def rows(self) -> tuple[list[int], list[int]]:
         """Prompt and answer of both sides, the chosen one first."""
         return self.prompt + self.chosen, self.prompt + self.rejected
 
@@ -96,6 +93,7 @@ class PairSteps:
     prompt_is_trained: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return the steps as JSON values."""
         steps = []
         for step in self.steps:
             micro_batches = []
@@ -106,6 +104,7 @@ class PairSteps:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> PairSteps:
+        """Return the steps that ``to_json`` described."""
         steps = []
         for step in fields["steps"]:
             micro_batches = []
@@ -121,9 +120,11 @@ class PairWork(Work):
 
     kind: ClassVar[str] = "pairs"
     built_in: ClassVar[tuple[str, ...]] = tuple(PROMPT_SHARES)
+    store_options: ClassVar[dict[str, Any]] = {"kinds": ("preference",)}
 
     @property
     def objective(self) -> str:
+        """Name of the objective, of ``PAIR_OBJECTIVES``."""
         return str(self.fields["objective"])
 
     @property
@@ -143,11 +144,9 @@ class PairWork(Work):
             )
         return float(beta)
 
-    def check_settings(self) -> None:
-        _ = self.beta
-
     @property
     def reference_policy(self) -> str:
+        """Source of every arm's reference policy, in words; empty without one."""
         if self.objective != "dpo":
             return ""
         if self.adapts:
@@ -156,9 +155,11 @@ class PairWork(Work):
 
     @property
     def tokenizer(self) -> str:
+        """Folder of the tokenizer of words for built-in pairs, else the model's."""
         return str(self.folder / "tokenizer") if self.data in PROMPT_SHARES else self.model
 
     def write_tokenizer(self) -> None:
+        """Write the tokenizer of words, if the pairs are built in."""
         if self.data in PROMPT_SHARES:
             from transformers import AutoConfig
 
@@ -166,10 +167,6 @@ class PairWork(Work):
 
             vocabulary = ModelShape.of(AutoConfig.from_pretrained(self.model)).vocabulary
             word_tokenizer(vocabulary).save_pretrained(self.tokenizer)
-
-    @property
-    def store_options(self) -> dict[str, Any]:
-        return {"kinds": ("preference",)}
 
     def pairs_by_step(self, count: int, first: int = 0) -> Iterator[list[Pair]]:
         """Yield the pairs of each of ``count`` steps of ours, from number ``first`` on.
@@ -183,8 +180,12 @@ class PairWork(Work):
         sides = stream.store.columns[SIDE_COLUMN]
         size = stream.packs_a_step
         for step in range(first, first + count):
-            documents = [int(number) for pack in stream.packs_of(step * size) for number in pack]
-            yield [_pair_at(stream.store, number) for number in documents if sides[number] == 0]
+            pairs = []
+            for pack in stream.packs_of(step * size):
+                for number in pack:
+                    if sides[number] == 0:  # the document after it is the other answer
+                        pairs.append(_pair_at(stream.store, int(number)))
+            yield pairs
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
         """Yield both rows of the pairs of each step, their answers labelled."""
@@ -198,18 +199,14 @@ class PairWork(Work):
             yield documents
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
+        """Return the tokens of both rows of each step's pairs, the prompt counted in each."""
         return [
             sum(pair.tokens for pair in pairs) for pairs in self.pairs_by_step(len(computed), first)
         ]
 
-    def job(self) -> Job:
-        return replace(super().job(), pairs=True)
-
-    def described(self) -> dict[str, Any]:
-        return self._described
-
     @functools.cached_property
-    def _described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
+        """The objective, and sizes of the pairs; a record asks for it after every arm."""
         steps = [*self.pairs_by_step(self.warm_up + self.steps)][self.warm_up :]
         pairs = [pair for step in steps for pair in step]
         return {
@@ -224,8 +221,9 @@ class PairWork(Work):
     def usual_fields(
         cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return sizes and fields as for documents; packs are twice as wide and half as many,
-        because an item has two answers.
+        """Return sizes and fields as for documents, with wider packs.
+
+        Packs are twice as wide and half as many, because an item has two answers.
         """
         usual = super().usual_fields(shape, mode, fields)
         if shape:
@@ -238,6 +236,7 @@ class PairWork(Work):
         return usual
 
     def write_documents(self, vocabulary: int) -> None:
+        """Write the built-in pairs."""
         share = PROMPT_SHARES[self.data]
         width = self.config().max_seq_length
         rows = random_pairs(share, self.written_slots, width, vocabulary)
@@ -274,6 +273,8 @@ def random_pairs(
         share: of the prompt in a row, in the mean of both rows.
         slots: tokens of all rows at least, with the prompt of a pair counted once.
         width: tokens of a pack.
+        vocabulary: number of words and special tokens.
+        seed: of the generator.
     """
     generator = np.random.default_rng(seed)
     rows: list[dict[str, str]] = []

@@ -12,8 +12,9 @@ from chronicals.benchmark.measurement import COMPARED, Measurement
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative deviations allowed in the first steps; half as much in the very first, before any
-    update.
+    """Relative deviations allowed in the first steps.
+
+    In the very first, before any update, half as much is allowed.
 
     If bf16 alone changes the reference by a lot, as DPO's loss, a difference of large sums, the
     allowed deviation is ``_ROUNDING_FACTOR`` times that change.
@@ -60,10 +61,10 @@ def refusal(
         return None
     if reference is None:
         return "there is no reference to set its losses beside"
-    spread = _largest_share(reference.rounding_spreads or [], reference.losses)
-    loss_rounding = max(
-        _largest_deviation(reference.rounded_losses or [], reference.losses), spread
-    )
+    loss_rounding = _largest_deviation(reference.rounded_losses or [], reference.losses)
+    for spread, loss in zip(reference.rounding_spreads or [], reference.losses[:COMPARED]):
+        if loss:
+            loss_rounding = max(loss_rounding, spread / abs(loss))
     norm_rounding = _largest_deviation(reference.rounded_norms or [], reference.grad_norms)
     return _deviation(
         "loss", measured.losses, reference.losses, tolerance.loss, loss_rounding
@@ -86,6 +87,9 @@ def _deviation(
     """Return where a quantity deviates from its reference by more than it may; None if it does not.
 
     Args:
+        name: of the quantity, for the text.
+        values: of the arm, by step; None is not reported.
+        references: of the reference, by step.
         tolerance: relative deviation that is allowed, half as much in the first step.
         rounding: relative change of the reference by its own bf16, of which a multiple is allowed.
     """
@@ -135,12 +139,6 @@ def _side_by_side(
     if rounded is not None:
         result["reference_in_bf16"] = rounded[:COMPARED]
     return result
-
-
-def _largest_share(parts: Sequence[float], wholes: Sequence[float | None]) -> float:
-    """Return the largest part of a compared step, relative to its whole; 0 if there is none."""
-    shares = [part / abs(whole) for part, whole in zip(parts, wholes[:COMPARED]) if whole]
-    return max(shares, default=0.0)
 
 
 def _largest_deviation(values: Sequence[float | None], references: Sequence[float | None]) -> float:

@@ -21,8 +21,8 @@ from chronicals.benchmark.measurement import ROUND, Measurement, round_file
 from chronicals.benchmark.work import Work
 from chronicals.bound_process import BoundProcess
 
-REFERENCE = "reference"
-OURS = "ours"
+REFERENCE_ARM = "reference"
+OUR_ARM = "ours"
 
 _POLL_SECONDS = 0.05
 """Seconds between two checks for a finished round."""
@@ -32,8 +32,9 @@ ENDING_SECONDS = 20.0
 
 
 class ArmFailed(RuntimeError):
-    """The arm's process ended with an error or exceeded its time; the message is the last error
-    in its log.
+    """The arm's process ended with an error or exceeded its time.
+
+    The message is the last error in its log.
     """
 
 
@@ -61,11 +62,13 @@ class Arm:
 
     @property
     def name(self) -> str:
+        """The kind, and the fields that are changed."""
         return " ".join([self.kind, *(f"{name}={value}" for name, value in self.changes.items())])
 
     @property
     def ours(self) -> bool:
-        return self.kind == OURS
+        """True for our arm and its variants."""
+        return self.kind == OUR_ARM
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
@@ -74,10 +77,16 @@ def missing_packages(names: Sequence[str]) -> list[str]:
 
 
 class RunningArm:
-    """The process of an arm. It imports what it needs and waits for a request; after a round it
-    waits again, with its model, optimizer and compiled kernels in memory.
+    """The process of an arm.
+
+    It imports what it needs and waits for a request; after a round it waits again, with its model,
+    optimizer and compiled kernels in memory.
 
     Args:
+        work: what is trained.
+        arm: the arm, or its kind.
+        steps: sampled steps of a round.
+        trace: file for a trace of a few further steps.
         label: part of the names of this process's files, different for each run of the arm.
         further: rounds that may be requested after the first.
         documents: file with the documents of each step, for the reference.
@@ -165,21 +174,40 @@ def run_process(work: Work, arm: Arm, options: list[str], timeout: float) -> Non
     """
     process = start_process(work, arm, options, arm.kind)
     process.wait_for(lambda: not process.running, timeout)
-    if not process.running and process.process.returncode:
-        raise ArmFailed(process.last_words())
+    code = process.process.returncode
+    if code:
+        raise ArmFailed(last_words(process.log.read_text(errors="replace"), code))
 
 
 def start_process(work: Work, arm: Arm, options: list[str], stem: str) -> ArmProcess:
-    """Start an arm's process; its output goes to ``logs/STEM.log`` in the work's folder."""
+    """Start an arm's process; its output goes to ``logs/STEM.log`` in the work's folder.
+
+    Its environment is the caller's with the arm's variables, and compilers' caches in the
+    benchmark's folder, so that only the first run of an arm compiles.
+    """
     for folder in ("results", "logs"):
         (work.folder / folder).mkdir(exist_ok=True)
     log = work.folder / "logs" / f"{stem}.log"
     command = [sys.executable, "-m", arm.module, str(work.folder), arm.kind, *options]
+    caches = work.folder.parent / "caches"
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches / "flash"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path(work.model).exists():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    source = str(Path(chronicals.__file__).parent.parent)
+    folders = [source, arm.import_path, os.environ.get("PYTHONPATH")]
+    import_path = os.pathsep.join(filter(None, folders))
+    variables = {**defaults, **arm.environment, **os.environ, "PYTHONPATH": import_path}
     with log.open("w") as lines:
         process = BoundProcess(
             command,
             cwd=work.folder,
-            env=environment(work, arm),
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=lines,
             stderr=subprocess.STDOUT,
@@ -197,9 +225,11 @@ class ArmProcess:
 
     @property
     def running(self) -> bool:
+        """True until the process has ended."""
         return self.process.poll() is None
 
     def say(self, line: str) -> None:
+        """Write a line to the process's input."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has crashed, which wait_for reports
             self.process.stdin.write(f"{line}\n")
@@ -218,16 +248,14 @@ class ArmProcess:
                 if done():
                     return
                 if not running:
-                    raise ArmFailed(self.last_words())
+                    log = self.log.read_text(errors="replace")
+                    raise ArmFailed(last_words(log, self.process.returncode))
                 if time.monotonic() > end:
                     raise ArmTimedOut(f"took longer than {timeout:.0f} s")
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             self.kill()
             raise
-
-    def last_words(self) -> str:
-        return last_words(self.log.read_text(errors="replace"), self.process.returncode)
 
     def end(self) -> None:
         """Close the process's input, upon which it ends; kill it if it does not."""
@@ -240,29 +268,10 @@ class ArmProcess:
             self.kill()
 
     def kill(self) -> None:
+        """End the process and its children by a signal."""
         if self.running:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def environment(work: Work, arm: Arm) -> dict[str, str]:
-    """Return the caller's environment with the arm's variables, and compilers' caches in the
-    benchmark's folder, so that only the first run of an arm compiles.
-    """
-    caches = work.folder.parent / "caches"
-    defaults = {
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches / "flash"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if Path(work.model).exists():
-        defaults["HF_HUB_OFFLINE"] = "1"
-    source = str(Path(chronicals.__file__).parent.parent)
-    folders = [source, arm.import_path, os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
-    return {**defaults, **arm.environment, **os.environ, "PYTHONPATH": path}
 
 
 def last_words(log: str, code: int) -> str:

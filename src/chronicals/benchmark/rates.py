@@ -1,5 +1,4 @@
-"""Rates of this machine at the step's own shapes, on random data: the parts of the reference step,
-run in the order of a step.
+"""Rates of this machine at the step's own shapes, on random data.
 
 A card regulates its power, so the rate of a product depends on what runs around it. Therefore the
 products, attention and copies of the reference step run layer by layer, as often as in a step, for
@@ -15,6 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ COPY = "copy"
 
 ROW_MULTIPLE = 128
 
-StepParts = Mapping[str, Callable[[], Any]]
+PartRunners = Mapping[str, Callable[[], Any]]
+"""Parts of a step by name, each run by a call."""
 
 
 def measure_rates(work: Work) -> dict[str, Any]:
@@ -67,14 +68,30 @@ def measure_rates(work: Work) -> dict[str, Any]:
         config.mixed_precision
     ]
     lengths = [len(document) for document in list(work.documents_by_step(work.warm_up + 1))[-1]]
+    # Products have the layouts of linear layers; those of one shape share operands.
+    operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+    parts: dict[str, Callable[[], Any]] = {
+        product.key: _product(product, dtype, operands) for product in products(job)
+    }
+    parts |= _attention(job, lengths, dtype)
     size = copied_bytes(job)
-    parts = {**_products(job, dtype), **_attention(job, lengths, dtype), COPY: _copy(size)}
+    source = torch.randint(0, 255, (size,), device=device(), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    parts[COPY] = partial(target.copy_, source)
     seconds = seconds_of(parts, order_of_a_step(job, size))
     by_shape = {}
     for product in products(job):
         scaled = seconds[product.key] * product.rows / aligned(product.rows)
         by_shape[product.key] = {"seconds": scaled, "flops_per_second": product.flops / scaled}
-    attention = _attention_rates(job, lengths, dtype, seconds)
+    flops = 2 * job.shape.q * sum(length * (length + 1) for length in lengths)
+    scale = job.tokens / sum(lengths)  # lengths are those of one step, tokens of a mean one
+    attention = {
+        "backend": choose_backend(device(), dtype, job.shape.head_dim),
+        "forward_seconds": seconds[FORWARD] * scale,
+        "backward_seconds": seconds[BACKWARD] * scale,
+        "forward_flops_per_second": flops / seconds[FORWARD],
+        "backward_flops_per_second": 2.5 * flops / seconds[BACKWARD],
+    }
     copy = 2 * size / seconds[COPY]
     whole = reference_step(
         job,
@@ -83,7 +100,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
         attention["forward_seconds"] + attention["backward_seconds"],
     )
     return {
-        "machine": machine(),
+        "machine": described_machine(),
         "copy_bytes_per_second": copy,
         "products": by_shape,
         "attention": attention,
@@ -91,7 +108,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, str | float | int]:
+def described_machine() -> dict[str, str | float | int]:
     """Describe the card, or the CPU."""
     if device().type == "cuda":
         card = torch.cuda.get_device_properties(0)
@@ -104,8 +121,9 @@ def machine() -> dict[str, str | float | int]:
 
 
 def copied_bytes(job: Job) -> int:
-    """Return the bytes of one copy, which reads and writes as much as the elementwise operations of
-    a layer, within limits.
+    """Return the bytes of one copy.
+
+    It reads and writes as much as the elementwise operations of a layer, within limits.
     """
     largest = LARGEST_COPY if device().type == "cuda" else SMALLEST_COPY
     return min(max(int(_bytes_of_a_layer(job)) // 2, SMALLEST_COPY), largest)
@@ -117,8 +135,9 @@ def _bytes_of_a_layer(job: Job) -> float:
 
 
 def order_of_a_step(job: Job, copied: int) -> list[str]:
-    """Return the names of a step's parts in their order. Loss and optimizer are copies of as many
-    bytes.
+    """Return the names of a step's parts in their order.
+
+    Loss and optimizer are copies of as many bytes.
     """
     order = list[str]()
     step_products = products(job)
@@ -135,7 +154,7 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
     return order + [COPY] * (round(beside / (2 * copied)) if layers == job.shape.layers else 0)
 
 
-def seconds_of(parts: StepParts, order: Sequence[str]) -> dict[str, float]:
+def seconds_of(parts: PartRunners, order: Sequence[str]) -> dict[str, float]:
     """Return the median seconds of each part.
 
     A mark between two parts takes time itself. On a card each measured step is therefore followed
@@ -168,6 +187,8 @@ def _without_marks(
     """Return the seconds of each part without its mark, and at least half of what was measured.
 
     Args:
+        medians: measured seconds of each part.
+        order: names of the parts of a step.
         whole: seconds of a step without marks.
     """
     mark = max(sum(medians[name] for name in order) - whole, 0.0) / len(order)
@@ -175,7 +196,11 @@ def _without_marks(
 
 
 def _step(
-    parts: StepParts, order: Sequence[str], square: torch.Tensor, leading: int, marked: bool = True
+    parts: PartRunners,
+    order: Sequence[str],
+    square: torch.Tensor,
+    leading: int,
+    marked: bool = True,
 ) -> tuple[float, list[float], float]:
     """Run a step.
 
@@ -201,8 +226,9 @@ def _step(
 
 
 def _leading(queued: float, step: float, square: float) -> int:
-    """Return the number of leading products: more if the host needs half the step's time to queue
-    it.
+    """Return the number of leading products.
+
+    There are more if the host needs half the step's time to queue it.
 
     Args:
         queued: seconds in which the host queues a step.
@@ -215,20 +241,13 @@ def _leading(queued: float, step: float, square: float) -> int:
 
 
 def aligned(rows: int) -> int:
-    """Return the nearest multiple of ``ROW_MULTIPLE`` rows, at which products are measured and then
-    scaled.
+    """Return the nearest multiple of ``ROW_MULTIPLE`` rows.
+
+    Products are measured at it, and then scaled.
 
     A step of ragged documents has any number of tokens; packs have a multiple.
     """
     return max(round(rows / ROW_MULTIPLE), 1) * ROW_MULTIPLE if rows > ROW_MULTIPLE else rows
-
-
-def _products(job: Job, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Return the step's products, in the layouts of linear layers; those of one shape share
-    operands.
-    """
-    operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    return {product.key: _product(product, dtype, operands) for product in products(job)}
 
 
 def _product(
@@ -253,17 +272,12 @@ def _product(
     }[product.kind]
 
 
-def _copy(size: int) -> Callable[[], Any]:
-    source = torch.randint(0, 255, (size,), device=device(), dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
 def _attention(
     job: Job, lengths: Sequence[int], dtype: torch.dtype
 ) -> dict[str, Callable[[], Any]]:
-    """Return attention of one layer over documents of these lengths, by the backend that training
-    chooses.
+    """Return attention of one layer over documents of these lengths.
+
+    It runs by the backend that training chooses.
     """
 
     def random(heads: int) -> torch.Tensor:
@@ -284,18 +298,4 @@ def _attention(
     return {
         FORWARD: forward,
         BACKWARD: lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True),
-    }
-
-
-def _attention_rates(
-    job: Job, lengths: Sequence[int], dtype: torch.dtype, seconds: Mapping[str, float]
-) -> dict[str, Any]:
-    scale = job.tokens / sum(lengths)
-    flops = 2 * job.shape.q * sum(length * (length + 1) for length in lengths)
-    return {
-        "backend": choose_backend(device(), dtype, job.shape.head_dim),
-        "forward_seconds": seconds[FORWARD] * scale,
-        "backward_seconds": seconds[BACKWARD] * scale,
-        "forward_flops_per_second": flops / seconds[FORWARD],
-        "backward_flops_per_second": 2.5 * flops / seconds[BACKWARD],
     }

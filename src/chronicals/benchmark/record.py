@@ -13,7 +13,7 @@ from typing import Any
 
 from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep, mfu, needed_flops
 from chronicals.benchmark.parity import comparison
-from chronicals.benchmark.rounds import Row
+from chronicals.benchmark.rounds import MeasuredRow
 from chronicals.standard_json import to_json
 from chronicals.versions import installed
 
@@ -38,9 +38,10 @@ REFERENCE_FIELDS = ("losses", "grad_norms", "settings", "seconds")
 """Fields of the reference's measurement that are recorded."""
 
 
-def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
-    """Return everything that was measured, raw samples included. A refused arm has its losses and
-    no speed.
+def to_dict(row: MeasuredRow, commit: str | None = None) -> dict[str, Any]:
+    """Return everything that was measured, raw samples included.
+
+    A refused arm has its losses and no speed.
     """
     work = row.work
     job = row.job
@@ -50,8 +51,7 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
     for name, reason in row.absent.items():
         arms[name] = {"status": "absent", "reason": reason}
     reference = row.reference
-    floor = _floor(row)
-    notes = [*row.notes, *_notes_on_floor(row)]
+    floor, remarks = _floor(row)
     return {
         "row": {
             "model": work.name,
@@ -65,14 +65,14 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
             "labelled": job.labelled,
             "trained_parameters": None if job.uneven else job.trained_parameters,
             "optimizer_bytes": job.optimizer_bytes,
-            **work.described(),
+            **work.described,
         },
         "machine": row.rates.get("machine", {}),
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit or current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "needed_flops_a_token": needed_flops(job) if job.counted else None,
+        "needed_flops_a_token": None if job.why_uncounted else needed_flops(job),
         "floor": floor,
         "rates": {
             name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")
@@ -81,34 +81,52 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "arms": arms,
         "ratios": _ratios(row),
         "orders": row.orders,
-        "notes": notes,
+        "notes": [*row.notes, *remarks],
         "seconds": row.seconds,
     }
 
 
-def write(result: dict[str, Any], path: Path) -> None:
+def write_row(result: dict[str, Any], path: Path) -> None:
     """Write to another file, then rename: a killed run leaves the last whole file."""
     aside = path.with_suffix(".part")
     aside.write_text(to_json(result, indent=1))
     aside.replace(path)
 
 
-def _floor(row: Row) -> dict[str, Any] | None:
-    """Return the reference step, and under ``by_itself`` its parts as measured by themselves; None
-    if there is none.
+def _floor(row: MeasuredRow) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the reference step, and notes on arms that are faster than it.
+
+    It has its parts as measured by themselves under ``by_itself``. It is None if there is none, or
+    if a peer in 16 bit, or ours without a variant's fields, is faster; then the note says so.
     """
-    floor = None if _doubts(row) else _reference_step(row)
+    floor = _reference_step(row)
     if floor is None:
-        return None
+        return None, []
+    notes = []
+    for name, runs in row.runs.items():
+        if name in row.refused or runs[0].extra.get("fp8"):
+            continue
+        ratio = statistics.median(_rates(row, name)) / floor.tokens_per_second
+        if ratio > 1 and not name.startswith("ours "):
+            return None, [
+                f"no reference step: {name} ran at {ratio:.1%} of it, so its parts were measured "
+                "too slow; run the row again"
+            ]
+        if ratio > 1:
+            notes.append(
+                f"{name} ran at {ratio:.1%} of the reference step, which is that of the row's own "
+                "fields: no share"
+            )
     by_itself = {part: row.rates["floor"][part] for part in STEP_PARTS}
-    return {**floor.to_dict(), "by_itself": by_itself}
+    return {**floor.to_dict(), "by_itself": by_itself}, notes
 
 
-def _reference_step(row: Row) -> ReferenceStep | None:
-    """Return the best time seen of each part: by itself, or in our own step if its products are in
-    16 bit.
+def _reference_step(row: MeasuredRow) -> ReferenceStep | None:
+    """Return the best time seen of each part.
+
+    It is that by itself, or in our own step if its products are in 16 bit.
     """
-    if not row.job.counted or "floor" not in row.rates:
+    if row.job.why_uncounted or "floor" not in row.rates:
         return None
     floor = ReferenceStep.from_dict(row.rates["floor"])
     ours = row.runs.get("ours")
@@ -119,56 +137,12 @@ def _reference_step(row: Row) -> ReferenceStep | None:
     return floor.best_seen({kind: time / 1000 for kind, time in profile.items()}, step_seconds)
 
 
-def _doubts(row: Row) -> list[str]:
-    """Return why the reference step is dropped: a peer in 16 bit, or ours without a variant's
-    fields, is faster than it.
-    """
-    floor = _reference_step(row)
-    if floor is None:
-        return []
-    for name in _arms_in_16_bit(row):
-        ratio = statistics.median(_rates(row, name)) / floor.tokens_per_second
-        if ratio > 1 and not name.startswith("ours "):
-            return [
-                f"no reference step: {name} ran at {ratio:.1%} of it, so its parts were measured "
-                "too slow; run the row again"
-            ]
-    return []
-
-
-def _notes_on_floor(row: Row) -> list[str]:
-    """Return why the reference step is dropped, and notes on variants of ours that are faster than
-    it.
-    """
-    notes = _doubts(row)
-    floor = _floor(row)
-    if floor is None:
-        return notes
-    for name in _arms_in_16_bit(row):
-        ratio = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
-        if ratio > 1 and name.startswith("ours "):
-            notes.append(
-                f"{name} ran at {ratio:.1%} of the reference step, which is that of the row's own "
-                "fields: no share"
-            )
-    return notes
-
-
-def _arms_in_16_bit(row: Row) -> list[str]:
-    """Return the arms with a speed whose products are not in FP8."""
-    return [
-        name
-        for name, runs in row.runs.items()
-        if name not in row.refused and not runs[0].extra.get("fp8")
-    ]
-
-
-def _rates(row: Row, name: str) -> list[float]:
+def _rates(row: MeasuredRow, name: str) -> list[float]:
     """Return the tokens per second of each sampled step."""
     return [rate for run in row.decisive(name) for rate in run.rates]
 
 
-def _arm(row: Row, name: str) -> dict[str, Any]:
+def _arm(row: MeasuredRow, name: str) -> dict[str, Any]:
     """Return the record of an arm that ran."""
     first = row.runs[name][0]
     other_reference = first.extra.get("reference")
@@ -201,7 +175,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
     return arm if status == "refused" else arm | _speed(row, name)
 
 
-def _speed(row: Row, name: str) -> dict[str, Any]:
+def _speed(row: MeasuredRow, name: str) -> dict[str, Any]:
     """Return the figures of an arm that was not refused, with the raw samples."""
     first = row.runs[name][0]
     samples = _rates(row, name)
@@ -212,7 +186,7 @@ def _speed(row: Row, name: str) -> dict[str, Any]:
         card = str(row.rates.get("machine", {}).get("card", ""))
         if row.work.config().mixed_precision != "fp32":
             mfu_of_arm = mfu(row.job, rate, card)
-        floor = _floor(row)
+        floor, _ = _floor(row)
         ratio = rate / floor["tokens_per_second"] if floor else math.inf
         share = ratio if ratio <= 1 else None  # a note says that the arm is faster
     return {
@@ -237,9 +211,10 @@ def _speed(row: Row, name: str) -> dict[str, Any]:
     }
 
 
-def _ratios(row: Row) -> dict[str, Any]:
-    """Return our speed over that of each arm in the same decisive rounds, by round and in the
-    median.
+def _ratios(row: MeasuredRow) -> dict[str, Any]:
+    """Return our speed over that of each arm in the same decisive rounds.
+
+    Ratios are by round and in the median.
     """
     ours = row.runs.get("ours", [])[1:]
     if "ours" in row.refused:
@@ -274,7 +249,7 @@ def current_commit() -> str:
     return done.stdout.strip()
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw_row(result: dict[str, Any], path: Path) -> None:
     """Draw bars of the medians with the quartiles, and the reference step as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,5 +1,7 @@
-"""The order of a benchmark: preparation and rates, the reference, a scouting round of all arms,
-decisive rounds of the best, and last the arms that are only scouted.
+"""The order of a benchmark.
+
+After preparation and rates come the reference, a scouting round of all arms, decisive rounds of the
+best, and last the arms that are only scouted.
 
 The decisive rounds run in alternating order (A B C, C B A, A B C …), so that a drift of the card's
 clocks affects all arms equally. An arm continues in the process of its scouting round if the card
@@ -27,8 +29,8 @@ from chronicals.benchmark.floor import Job
 from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
 from chronicals.benchmark.processes import (
-    OURS,
-    REFERENCE,
+    OUR_ARM,
+    REFERENCE_ARM,
     Arm,
     ArmFailed,
     ArmTimedOut,
@@ -95,7 +97,7 @@ class Options:
 
 
 @dataclass
-class Row:
+class MeasuredRow:
     """All that was measured of a row, also if it ended early.
 
     Attributes:
@@ -126,17 +128,19 @@ class Row:
         return self.runs[name][1:] or self.runs[name]
 
 
-def measure(
+def measure_row(
     work: Work,
     options: Options,
     say: Say = logger.info,
-    keep: Callable[[Row], None] = lambda row: None,
+    keep: Callable[[MeasuredRow], None] = lambda row: None,
     began: float | None = None,
-    session_class: type[Session] | None = None,
-) -> Row:
+    session_class: type[BenchmarkSession] | None = None,
+) -> MeasuredRow:
     """Measure a row.
 
     Args:
+        work: what all arms train.
+        options: which arms, rounds and limits.
         say: called with a line of text as each part begins.
         keep: called with the row after every arm, so that an interrupted benchmark keeps what it
             measured.
@@ -156,18 +160,18 @@ def measure(
         "preparing weights, tokens and adapters; measuring this machine's rates at the step's "
         "shapes"
     )
-    reference = RunningArm(work, REFERENCE, options.reference_steps, warm_up=0)
+    reference = RunningArm(work, REFERENCE_ARM, options.reference_steps, warm_up=0)
     with ExitStack() as unless_prepared:
         unless_prepared.callback(reference.end)
         rates = _prepare(work, options, began)
         unless_prepared.pop_all()
-    row = Row(work, work.job(), rates)
+    row = MeasuredRow(work, work.job(), rates)
     if "error" in rates:
         row.notes.append(f"no reference step: the rates could not be measured: {rates['error']}")
     reason = row.job.why_uncounted
     if reason:
         row.notes.append(f"no MFU and no reference step: {reason}")
-    session = (session_class or Session)(
+    session = (session_class or BenchmarkSession)(
         row, options, say, keep, began, begun_references={"": reference}
     )
     try:
@@ -206,7 +210,7 @@ def order_of(arms: Sequence[Arm], number: int) -> list[Arm]:
 
 
 @dataclass
-class Session:
+class BenchmarkSession:
     """One row being measured.
 
     Attributes:
@@ -220,10 +224,10 @@ class Session:
         begun_references: processes of references that have not been asked; "" is the row's.
     """
 
-    row: Row
+    row: MeasuredRow
     options: Options
     say: Say
-    keep: Callable[[Row], None]
+    keep: Callable[[MeasuredRow], None]
     began: float
     durations: dict[str, float] = field(default_factory=dict)
     begun: dict[str, RunningArm] = field(default_factory=dict)
@@ -246,18 +250,22 @@ class Session:
             )
             steps = 1
         try:
-            row.reference = self.reference_with(Arm(REFERENCE), "", steps)
+            row.reference = self.reference_with(Arm(REFERENCE_ARM), "", steps)
         except ArmFailed as error:
             row.notes.append(f"no reference: {error}")
 
     def reference_with(
         self, arm: Arm, label: str, steps: int, documents: Path | None = None
     ) -> Measurement:
-        """Run fp32 steps. If they fail, they run again with all waiting processes ended, then the
-        first step alone, which needs no optimizer states.
+        """Run fp32 steps.
+
+        If they fail, they run again with all waiting processes ended, then the first step alone,
+        which needs no optimizer states.
 
         Args:
             arm: the reference, with fields of other adapters than the row's as its changes.
+            label: part of the names of its files.
+            steps: number of steps.
             documents: file with the documents of each step; by default the work's.
 
         Raises:
@@ -268,7 +276,7 @@ class Session:
             process = self.begun_references.pop(label, None) or RunningArm(
                 self.row.work, arm, steps, documents=documents, label=label, warm_up=0
             )
-            self.begin(Arm(OURS), SCOUTING)
+            self.begin(Arm(OUR_ARM), SCOUTING)
             return process.measure(self._arm_seconds())
 
         try:
@@ -294,7 +302,7 @@ class Session:
 
     def our_arms(self) -> list[Arm]:
         """Return our arm, then its variants."""
-        return [Arm(OURS), *(Arm(OURS, changes) for changes in self.options.variants)]
+        return [Arm(OUR_ARM), *(Arm(OUR_ARM, changes) for changes in self.options.variants)]
 
     def with_speed(self, arms: Sequence[Arm]) -> list[Arm]:
         """Return the arms that ran and were not refused."""
@@ -303,7 +311,9 @@ class Session:
     def survey(self) -> None:
         """Run the arms that are only scouted, once each, after the decisive rounds."""
         self.end_all_but([])
-        arms = {arm.name: arm for arm in (Arm(OURS, changes) for changes in self.options.scouted)}
+        arms = {
+            arm.name: arm for arm in (Arm(OUR_ARM, changes) for changes in self.options.scouted)
+        }
         self.run_once([arm for name, arm in arms.items() if name not in self.row.runs], SURVEY)
 
     def run_once(self, arms: Sequence[Arm], label: str) -> None:
@@ -323,7 +333,7 @@ class Session:
     def decide(self, arms: list[Arm]) -> None:
         """Run the decisive rounds of the arms."""
         count = self.options.rounds
-        if count and Arm(OURS) not in arms:
+        if count and Arm(OUR_ARM) not in arms:
             self.row.notes.append("no decisive rounds: our own arm has no speed")
             return
         # The arm that was scouted last may have kept its process while the first has not.
@@ -331,7 +341,14 @@ class Session:
             len(arms) > 1 and arms[-1].name in self.waiting and arms[0].name not in self.waiting
         )
         for number in range(count):
-            if self.is_late(sum(self._expected(arm) for arm in arms if self._can_run(arm))):
+            expected = 0.0  # seconds of this round
+            for arm in arms:
+                if self._can_run(arm) and arm.name in self.waiting:
+                    steps = self.row.runs[arm.name][-1].seconds[-self.row.work.steps :]
+                    expected += 2.0 * sum(steps)
+                elif self._can_run(arm):
+                    expected += self.durations.get(arm.name, 0.0)
+            if self.is_late(expected):
                 self.row.notes.append(
                     f"stopped by the time limit after {number} of {count} decisive rounds"
                 )
@@ -356,16 +373,11 @@ class Session:
     def _can_run(self, arm: Arm) -> bool:
         return arm.name not in self.row.refused and arm.name not in self.row.failed
 
-    def _expected(self, arm: Arm) -> float:
-        """Return the expected seconds of the arm's next round."""
-        if arm.name in self.waiting:
-            return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
-        return self.durations.get(arm.name, 0.0)
-
     def run(self, arm: Arm, stage: str, label: str) -> None:
         """Run a round of the arm, compare it with its reference, and keep the row.
 
         Args:
+            arm: the arm.
             stage: the round in words.
             label: part of the names of the arm's files.
         """
@@ -402,8 +414,9 @@ class Session:
         self.keep(self.row)
 
     def _measured(self, arm: Arm, label: str) -> Measurement:
-        """Run a round of the arm, in its waiting process or in a new one. Waiting processes are
-        ended if it does not fit beside them.
+        """Run a round of the arm, in its waiting process or in a new one.
+
+        Waiting processes are ended if it does not fit beside them.
         """
         peak = max((run.peak_gib for run in self.row.runs.get(arm.name, [])), default=0.0)
         if arm.name not in self.waiting and not self._has_memory_for(peak):
@@ -427,12 +440,13 @@ class Session:
             return self._first_round(arm, label)
 
     def _start(self, arm: Arm, label: str) -> RunningArm:
-        """Start the arm's process. It can run further rounds unless the arm is only scouted; ours
-        is traced when scouted.
+        """Start the arm's process.
+
+        It can run further rounds unless the arm is only scouted; ours is traced when scouted.
         """
         work = self.row.work
         trace = None
-        if label == SCOUTING and arm == Arm(OURS):
+        if label == SCOUTING and arm == Arm(OUR_ARM):
             trace = self.options.trace or work.folder / "results" / "trace.json"
         further = 0 if label == SURVEY else self.options.rounds
         return RunningArm(work, arm, work.steps, trace, label=label, further=further)
@@ -440,26 +454,22 @@ class Session:
     def _first_round(self, arm: Arm, label: str) -> Measurement:
         process = self.begun.pop(arm.name, None) or self._start(arm, label)
         measured = process.measure(self._arm_seconds())
-        if process.waits and (arm.name == self.runs_next or self._fits_beside_others(measured)):
+        # It may wait if the card holds the memory of this and all waiting processes while any of
+        # them, or one like it, runs.
+        waiting = [self.row.runs[name][-1] for name in self.waiting]
+        largest = max([measured.peak_gib, *(run.peak_gib - run.held_gib for run in waiting)])
+        fits = self._has_memory_for(largest, measured)
+        if process.waits and (fits or arm.name == self.runs_next):
             self.waiting[arm.name] = process
         else:
             process.end()
         return measured
 
-    def _fits_beside_others(self, measured: Measurement) -> bool:
-        """Return whether the card holds the memory of this and all waiting processes while any of
-        them, or one like it, runs.
-        """
-        more = [run.peak_gib - run.held_gib for run in self._waiting_runs()]
-        return self._has_memory_for(max([measured.peak_gib, *more]), measured)
-
     def _has_memory_for(self, gib: float, *beside: Measurement) -> bool:
         memory = self.row.rates.get("machine", {}).get("memory_gib", math.inf)
-        waiting = [run.held_gib + CONTEXT_GIB for run in (*self._waiting_runs(), *beside)]
-        return sum(waiting) + gib + CONTEXT_GIB < memory
-
-    def _waiting_runs(self) -> list[Measurement]:
-        return [self.row.runs[name][-1] for name in self.waiting]
+        waiting = [self.row.runs[name][-1] for name in self.waiting]
+        held = [run.held_gib + CONTEXT_GIB for run in (*waiting, *beside)]
+        return sum(held) + gib + CONTEXT_GIB < memory
 
     def _end_waiting(self) -> None:
         while self.waiting:
@@ -473,17 +483,23 @@ class Session:
                 processes.pop(name).end()
 
     def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
-        """Return why the arm has no speed, by the reference with its adapters and documents; None
-        if it has one.
+        """Return why the arm has no speed; None if it has one.
+
+        It is compared with the reference that has its adapters and documents.
         """
         row = self.row
         changes = row.work.other_adapters(arm.changes)
         try:
-            reference = (
-                self._reference_with_adapters(changes)
-                if changes
-                else self.reference_of(arm, measured, label)
-            )
+            if changes:
+                key = json.dumps(changes)
+                if key not in self.other_references:
+                    adapters = f"adapters{len(self.other_references)}"
+                    self.other_references[key] = self.reference_with(
+                        Arm(REFERENCE_ARM, changes), adapters, self.options.reference_steps
+                    )
+                reference: Measurement | None = self.other_references[key]
+            else:
+                reference = self.reference_of(arm, measured, label)
         except ArmFailed as error:
             what = "with its own adapters" if changes else "on its own batches"
             return f"no reference {what}: {error}"
@@ -499,15 +515,6 @@ class Session:
             and bool(row.work.config(**arm.changes).lora_dropout)
         )
         return refusal(measured, reference, self.options.tolerance, dropout)
-
-    def _reference_with_adapters(self, changes: dict[str, Any]) -> Measurement:
-        key = json.dumps(changes)
-        if key not in self.other_references:
-            label = f"adapters{len(self.other_references)}"
-            self.other_references[key] = self.reference_with(
-                Arm(REFERENCE, changes), label, self.options.reference_steps
-            )
-        return self.other_references[key]
 
     def reference_of(self, arm: Arm, measured: Measurement, label: str) -> Measurement | None:
         """Return what the arm's first steps should be. Our arms take the row's documents."""

@@ -1,5 +1,6 @@
-"""Built-in shapes and documents: random weights and random tokens, for measuring without a
-download.
+"""Built-in shapes and documents, for measuring without a download.
+
+Weights and tokens are random.
 """
 
 from __future__ import annotations
@@ -154,14 +155,15 @@ MEDIAN_LENGTH = 400
 LENGTH_SPREAD = 0.8
 SHORTEST_LENGTH = 32
 
-BYTES = 256
+BYTE_TOKENS = 256
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 """Special tokens of the tokenizers; their ids follow those of the bytes."""
 
 
 def build_model(name: str, folder: Path, device: str) -> None:
-    """Write a built-in shape with random bf16 weights (seed 0) and a tokenizer of bytes to
-    ``folder``.
+    """Write a built-in shape to ``folder``.
+
+    It has random bf16 weights (seed 0) and a tokenizer of bytes.
     """
     import torch
     import transformers
@@ -194,8 +196,9 @@ def byte_tokenizer() -> Any:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """Return a tokenizer of words ``t`` and their id, separated by white space, with the special
-    tokens of ``byte_tokenizer``.
+    """Return a tokenizer of words ``t`` and their id, separated by white space.
+
+    It has the special tokens of ``byte_tokenizer``.
 
     Args:
         vocabulary: number of words and special tokens.
@@ -204,7 +207,7 @@ def word_tokenizer(vocabulary: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {f"t{number}": number for number in range(vocabulary)}
-    for number, special in enumerate(SPECIAL_TOKENS, BYTES):
+    for number, special in enumerate(SPECIAL_TOKENS, BYTE_TOKENS):
         del words[f"t{number}"]
         words[special] = number
     tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token=SPECIAL_TOKENS[0]))
@@ -217,18 +220,24 @@ def word_tokenizer(vocabulary: int) -> Any:
 def zipf_ids(draws: np.ndarray, vocabulary: int) -> list[int]:
     """Return token ids exp(u · ln V) for each u of ``draws``, from 0 to 1; none is special."""
     ids = np.exp(draws * math.log(vocabulary - 1)).astype(np.int64)
-    ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL_TOKENS))] -= len(SPECIAL_TOKENS)
+    ids[(ids >= BYTE_TOKENS) & (ids < BYTE_TOKENS + len(SPECIAL_TOKENS))] -= len(SPECIAL_TOKENS)
     return np.minimum(ids, vocabulary - 1).tolist()
 
 
 def random_documents(
     data: str, tokens: int, width: int, vocabulary: int, seed: int = 1
 ) -> list[list[int]]:
-    """Make documents of ``width`` tokens (``fixed``) or of lognormal lengths (``ragged``), with at
-    least ``tokens`` tokens together.
+    """Make documents of ``width`` tokens (``fixed``) or of lognormal lengths (``ragged``).
 
-    A token id is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. There are no
-    special tokens.
+    Together they have at least ``tokens`` tokens. A token id is exp(u · ln V) with u uniform, so
+    frequencies fall as in Zipf's law. There are no special tokens.
+
+    Args:
+        data: ``fixed`` or ``ragged``.
+        tokens: of all documents, at least.
+        width: tokens of a pack, which no document exceeds.
+        vocabulary: V, size of the vocabulary.
+        seed: of the generator.
     """
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []

@@ -1,5 +1,6 @@
-"""A unit of work: one folder from which every arm reads the same weights, documents, order, labels
-and adapters.
+"""A unit of work: one folder from which every arm reads the same.
+
+These are weights, documents, their order and labels, and adapters.
 
     FOLDER/weights/NAME/         a built-in shape with random weights, shared by all rows
     FOLDER/ROW/work.json         this dataclass
@@ -12,7 +13,7 @@ and adapters.
 
 The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that
 takes them as they come. Pairs of answers are a ``Work`` of their own (``pairs.py``), and so are
-documents with a teacher (``distillation.py``). ``plan.py`` makes a work and reads one.
+documents with a teacher (``DistillationWork``). ``plan.py`` makes a work and reads one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 
 from chronicals.benchmark.floor import PROJECTIONS, DecoderShape, Job, optimizer_bytes
 from chronicals.benchmark.shapes import BUILT_IN_DATA, SHAPES, BuiltIn, random_documents
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, ConfigurationError
 
 if TYPE_CHECKING:
     from chronicals.data.packs.loader import BatchStream
@@ -91,7 +92,7 @@ SIZE_FIELDS = (
 )
 """Fields that a benchmark sets if there is no recipe; otherwise they are the recipe's."""
 
-STEP_FIELDS = {
+STEP_CONTENT_FIELDS = {
     "batch_size",
     "max_seq_length",
     "gradient_accumulation_steps",
@@ -123,8 +124,9 @@ MAX_PADDED_ROWS = 32
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and labels (aligned with them, -100 where nothing is trained), int64
-    ``[length]`` each.
+    """Token ids and labels, int64 ``[length]`` each.
+
+    A label is that of its own token, -100 where nothing is trained.
     """
 
     ids: np.ndarray
@@ -150,10 +152,12 @@ class Work:
         kind: what a step holds: ``documents``, ``pairs`` of answers, or for ``distillation``
             documents that a teacher reads, too.
         built_in: names of data that are made here.
+        store_options: arguments of ``open_store`` that say which rows are read.
     """
 
     kind: ClassVar[str] = "documents"
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN_DATA
+    store_options: ClassVar[dict[str, Any]] = {}
 
     folder: Path
     model: str
@@ -232,11 +236,6 @@ class Work:
         store = open_store(self.documents, tokenizer, config, **self.store_options)
         return BatchStream(store, config, tokenizer.pad_token_id or 0)
 
-    @property
-    def store_options(self) -> dict[str, Any]:
-        """Arguments of ``open_store`` that say which rows are read."""
-        return {}
-
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
         """Return the real tokens of each of our steps.
 
@@ -246,13 +245,14 @@ class Work:
         """
         return [*computed]
 
+    @property
     def described(self) -> dict[str, Any]:
-        """Return further fields of the record that describe the data."""
+        """Further fields of the record, which describe the data."""
         return {}
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
         """Return the documents of the first ``count`` steps, in order."""
-        return (documents_of(step) for step in self.stream().steps(count=count))
+        return (step_documents(step) for step in self.stream().steps(count=count))
 
     def job(self) -> Job:
         """Return the sizes of a mean step, for the reference step."""
@@ -284,6 +284,8 @@ class Work:
             dequantised_bytes=NF4.bytes_a_value(dense) + dense if self.in_4_bits else 0.0,
             uneven=self.adapts
             and any(getattr(config, name) != getattr(usual, name) for name in UNEVEN_FIELDS),
+            pairs=self.kind == "pairs",
+            has_teacher=self.kind == "distillation",
         )
 
     def write(self) -> None:
@@ -313,16 +315,14 @@ class Work:
 
     @staticmethod
     def place_of(folder: Path, model: str) -> str:
-        """Return the absolute path of the weights, for arms that run in another folder; a hub
-        name is returned unchanged.
+        """Return the absolute path of the weights, for arms that run in another folder.
+
+        A hub name is returned unchanged.
         """
         if model in SHAPES:
             return str((folder / "weights" / model).absolute())
         path = Path(os.path.expanduser(model))
         return str(path.absolute()) if path.exists() else model
-
-    def check_settings(self) -> None:
-        """Raise ConfigurationError if the objective has settings that not every arm has."""
 
     def write_documents(self, vocabulary: int) -> None:
         """Write the built-in documents."""
@@ -358,7 +358,7 @@ def _adapted(targets: list[str] | str | None) -> tuple[str, ...]:
     return tuple(name for name in PROJECTIONS if name in names)
 
 
-def documents_of(step: Step) -> list[Document]:
+def step_documents(step: Step) -> list[Document]:
     """Return the documents of a step, without padding, which has no target."""
     documents = []
     for batch in step.batches:
@@ -370,3 +370,81 @@ def documents_of(step: Step) -> list[Document]:
                 labels = np.concatenate([[-100], targets[start : end - 1]])
                 documents.append(Document(ids[start:end].copy(), labels))
     return documents
+
+
+DISTILLATION = "distill"
+"""Name of the objective."""
+
+FIXED_SETTINGS = {"divergence": "jsd", "beta": 0.5}
+"""Settings of the objective that all arms have."""
+
+FREE_SETTINGS = ("teacher", "teacher_precision")
+"""Settings that the user gives. Peers have the teacher in the dtype of the student's products."""
+
+
+@dataclass(frozen=True)
+class DistillationWork(Work):
+    """Documents on which a student learns a teacher's distributions.
+
+    The divergence is that of Jensen and Shannon with equal shares, at temperature 1 and without
+    cross-entropy, which every arm supports:
+
+        ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ p + ½ q
+
+    p is the teacher's distribution and q the student's; the loss is the mean over the targets.
+    Teachers may also be built-in shapes with random weights. Their products are not counted, so
+    such a row has neither MFU nor a reference step.
+    """
+
+    kind: ClassVar[str] = "distillation"
+
+    @property
+    def teacher(self) -> str:
+        """Folder or hub name of its weights."""
+        return str(self.fields["sections"][DISTILLATION]["teacher"])
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Built-in shapes of student and teacher, and the folders of their weights."""
+        models = super().models
+        name = Path(self.teacher).name
+        return {**models, name: self.teacher} if name in SHAPES else models
+
+    def write_tokenizer(self) -> None:
+        """Write the student's tokenizer beside a built-in teacher.
+
+        For another class of models transformers would split texts differently.
+        """
+        if Path(self.teacher).name in SHAPES:
+            from chronicals.models import load_tokenizer
+
+            load_tokenizer(self.model).save_pretrained(self.teacher)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The objective, and the name of the teacher."""
+        return {"objective": DISTILLATION, "teacher": Path(self.teacher).name}
+
+    @classmethod
+    def placed(cls, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields with the folder of the teacher.
+
+        Raises:
+            ConfigurationError: there is no teacher, or there are settings that not every arm has.
+        """
+        settings = fields.get("sections", {}).get(DISTILLATION, {})
+        if "teacher" not in settings:
+            raise ConfigurationError(
+                f"{DISTILLATION}.teacher is missing: give a built-in shape ({', '.join(SHAPES)}) or a "
+                "model"
+            )
+        for name, value in settings.items():
+            if name not in FREE_SETTINGS and FIXED_SETTINGS.get(name) != value:
+                raise ConfigurationError(
+                    f"{DISTILLATION}.{name}={value!r}: not every arm has it; a benchmark takes "
+                    f"{DISTILLATION}.teacher, and measures the "
+                    "divergence of Jensen and Shannon"
+                )
+        teacher = cls.place_of(folder, settings["teacher"])
+        section = {**FIXED_SETTINGS, **settings, "teacher": teacher}
+        return {**fields, "sections": {DISTILLATION: section}}

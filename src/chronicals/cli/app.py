@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from chronicals.cli.benchmark import benchmark
-from chronicals.cli.data import app as data
-from chronicals.cli.doctor import doctor
-from chronicals.cli.evaluate import evaluate
-from chronicals.cli.export import export
-from chronicals.cli.generate import generate
-from chronicals.cli.merge import merge
-from chronicals.cli.moe import app as moe
+from chronicals.cli.benchmark import benchmark_command
+from chronicals.cli.data import data_commands
+from chronicals.cli.doctor import doctor_command
+from chronicals.cli.evaluate import evaluate_command
+from chronicals.cli.export import export_command
+from chronicals.cli.generate import generate_command
+from chronicals.cli.merge import merge_command
+from chronicals.cli.moe import moe_commands
 from chronicals.cli.noise import collected
 from chronicals.cli.options import Command
-from chronicals.cli.plan import plan
-from chronicals.cli.push import push
-from chronicals.cli.quickstart import quickstart
-from chronicals.cli.train import train
-from chronicals.cli.verify import verify
+from chronicals.cli.plan import plan_command
+from chronicals.cli.push import push_command
+from chronicals.cli.quickstart import quickstart_command
+from chronicals.cli.train import train_command
+from chronicals.cli.verify import verify_command
 from chronicals.cli.wording import LogFormatter, in_users_form
 from chronicals.versions import VersionError
 
@@ -56,7 +56,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def begin(
+def before_commands(
     version: Annotated[
         bool,
         typer.Option(
@@ -64,34 +64,47 @@ def begin(
         ),
     ] = False,
 ) -> None:
-    _hide_progress_bars()
+    """Hide the progress bars of transformers and the hub, because ours is shown."""
+    # Importing transformers takes longer than reporting an error in a recipe. If it is not imported
+    # yet, it will find the setting in the environment.
+    if "huggingface_hub" not in sys.modules:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
-for registered in data.registered_commands:
+for registered in data_commands.registered_commands:
     registered.cls = Command
-app.add_typer(data)
-app.add_typer(moe)
-for command in (
-    quickstart,
-    train,
-    evaluate,
-    generate,
-    merge,
-    export,
-    push,
-    benchmark,
-    plan,
-    verify,
-    doctor,
-):
-    app.command(cls=Command)(command)
+app.add_typer(data_commands)
+app.add_typer(moe_commands)
+for name, command in {
+    "quickstart": quickstart_command,
+    "train": train_command,
+    "evaluate": evaluate_command,
+    "generate": generate_command,
+    "merge": merge_command,
+    "export": export_command,
+    "push": push_command,
+    "benchmark": benchmark_command,
+    "plan": plan_command,
+    "verify": verify_command,
+    "doctor": doctor_command,
+}.items():
+    app.command(name, cls=Command)(command)
 
 
 def main() -> None:
-    """Run the command line. An error that the user can fix is one paragraph and exit code 1; Ctrl-C
-    with a checkpoint is 130.
+    """Run the command line.
+
+    An error that the user can fix is one paragraph and exit code 1; Ctrl-C with a checkpoint is
+    130.
     """
-    handler = _log_handler()
+    console = Console(stderr=True)
+    handler: logging.Handler = logging.StreamHandler()  # a line for each message, in files, too
+    if console.is_terminal:  # there they are wrapped
+        handler = RichHandler(console=console, show_path=False, show_time=False, show_level=False)
     handler.setFormatter(LogFormatter("%(message)s"))
     # Of several processes only the first logs more than warnings.
     first = os.environ.get("RANK", "0") == "0"
@@ -134,36 +147,8 @@ QUIET_LOGGERS = ("httpx", "httpcore", "matplotlib", "fontTools", "transformers",
 def _print_error(error: Exception, before: str = ERROR, quiet: bool = False) -> None:
     # As Python does for an error that nobody caught; by it other ranks learn of the error.
     sys.last_value = error
-    console = Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
-    console.print(f"{before}{escape(in_users_form(_words(error)))}")
-
-
-def _hide_progress_bars() -> None:
-    """Hide the progress bars of transformers and the hub, because ours is shown.
-
-    Importing transformers takes longer than reporting an error in a recipe. If it is not imported
-    yet, it will find the setting in the environment.
-    """
-    if "huggingface_hub" not in sys.modules:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        return
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-
-
-def _words(error: Exception) -> str:
-    """Return the text of an error; for an error of the system, the file first."""
+    text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
-
-
-def _log_handler() -> logging.Handler:
-    """Return a handler that wraps messages to a terminal; in a file or a pipe they are one line
-    each.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return logging.StreamHandler()
-    return RichHandler(console=console, show_path=False, show_time=False, show_level=False)
+        text = f"{error.filename}: {error.strerror}"
+    console = Console(stderr=True, emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
+    console.print(f"{before}{escape(in_users_form(text))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import re
 import signal
 import sys
@@ -15,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from chronicals.cli.objective_names import with_known_names
-from chronicals.cli.options import make_room_for, values_of, with_recipe_flags
+import chronicals
+from chronicals.cli.options import make_room_for, values_of, with_known_names, with_recipe_flags
 
 REFUSED_FIELDS = {
     "trust_remote_code": "runs no code of a model",
@@ -26,9 +27,12 @@ REFUSED_FIELDS = {
 }
 """Fields of a recipe that a benchmark does not take, with the reason."""
 
+PEERS_FOLDER = Path(chronicals.__file__).parents[2] / "benchmarks"
+"""Folder of ``peers`` in a checkout; an installed package has none."""
+
 
 @with_recipe_flags
-def benchmark(
+def benchmark_command(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file with any of the fields below")
     ] = None,
@@ -114,10 +118,9 @@ def benchmark(
     from rich.markup import escape
 
     from chronicals.benchmark import rounds as benchmark_rounds
-    from chronicals.benchmark.cpu_estimate import estimate
     from chronicals.benchmark.parity import Tolerance
-    from chronicals.benchmark.plan import plan_work
-    from chronicals.benchmark.record import draw, to_dict, write
+    from chronicals.benchmark.plan import estimate_on_cpu, plan_work
+    from chronicals.benchmark.record import draw_row, to_dict, write_row
     from chronicals.distributed import require_one_process
 
     began = time.perf_counter()
@@ -131,7 +134,7 @@ def benchmark(
     name, data, fields, mode_of_recipe = _recipe(recipe, flags)
     mode = mode or mode_of_recipe
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
-    session_class = benchmark_rounds.Session
+    session_class = benchmark_rounds.BenchmarkSession
     if peers:
         from peers.names import chosen_peers
         from peers.rounds import PeerSession
@@ -150,9 +153,9 @@ def benchmark(
         tolerance=Tolerance(loss_tolerance, norm_tolerance),
     )
 
-    def keep(row: benchmark_rounds.Row) -> None:
+    def keep(row: benchmark_rounds.MeasuredRow) -> None:
         if output:
-            write(to_dict(row, commit), output)
+            write_row(to_dict(row, commit), output)
 
     with _ended_by_sigterm(), contextlib.ExitStack() as scratch:
         place = folder or Path(
@@ -162,18 +165,18 @@ def benchmark(
         for changes in (*options.variants, *options.scouted):
             work.config(**changes)  # raises before any arm runs if a field is unknown or wrong
         if not torch.cuda.is_available():
-            console.print(escape(str(estimate(work, options))))
+            console.print(escape(str(estimate_on_cpu(work, options))))
         with console.status("") as status:
 
             def say(words: str) -> None:
                 status.update(escape(words))
                 console.print(f"[dim]{time.perf_counter() - began:4.0f} s  {escape(words)}[/]")
 
-            row = benchmark_rounds.measure(work, options, say, keep, began, session_class)
+            row = benchmark_rounds.measure_row(work, options, say, keep, began, session_class)
         result = to_dict(row, commit)
     _print(result, profile)
     if output:
-        draw(result, output.with_suffix(".png"))
+        draw_row(result, output.with_suffix(".png"))
         files = [output, output.with_suffix(".png"), *([trace] if trace else [])]
         console.print(f"[bold]written[/] {', '.join(map(str, files))}")
     if result["arms"].get("ours", {}).get("status") != "measured":
@@ -182,8 +185,9 @@ def benchmark(
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does: the arms are ended and the scratch folder is
-    deleted.
+    """Let SIGTERM end this process as Ctrl-C does.
+
+    The arms are ended and the scratch folder is deleted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -195,17 +199,30 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def find_peers() -> bool:
+    """Make ``peers`` importable. Returns False if this is not a checkout."""
+    if not (PEERS_FOLDER / "peers" / "__init__.py").exists():
+        return False
+    if str(PEERS_FOLDER) not in sys.path:
+        sys.path.append(str(PEERS_FOLDER))
+    return True
+
+
 def _require_checkout() -> None:
     """Raise typer.Exit with status 2 if the peers are not there, and say how to get them."""
     from rich.console import Console
 
-    from chronicals.benchmark.checkout import clone_command, find_peers
-
     if find_peers():
         return
+    address = "REPOSITORY"
+    for url in importlib.metadata.metadata("chronicals").get_all("Project-URL") or []:
+        label, _, link = url.partition(", ")
+        if label.lower() in ("repository", "source"):
+            address = link
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         "[bold red]error[/] --against: the peers are part of a checkout, not of the installed "
-        f"package; get a checkout of this version and install it:\n  {clone_command()}\n"
+        "package; get a checkout of this version and install it:\n"
+        f"  git clone --branch v{chronicals.__version__} {address} chronicals\n"
         "  pip install --editable ./chronicals"
     )
     raise typer.Exit(2)
@@ -254,7 +271,7 @@ def _changes(text: str) -> dict[str, Any]:
     """Return the fields of a variant, ``field=value,field=value``."""
     import yaml
 
-    from chronicals.benchmark.work import STEP_FIELDS
+    from chronicals.benchmark.work import STEP_CONTENT_FIELDS
     from chronicals.config import ConfigurationError
 
     outside_of_lists = r",(?![^\[]*\])"
@@ -269,7 +286,7 @@ def _changes(text: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"variant={text!r}: a value that is not YAML: {' '.join(str(error).split())}"
         ) from error
-    wrong = STEP_FIELDS & changes.keys()
+    wrong = STEP_CONTENT_FIELDS & changes.keys()
     if wrong:
         raise ConfigurationError(
             f"variant={text!r}: {min(wrong)} decides what a step holds or trains, and arms are "
@@ -324,8 +341,10 @@ def _print(result: dict[str, Any], profile: bool) -> None:
 
 
 def _speeds(result: dict[str, Any]) -> Any:
-    """Return the table of median real tokens per second, half the distance of the quartiles, bars,
-    MFU, ratio to the reference step, and memory.
+    """Return the table of speeds.
+
+    A row has the median of the real tokens per second, half the distance of the quartiles, a bar,
+    MFU, the ratio to the reference step, and memory.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -349,26 +368,24 @@ def _speeds(result: dict[str, Any]) -> Any:
             continue
         low, high = arm["tokens_per_second"]["quartiles"]
         rate = rates[name]
+        mfu = arm["mfu"]
         share = arm["share_of_floor"]
         table.add_row(
             f"[bold]{escape(name)}[/]" if name.startswith("ours") else name,
             f"{rate:,.0f}",
             f"{(high - low) / 2 / rate:.1%}",
             "█" * max(1, round(12 * rate / max(rates.values()))),
-            _share(arm["mfu"]),
-            _share(share),
+            "-" if mfu is None else f"{mfu:.1%}",
+            "-" if share is None else f"{share:.1%}",
             f"{arm['peak_gib']:.1f}",
         )
     return table
 
 
-def _share(part: float | None) -> str:
-    return "-" if part is None else f"{part:.1%}"
-
-
 def _proofs(result: dict[str, Any]) -> Any:
-    """Return the table of the proofs of each speed: loss, gradient norm, deviation from fp32,
-    trained parameters, padding, warm-up.
+    """Return the table of the proofs of each speed.
+
+    They are loss, gradient norm, deviation from fp32, trained parameters, padding and warm-up.
     """
     from rich.markup import escape
     from rich.table import Table

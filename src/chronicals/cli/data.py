@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.objective_names import objective_names, with_known_names
-from chronicals.cli.options import fields_of
+from chronicals.cli.options import fields_from_flags, objective_names, with_known_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from chronicals.config import Recipe
     from chronicals.data import PackPlan, TokenStore
 
-app = typer.Typer(name="data", no_args_is_help=True)
+data_commands = typer.Typer(name="data", no_args_is_help=True)
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -27,12 +26,12 @@ BAR_WIDTH = 96
 """Characters of a full pack."""
 
 
-@app.callback()
+@data_commands.callback()
 def data() -> None:
     """Look at data as the model will see it."""
 
 
-@app.command()
+@data_commands.command()
 def show(
     file: Annotated[
         str,
@@ -99,8 +98,9 @@ def show(
         bool | None, typer.Option(help="Run Python code that comes with the model")
     ] = None,
 ) -> None:
-    """Show rows as the model will see them: every token, what is trained, and how documents share
-    packs.
+    """Show rows as the model will see them.
+
+    That is every token, what is trained, and how documents share packs.
 
     From a recipe it takes data, model and fields; a flag overrides them. On a terminal trained
     tokens are green and the others dim; elsewhere trained spans are between ⟦ and ⟧.
@@ -123,7 +123,7 @@ def show(
         "max_documents": max_documents,
         "trust_remote_code": trust_remote_code,
     }
-    given = fields_of(flags)
+    given = fields_from_flags(flags)
     is_recipe = Path(file).suffix in (".yaml", ".yml")
     config = with_known_names(
         Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
@@ -182,8 +182,9 @@ def show(
 
 
 def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
-    """Return the rows to show, as training would read them; ``BadRow`` for those it would leave
-    out.
+    """Return the rows to show, as training would read them.
+
+    Those it would leave out are ``BadRow``.
 
     Raises:
         ConfigurationError: ``skip`` skips all rows.
@@ -210,8 +211,9 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
 
 
 def _answer(store: TokenStore, number: int) -> str:
-    """Describe which answer of its row a document is, and what it shares; empty for a row with one
-    answer.
+    """Describe which answer of its row a document is, and what it shares.
+
+    It is empty for a row with one answer.
     """
     from chronicals.data.kinds.preferences import PAIR_FIELDS
     from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
@@ -228,10 +230,14 @@ def _answer(store: TokenStore, number: int) -> str:
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
-    """Return a document's tokens as text, special tokens included, in spans of trained and other
-    tokens.
+    """Return a document's tokens as text, in spans of trained and other tokens.
+
+    Special tokens are included.
 
     Args:
+        ids: int ``[length]``.
+        trained: bool ``[length]``, True for tokens that are trained.
+        tokenizer: reads ``ids``.
         marks: put trained spans between ⟦ and ⟧, for outputs without colours.
     """
     import numpy as np
@@ -250,8 +256,9 @@ def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> 
 
 
 def packs(plan: PackPlan, store: TokenStore) -> list[Text]:
-    """Return a bar for each pack: its documents by row in alternating colours, and its padding as
-    dots.
+    """Return a bar for each pack.
+
+    Its documents have alternating colours and the numbers of their rows; its padding is dots.
     """
     from rich.text import Text
 

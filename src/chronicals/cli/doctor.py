@@ -9,7 +9,7 @@ import typer
 from chronicals.standard_json import to_json
 
 
-def doctor(
+def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     test: Annotated[
         bool,

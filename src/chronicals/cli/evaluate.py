@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from chronicals.cli.objective_names import objective_names
-from chronicals.cli.options import fields_of, make_room_for
+from chronicals.cli.options import fields_from_flags, make_room_for, objective_names
 from chronicals.standard_json import to_json
 
 
-def evaluate(
+def evaluate_command(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     data: Annotated[
         list[str],
@@ -133,7 +132,7 @@ def evaluate(
                 f"teacher={teacher!r}: objective={measured!r} has none; leave it out"
             )
         fields["sections"] = merged(fields.get("sections", {}), {"distill": {"teacher": teacher}})
-    fields |= fields_of(asked)
+    fields |= fields_from_flags(asked)
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     config = with_reference(recipe.config(), about.get("reference"), reference_model)
     tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)

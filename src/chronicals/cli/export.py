@@ -10,7 +10,7 @@ import typer
 from chronicals.cli.options import values_of
 
 
-def export(
+def export_command(
     model: Annotated[
         str, typer.Argument(help="Folder of a run, checkpoint, adapter, model or hub name")
     ],

@@ -19,7 +19,7 @@ CHAT_COMMANDS = {
 }
 
 
-def generate(
+def generate_command(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     prompt: Annotated[
         str | None, typer.Option(help="Ask this and stop; without it a chat begins")
@@ -103,8 +103,12 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
     console.print(f"[dim]{remark}/help lists the commands, Ctrl-D ends[/]")
     answered = True
     while True:
-        typed = _typed(console)
-        if typed in (None, "/exit"):
+        try:
+            typed = console.input("[bold]you[/] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return answered
+        if typed == "/exit":
             return answered
         if typed == "/reset":
             chat.reset()
@@ -112,7 +116,7 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
         elif typed == "/help":
             for name, meaning in CHAT_COMMANDS.items():
                 console.print(f"  {name:8}{meaning}", style="dim")
-        elif typed and typed.startswith("/") and typed[1:].isalpha():
+        elif typed.startswith("/") and typed[1:].isalpha():
             console.print(
                 f"[yellow]{escape(typed)}: no such command; there are {', '.join(CHAT_COMMANDS)}[/]"
             )
@@ -130,15 +134,6 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
                     console.print(
                         "[dim]the conversation goes on without the question; /reset makes room[/]"
                     )
-
-
-def _typed(console: Console) -> str | None:
-    """Return the next typed line; None at the end of the input."""
-    try:
-        return console.input("[bold]you[/] ").strip()
-    except (EOFError, KeyboardInterrupt):
-        console.print()
-        return None
 
 
 def _print_answer(chat: Chat, question: str, stream: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 
-def merge(
+def merge_command(
     model: Annotated[str, typer.Argument(help="Adapter, checkpoint or folder of a run")],
     output: Annotated[Path, typer.Option(help="Folder for the merged model; it must not exist")],
     base_model: Annotated[

@@ -1,5 +1,6 @@
-"""Warnings of libraries that a user cannot act on: hidden while a command of ours runs, and written
-to the run's folder.
+"""Warnings of libraries that a user cannot act on.
+
+They are hidden while a command of ours runs, and written to the run's folder.
 
 An import of this module changes nothing: only ``main`` collects, in its own process, and restores
 everything.
@@ -49,6 +50,7 @@ class Collected:
     folder: Path | None = None
 
     def add(self, library: str, text: str) -> None:
+        """Collect a warning of a library, with the time."""
         now = datetime.now().isoformat(timespec="seconds")
         self.lines.append(f"{now} {library}: {text.strip()}\n")
         self.libraries.add(library)

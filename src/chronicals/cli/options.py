@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +18,14 @@ import typer
 from pydantic_core import PydanticCustomError
 from typer.core import TyperCommand
 
+import chronicals
 from chronicals.cli import wording
-from chronicals.cli.objective_names import objective_names
 from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
-from chronicals.config.config import AUTO, DECIDED
-from chronicals.config.foreign import NOT_SHOWN, suggestion
-from chronicals.config.headings import headings_of
-from chronicals.config.sections import SECTIONS, of_flags
-from chronicals.config.values import NAME, divided
+from chronicals.config.config import AUTO, DECIDED, headings_of
+from chronicals.config.foreign import NOT_SHOWN, no_such_field, no_such_objective, suggestion
+from chronicals.config.sections import SECTIONS_FIELD, SHARED, of_flags
+from chronicals.config.values import LAYER_NAME, split_values
 
 SETTING_FLAG = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
@@ -47,6 +47,45 @@ YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 SHORT_FLAGS = {"--teacher": "--distill.teacher"}
 """Settings that have a flag without their section."""
+
+REGISTER_CALL = re.compile(r"^@register\((.*)\)$", re.MULTILINE)
+QUOTED_NAME = re.compile(r'"(\w+)"')
+"""How the files of ``objectives`` name what they register."""
+
+
+def objective_names() -> list[str]:
+    """Return the objectives that the files of ``objectives`` register.
+
+    They are read from the text of these files: importing them imports torch, which takes too long
+    for a help text.
+    """
+    names: list[str] = []
+    for file in sorted((Path(chronicals.__file__).parent / "objectives").glob("*.py")):
+        for arguments in REGISTER_CALL.findall(file.read_text()):
+            names += QUOTED_NAME.findall(arguments)
+    return names
+
+
+def with_known_names(recipe: Recipe) -> Recipe:
+    """Return the recipe, if its objective and its sections exist.
+
+    If objectives are imported already, there may be more than those in the files; then
+    ``build_objective`` checks names.
+
+    Raises:
+        ConfigurationError: there is no such objective, or a section is of none.
+    """
+    if "chronicals.objectives" in sys.modules:
+        return recipe
+    known = objective_names()
+    lines = [] if recipe.objective in known else [no_such_objective(recipe.objective, known)]
+    fields = [*known, SHARED, *(field.name for field in dataclasses.fields(recipe))]
+    for name, settings in recipe.sections.items():
+        if name not in (*known, SHARED):
+            lines.append(no_such_field(name, settings, fields))
+    if lines:
+        raise ConfigurationError("\n".join(lines))
+    return recipe
 
 
 class Command(TyperCommand):
@@ -78,9 +117,10 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, and let messages have the form that they have there."""
         switches = {p.name: bool(getattr(p, "is_flag", False)) for p in self.params if p.name}
-        wording.begin(switches)
-        words = _with_settings(args) if SECTIONS in switches else list(args)
+        wording.set_wording(switches)
+        words = _with_settings(args) if SECTIONS_FIELD in switches else list(args)
         try:
             rest = super().parse_args(ctx, list(words))
         except Exception as caught:
@@ -97,9 +137,9 @@ class Command(TyperCommand):
             if p not in fields or str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")
         }
         for option, value in itertools.pairwise(words):
-            if option == flag(SECTIONS):
+            if option == flag(SECTIONS_FIELD):
                 as_flags.add(value.partition("=")[0])
-        wording.begin(switches, ctx.params.get("recipe") is not None, as_flags)
+        wording.set_wording(switches, ctx.params.get("recipe") is not None, as_flags)
         return rest
 
 
@@ -119,7 +159,7 @@ def _with_settings(args: list[str]) -> list[str]:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise typer.BadParameter(f"Option {arg!r} requires an argument.")
-        words += [flag(SECTIONS), f"{section}.{setting.replace('-', '_')}={value}"]
+        words += [flag(SECTIONS_FIELD), f"{section}.{setting.replace('-', '_')}={value}"]
     return words
 
 
@@ -149,12 +189,14 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapper(**given: Any) -> Any:
         flags = {name: given.pop(name) for name in list(given) if name not in names}
-        return command(**given, **fields_of(flags))
+        return command(**given, **fields_from_flags(flags))
 
     hinted = typing.get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hinted[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    for parameter in own:
-        _put_under_a_heading(parameter.annotation)
+    for parameter in own:  # a command's own options come after the model and the data
+        for about in typing.get_args(parameter.annotation):
+            if isinstance(about, typer.models.OptionInfo) and about.rich_help_panel is None:
+                about.rich_help_panel = OWN_HEADING
     options = [*required, *own, *others]
     wrapper.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     wrapper.__name__ = command.__name__
@@ -198,13 +240,6 @@ def _is_required(field: dataclasses.Field) -> bool:
     return about.is_required() if hasattr(about, "is_required") else False
 
 
-def _put_under_a_heading(annotation: Any) -> None:
-    """Put a command's own option under its heading, after the model and the data."""
-    for about in typing.get_args(annotation):
-        if isinstance(about, typer.models.OptionInfo) and about.rich_help_panel is None:
-            about.rich_help_panel = OWN_HEADING
-
-
 def make_room_for(output: Path | None) -> None:
     """Create the folder of an output file, and check before the work that it can be written.
 
@@ -221,18 +256,26 @@ def make_room_for(output: Path | None) -> None:
         )
 
 
-def fields_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+def fields_from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a recipe that were set as flags.
 
     A list may be given by repeated flags, with commas, or both.
     """
     hints = typing.get_type_hints(Recipe)
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in flags.items():
-        if name == SECTIONS and value:
+        if name == SECTIONS_FIELD and value:
             fields[name] = of_flags(value)
         elif isinstance(value, list) and name not in SOURCE_FLAGS and value:
-            fields[name] = _one_text(hints[name], values_of(name, value))
+            values = values_of(name, value)
+            # A single value is a text if its field takes a text that is not a name, as patterns
+            # and ``all-linear`` are.
+            hint = hints[name]
+            takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
+            if takes_text and len(values) == 1 and not LAYER_NAME.fullmatch(values[0]):
+                fields[name] = values[0]
+            else:
+                fields[name] = values
         elif value not in (None, []):
             fields[name] = value
     return fields
@@ -247,20 +290,9 @@ def values_of(option: str, texts: Sequence[str]) -> list[str]:
     values: list[str] = []
     for text in texts:
         try:
-            values += divided(text)
+            values += split_values(text)
         except PydanticCustomError as error:
             raise ConfigurationError(f"{option}={text!r}: {error.message()}") from None
-    return values
-
-
-def _one_text(hint: Any, values: list[str]) -> Any:
-    """Return a single value as a text if its field takes a text that is not a name.
-
-    Such texts are patterns and ``all-linear``.
-    """
-    takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
-    if takes_text and len(values) == 1 and not NAME.fullmatch(values[0]):
-        return values[0]
     return values
 
 
@@ -281,8 +313,9 @@ def _help(field: dataclasses.Field, hint: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the words that a field takes, one or several at a time; empty if it takes other
-    values.
+    """Return the words that a field takes, one or several at a time.
+
+    It is empty if the field takes other values.
     """
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.objective_names import with_known_names
-from chronicals.cli.options import values_of, with_recipe_flags
+from chronicals.cli.options import values_of, with_known_names, with_recipe_flags
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ TABLE_COLUMNS = 120
 
 
 @with_recipe_flags
-def plan(
+def plan_command(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
     ] = None,
@@ -47,7 +46,7 @@ def plan(
     ] = None,
     **flags: Any,
 ) -> None:
-    """What a run takes on several cards, without any.
+    """Count what a run takes on several cards, without any.
 
     `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read,
     and of the model its configuration alone. For each number of cards it prints what a card holds
@@ -62,8 +61,7 @@ def plan(
     from chronicals.models import quantise_layers
     from chronicals.models.loading import load_without_weights
     from chronicals.objectives import build_objective
-    from chronicals.planning import Machines
-    from chronicals.planning import plan as planned
+    from chronicals.planning import Machines, plan
     from chronicals.training.adapters import attach_adapters
 
     config = given.config()
@@ -73,16 +71,17 @@ def plan(
     if config.quantization is not None:
         quantise_layers(model)
     attach_adapters(model, config, None)
-    plans = [planned(model, config, count, machines) for count in _counts(gpus)]
+    plans = [plan(model, config, count, machines) for count in _counts(gpus)]
     if as_json:
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
-        _show(plans, machines, uncounted)
+        _show_plans(plans, machines, uncounted)
 
 
 def _base_of(given: Recipe) -> str | Path:
-    """Return the folder or hub name of the model, or of the base if an adapter is named. Adapters
-    are counted as new ones.
+    """Return the folder or hub name of the model, or of the base if an adapter is named.
+
+    Adapters are counted as new ones.
     """
     from chronicals.config import ConfigurationError
     from chronicals.saving import SavedModel
@@ -115,10 +114,12 @@ def _counts(texts: Sequence[str]) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show(plans: list[Plan], machines: Machines, uncounted: str | None) -> None:
+def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) -> None:
     """Print the table, and its assumptions below it.
 
     Args:
+        plans: one for each number of cards.
+        machines: what they assume.
         uncounted: costs of the objective that are not counted, in words.
     """
     from rich import box

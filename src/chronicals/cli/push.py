@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 
-def push(
+def push_command(
     folder: Annotated[
         Path,
         typer.Argument(

@@ -14,7 +14,7 @@ from chronicals.cli.noise import keep_in
 Kind = Literal["sft", "dpo"]
 
 
-def quickstart(
+def quickstart_command(
     folder: Annotated[
         Path, typer.Option(help="Output; replaces an earlier quickstart and its exports")
     ] = Path("chronicals-quickstart"),
@@ -110,8 +110,9 @@ def quickstart(
 
 @contextmanager
 def _to_be_started_again(folder: Path) -> Iterator[None]:
-    """Let errors that stop a run say to start quickstart again, because it has no recipe to resume
-    from.
+    """Let errors that stop a run say to start quickstart again.
+
+    It has no recipe to resume from.
     """
     from chronicals.training.errors import Interrupted, TrainingError
     from chronicals.training.resume import how_to_resume
@@ -128,8 +129,9 @@ def _to_be_started_again(folder: Path) -> Iterator[None]:
 
 
 def _require_ours(folder: Path) -> None:
-    """Raise ConfigurationError if the folder has files that neither a quickstart nor an export of
-    its model wrote.
+    """Raise ConfigurationError if others wrote files of the folder.
+
+    Those that may be there are of a quickstart, or of an export of its model.
     """
     from chronicals.config import ConfigurationError
     from chronicals.export.workspace import EXPORTS, files_of_others

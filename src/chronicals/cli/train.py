@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chronicals.cli.noise import keep_in
-from chronicals.cli.objective_names import with_known_names
-from chronicals.cli.options import with_recipe_flags, without_option
+from chronicals.cli.options import with_known_names, with_recipe_flags, without_option
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from chronicals.config import ChronicalsConfig, Recipe
-    from chronicals.data import Ledger
     from chronicals.distributed import Mesh
     from chronicals.saving import SavedModel
 
 
+FLASH_ATTENTION_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch")
+"""Packages whose versions decide what FlashAttention-4 compiles."""
+
+
 @with_recipe_flags
-def train(
+def train_command(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file with any of the fields below")
     ] = None,
@@ -61,8 +63,9 @@ def train(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train
-    recipe.yaml`.
+    """Train a model.
+
+    `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
 
     A list is written with commas, or its flag repeated. A flag overrides the field of the recipe;
     `--max-steps` also overrides its `num_epochs`, and the reverse. Without both there is one epoch.
@@ -77,18 +80,26 @@ def train(
 
         become_launcher(nproc, without_option(sys.argv[1:], "--nproc"))
 
-    from chronicals.cli.precompile import compile_attention, compile_data_functions
-    from chronicals.config import Recipe
+    from chronicals import precompilation
+    from chronicals.config import ChronicalsConfig, Recipe
+    from chronicals.data.packs import machine_code
 
     if resume:
-        _put_back_earlier_run(flags)
+        folder = Path(flags.get("output_dir", ChronicalsConfig().output_dir)).expanduser()
+        if any((folder / name).exists() for name in (".earlier-run", ".moving-run")):
+            from chronicals.training.resume import sole_writer
+
+            with sole_writer(folder):  # puts back a run whose successor had no checkpoint yet
+                pass
     plan = with_known_names(Recipe.given(preset, recipe, resume_from or resume, **flags))
     config = plan.config()
-    compile_data_functions()
+    # Other processes compile while this one imports libraries and loads the model.
+    if machine_code.source_hash():
+        precompilation.start_precompilation(machine_code.COMPILING_MODULE, [], machine_code.facts())
     if verbose:
         logging.getLogger("chronicals").setLevel(logging.DEBUG)
     if not check:
-        compile_attention(plan.model, config)
+        _compile_attention(plan.model, config)
 
     from rich.console import Console
     from rich.markup import escape
@@ -126,37 +137,6 @@ def train(
         console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
 
 
-def _put_back_earlier_run(flags: Mapping[str, Any]) -> None:
-    """Restore the earlier run, if the process that was to replace it was killed before its first
-    checkpoint.
-    """
-    from chronicals.config import ChronicalsConfig
-
-    folder = Path(flags.get("output_dir", ChronicalsConfig().output_dir)).expanduser()
-    if any((folder / name).exists() for name in (".earlier-run", ".moving-run")):
-        from chronicals.training.resume import sole_writer
-
-        with sole_writer(folder):
-            pass
-
-
-def _ledger(ledger: Ledger) -> Table:
-    """Return a table of the rows of a data set by kind, and of what becomes of them."""
-    from rich import box
-    from rich.table import Table
-
-    from chronicals.data.reading.ledger import LEDGER_COLUMNS
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in LEDGER_COLUMNS:
-        table.add_column(
-            column, justify="left" if column in ("kind", "why") else "right", overflow="fold"
-        )
-    for row in ledger.table():
-        table.add_row(*row)
-    return table
-
-
 def _check_data(
     plan: Recipe,
     config: ChronicalsConfig,
@@ -167,10 +147,13 @@ def _check_data(
     console: Console,
 ) -> None:
     """Report on the data and the length of the run; reports of an earlier run stay."""
+    from rich import box
     from rich.console import Console
     from rich.markup import escape
+    from rich.table import Table
 
     from chronicals.data.packs.loader import plan_epoch
+    from chronicals.data.reading.ledger import LEDGER_COLUMNS
     from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores, rows_needed
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run
@@ -183,7 +166,14 @@ def _check_data(
     apart = [] if held_out is None or config.validation_split else [held_out]
     beside_the_log = Console(stderr=True, highlight=False, quiet=not ranks.writer)
     for data in (store, *apart):
-        beside_the_log.print(_ledger(data.ledger))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in LEDGER_COLUMNS:
+            table.add_column(
+                column, justify="left" if column in ("kind", "why") else "right", overflow="fold"
+            )
+        for row in data.ledger.table():
+            table.add_row(*row)
+        beside_the_log.print(table)
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
     fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
     where = (
@@ -192,3 +182,44 @@ def _check_data(
         else f"the run in {config.output_dir} keeps its own report"
     )
     console.print(escape(f"the data can be trained on; {where}"))
+
+
+def _compile_attention(model: str, config: ChronicalsConfig) -> None:
+    """Start a process that compiles FlashAttention-4's kernels.
+
+    There is none if it is not installed, or the model's head sizes are not known.
+    """
+    from chronicals import precompilation
+    from chronicals.model_shape import ModelShape
+
+    try:
+        versions = [version(package) for package in FLASH_ATTENTION_PACKAGES]
+    except PackageNotFoundError:
+        return
+    file: Path | None = Path(model) / "config.json"
+    if not Path(model).is_dir():  # a hub model, which may be in the local cache
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            cached = None
+        file = Path(cached) if isinstance(cached, str) else None
+    try:
+        configuration = json.loads(file.read_text()) if file is not None else {}
+    except (OSError, ValueError):  # loading the model will report it
+        configuration = {}
+    shape = ModelShape.of(configuration)
+    if not shape.head_dim:
+        return
+    text_config = configuration.get("text_config") or configuration
+    softcap = text_config.get("attn_logit_softcapping") or 0
+    heads = [str(number) for number in (shape.heads, shape.kv_heads, shape.head_dim, softcap)]
+    if config.use_flash_attention and config.mixed_precision in ("bf16", "fp16"):
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision]
+        precompilation.start_precompilation(
+            "chronicals.attention.compilation",
+            [dtype, str(config.max_seq_length), *heads],
+            versions,
+        )

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.objective_names import with_known_names
-from chronicals.cli.options import make_room_for, with_recipe_flags
+from chronicals.cli.options import make_room_for, with_known_names, with_recipe_flags
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ TABLE_ROWS = 15
 
 
 @with_recipe_flags
-def verify(
+def verify_command(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
     ] = None,

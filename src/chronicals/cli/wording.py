@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from chronicals.config.values import undivided
+from chronicals.config.values import as_one_value
 
 TO_RESUME = re.compile(r"""train\(\.\.\., resume=True\) and output_dir=('[^'\n]*'|"[^"\n]*")""")
 """The remedy in messages of Python runs that can be resumed."""
@@ -71,7 +71,9 @@ class Wording:
         bare = "|".join(distinct) or "(?!)"
         return re.sub(
             rf"(?<![\w./='\"-])({bare})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({bare})'",
-            lambda match: self._bare(match[1] or match[2], match[0]),
+            lambda match: (
+                flag(match[1] or match[2]) if self._is_flag(match[1] or match[2]) else match[0]
+            ),
             text,
         )
 
@@ -90,9 +92,6 @@ class Wording:
     def _is_flag(self, name: str) -> bool:
         return name in self.switches and (not self.in_recipe or name in self.as_flags)
 
-    def _bare(self, name: str, unchanged: str) -> str:
-        return flag(name) if self._is_flag(name) else unchanged
-
     def _with_value(self, name: str, text: str) -> str:
         """Return ``name=value`` as a flag or as a line of a recipe."""
         value = _value_of(text)
@@ -109,12 +108,15 @@ class Wording:
             pairs = [(theirs, ours) for ours, theirs in pairs]
         values = [f"{key}={one}" for key, one in pairs] if isinstance(value, dict) else value
         texts = (
-            [undivided(str(one)) for one in values] if isinstance(values, list) else [str(values)]
+            [as_one_value(str(one)) for one in values]
+            if isinstance(values, list)
+            else [str(values)]
         )
         return " ".join(f"{flag(name)} {shlex.quote(text)}" for text in texts or ["none"])
 
 
 def flag(name: str) -> str:
+    """Return the flag of a field: ``--batch-size`` of ``batch_size``."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -143,7 +145,7 @@ current = Wording({})
 """Wording of the command that runs."""
 
 
-def begin(
+def set_wording(
     switches: Mapping[str, bool], in_recipe: bool = False, as_flags: Collection[str] = ()
 ) -> None:
     """Set the wording of ``in_users_form`` to that of a command. For arguments see ``Wording``."""
@@ -160,4 +162,5 @@ class LogFormatter(logging.Formatter):
     """Formatter of log lines in the user's form."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         return in_users_form(super().format(record))

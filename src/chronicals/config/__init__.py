@@ -11,8 +11,7 @@ from chronicals.config.config import (
 )
 from chronicals.config.data_source import DataSource
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.presets import PRESETS, preset
-from chronicals.config.recipe import Recipe
+from chronicals.config.recipe import PRESETS, Recipe, preset
 
 __all__ = [
     "LONGEST_TIMEOUT",

@@ -1,6 +1,4 @@
-"""ChronicalsConfig: everything about a run except its model and its data, checked when it is
-made.
-"""
+"""ChronicalsConfig: everything about a run except its model and its data, checked when made."""
 
 from __future__ import annotations
 
@@ -20,12 +18,10 @@ from pydantic.dataclasses import dataclass
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import OUR_NAMES, no_such_field, own_value
-from chronicals.config.headings import Heading
-from chronicals.config.sections import SECTIONS, gathered, merged
+from chronicals.config.sections import SECTIONS_FIELD, gathered, merged
 from chronicals.config.values import (
     FOREIGN,
     OwnPath,
-    as_list,
     as_lora_init,
     as_names,
     as_numbers,
@@ -33,6 +29,7 @@ from chronicals.config.values import (
     as_patterns,
     as_shares,
     as_tokens,
+    as_value_list,
     infinity_as_none,
     none_as_empty,
     not_foreign,
@@ -54,10 +51,13 @@ def explain(
     given: Mapping[str, Any] | None = None,
     unknown: Callable[..., str] = no_such_field,
 ) -> ConfigurationError:
-    """Return an error with a line for each mistake: the field, its value, what is allowed, and what
-    to write instead.
+    """Return an error with a line for each mistake.
+
+    A line has the field, its value, what is allowed, and what to write instead.
 
     Args:
+        cls: the dataclass whose fields were passed.
+        error: what pydantic found.
         given: the fields that were passed.
         unknown: returns the line on a field that does not exist.
     """
@@ -67,8 +67,16 @@ def explain(
     for detail in error.errors():
         name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
         if detail["type"] == "missing":
-            if not any(OUR_NAMES.get(theirs) == name for theirs in given):
-                lines.append(_missing(name, given))
+            if any(OUR_NAMES.get(theirs) == name for theirs in given):
+                continue  # the line on their name says to write ours
+            line = f"{name}: required, and was not given"
+            base = given.get("base_model")
+            if name == "model" and base is not None:
+                line += (
+                    f"; base_model={base!r} is the model of an adapter; use model={base!r} in "
+                    "the place of base_model where a model is trained"
+                )
+            lines.append(line)
         elif detail["type"] == "unexpected_keyword_argument":
             value = detail["input"]
             line = unknown(name, value, known, given)
@@ -81,21 +89,10 @@ def explain(
     return ConfigurationError("\n".join(dict.fromkeys(lines)))
 
 
-def _missing(name: str, given: Mapping[str, Any]) -> str:
-    """Return the line on a required field that was not passed."""
-    line = f"{name}: required, and was not given"
-    if name == "model" and given.get("base_model") is not None:
-        meant = (
-            f"base_model={given['base_model']!r} is the model of an adapter; use "
-            f"model={given['base_model']!r}"
-        )
-        return f"{line}; {meant} in the place of base_model where a model is trained"
-    return line
-
-
 def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, Any]) -> str:
-    """Return the line on a field that has another name here, or on its value if our field does not
-    take that.
+    """Return the line on a field with another name here.
+
+    If our field does not take its value, the line says what is wrong with that.
     """
     ours = OUR_NAMES.get(name, "")
     if f"; use {ours}={value!r}" not in line:
@@ -125,16 +122,17 @@ def _wrong(name: str, detail: Any, given: Mapping[str, Any]) -> str:
     return f"{line}; {meant}" if meant else line
 
 
-T = TypeVar("T", bound=type)
+_T = TypeVar("_T", bound=type)
 
 
 STRICT = pydantic.ConfigDict(extra="forbid", validate_default=True)
 
 
-def configuration(cls: T) -> T:
-    """Decorate a checked dataclass, so that its errors are ConfigurationErrors and its attribute
-    ``explicit`` has the names of the fields that were set: those passed with a value other than
-    ``auto``.
+def configuration(cls: _T) -> _T:
+    """Decorate a checked dataclass, so that its errors are ConfigurationErrors.
+
+    Its attribute ``explicit`` has the names of the fields that were set, that is, passed with a
+    value other than ``auto``. Its docstring gets a line for each field, which ``help`` shows.
     """
     checked: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {field.name for field in dataclasses.fields(cls)}
@@ -154,12 +152,6 @@ def configuration(cls: T) -> T:
         self.check()
 
     cls.__init__ = __init__  # type: ignore[misc]
-    cls.__doc__ = _with_fields(cls)
-    return cls
-
-
-def _with_fields(cls: type) -> str:
-    """Return the docstring of a configuration with a line for each field, which ``help`` shows."""
     lines = [inspect.getdoc(cls) or cls.__name__, "", "Attributes:"]
     for name, field in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
         default = (
@@ -168,7 +160,8 @@ def _with_fields(cls: type) -> str:
             else f"default {field.get_default(call_default_factory=True)!r}"
         )
         lines.append(f"    {name} ({default}): {field.description}")
-    return "\n".join(lines)
+    cls.__doc__ = "\n".join(lines)
+    return cls
 
 
 LONGEST_TIMEOUT = 604_800.0
@@ -211,13 +204,14 @@ DECIDED = frozenset(
 
 
 def is_auto(name: str, value: Any) -> bool:
+    """Return whether a field's value leaves the decision to the run."""
     return name in DECIDED and value in ([AUTO], AUTO)
 
 
 Positive = Annotated[int, Field(gt=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFinite = Annotated[Finite, Field(gt=0)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+ShareBelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
 TrainOn = Literal["answers", "all"]
@@ -281,18 +275,44 @@ EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")
 
 
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` overridden by ``others``, setting by setting in sections. If ``others``
-    have one field of an exclusive pair, ``fields`` lose the other one.
+    """Return ``fields`` overridden by ``others``, setting by setting in sections.
+
+    If ``others`` have one field of an exclusive pair, ``fields`` lose the other one.
     """
     result = dict(fields)
-    if SECTIONS in result and SECTIONS in others:
-        others = {**others, SECTIONS: merged(result[SECTIONS], others[SECTIONS])}
+    if SECTIONS_FIELD in result and SECTIONS_FIELD in others:
+        others = {**others, SECTIONS_FIELD: merged(result[SECTIONS_FIELD], others[SECTIONS_FIELD])}
     for first, second in EXCLUSIVE_PAIRS:
         if others.get(first) not in (None, AUTO):
             result.pop(second, None)
         if others.get(second) not in (None, AUTO):
             result.pop(first, None)
     return {**result, **others}
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    """Class attribute that is the heading of the fields after it, up to the next heading."""
+
+    title: str
+
+
+def headings_of(cls: type) -> dict[str, str]:
+    """Return the heading of each field of a dataclass by name.
+
+    A class's own fields come before those it inherits. A field above all headings of its class has
+    none and is left out.
+    """
+    found: dict[str, str] = {}
+    for owner in cls.__mro__:
+        title = None
+        for name in vars(owner).get("__annotations__", {}):
+            value = vars(owner).get(name)
+            if isinstance(value, Heading):
+                title = value.title
+            elif title is not None and name not in found:
+                found[name] = title
+    return found
 
 
 @configuration
@@ -332,7 +352,7 @@ class ChronicalsConfig:
     warmup_steps: int = Field(
         default=100, ge=0, description="Steps of rising learning rate (default: at most a tenth)"
     )
-    warmup_ratio: Share | None = Field(
+    warmup_ratio: ShareBelowOne | None = Field(
         default=None,
         description="Share of the run's steps with a rising learning rate, instead of warmup_steps",
     )
@@ -340,7 +360,7 @@ class ChronicalsConfig:
         default="cosine",
         description="Learning rate after the warm-up; wsd is warm-up, stable, decay",
     )
-    min_lr_ratio: Share = Field(
+    min_lr_ratio: ShareBelowOne = Field(
         default=0.0, description="Final learning rate as a share of the peak"
     )
     wsd_decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
@@ -373,7 +393,9 @@ class ChronicalsConfig:
     )
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
-    lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
+    lora_dropout: ShareBelowOne = Field(
+        default=0.05, description="Dropout on the input of an adapter"
+    )
     lora_target_modules: Annotated[
         list[str] | str | None,
         BeforeValidator(as_names),
@@ -386,7 +408,7 @@ class ChronicalsConfig:
         "(default: all but the head); "
         "none adapts lora_target_parameters alone",
     )
-    lora_target_parameters: Annotated[list[str] | None, BeforeValidator(as_list)] = Field(
+    lora_target_parameters: Annotated[list[str] | None, BeforeValidator(as_value_list)] = Field(
         default=None,
         description="Stacked weights of experts to adapt, as mlp.experts.down_proj; sets "
         "lora_dropout to 0",
@@ -404,7 +426,7 @@ class ChronicalsConfig:
     lora_layers: Annotated[list[int] | None, BeforeValidator(as_numbers)] = Field(
         default=None, description="Numbers of the decoder layers to adapt, as 0-7,20 (default: all)"
     )
-    lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(as_list)] = Field(
+    lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(as_value_list)] = Field(
         default=None,
         description="embed_tokens, lm_head: trained whole beside the adapters, and saved with them",
     )
@@ -443,8 +465,8 @@ class ChronicalsConfig:
     weight_decay: Finite = Field(
         default=0.0, ge=0, description="Decoupled weight decay of matrices"
     )
-    adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
-    adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
+    adam_beta1: ShareBelowOne = Field(default=0.9, description="Decay of the first moment")
+    adam_beta2: ShareBelowOne = Field(default=0.999, description="Decay of the second moment")
     adam_epsilon: Finite = Field(
         default=1e-8, gt=0, description="Added to the root of the second moment"
     )
@@ -469,7 +491,7 @@ class ChronicalsConfig:
     activation_offload: bool = Field(
         default=False, description="Keep activations in host memory until they are needed"
     )
-    memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(as_list)] = Field(
+    memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(as_value_list)] = Field(
         default=None,
         description="What saves memory, any of them together (default: recomputation where the "
         "card needs it)",
@@ -513,8 +535,8 @@ class ChronicalsConfig:
         description="The answers, completions and texts of rows, or all tokens (default: the "
         "objective's)",
     )
-    train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(as_list)] = Field(
-        default=["assistant"], description="Whose messages of a conversation are trained"
+    train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(as_value_list)] = (
+        Field(default=["assistant"], description="Whose messages of a conversation are trained")
     )
     train_on_turns: Turns = Field(
         default="all", description="All messages of those roles, or the last of a conversation"
@@ -546,7 +568,7 @@ class ChronicalsConfig:
     )
 
     _evaluation: ClassVar = Heading("Evaluation")
-    validation_split: Share = Field(
+    validation_split: ShareBelowOne = Field(
         default=0.0, description="Share of the rows held out, instead of data of their own"
     )
     eval_steps: Positive | None = Field(
@@ -589,7 +611,7 @@ class ChronicalsConfig:
     )
     trackers: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow"]] | None,
-        BeforeValidator(as_list),
+        BeforeValidator(as_value_list),
         BeforeValidator(none_as_empty),
     ] = Field(
         default=None,
@@ -667,7 +689,7 @@ class ChronicalsConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field as if it had been passed: the value is checked and becomes explicit."""
         changed = self.replace(**{name: value})
-        name = name if hasattr(changed, name) else SECTIONS
+        name = name if hasattr(changed, name) else SECTIONS_FIELD
         for changed_name in (name, "explicit", *IMPLIED):
             object.__setattr__(self, changed_name, getattr(changed, changed_name))
 
@@ -675,10 +697,9 @@ class ChronicalsConfig:
         """Check rules that concern more than one field. One error has all mistakes."""
         raise_together(
             self._check_length,
-            self._check_dora,
             self._check_target_parameters,
             self._check_quantization,
-            self._check_loftq,
+            self._check_adapter_start,  # after quantization has its value
             self._check_memory,
             self._check_optimizer,
             self._check_patience,
@@ -705,14 +726,12 @@ class ChronicalsConfig:
                 "would never be reached"
             )
 
-    def _check_dora(self) -> None:
+    def _check_adapter_start(self) -> None:
         if self.use_dora and self.lora_init not in ("default", "gaussian", "loftq"):
             raise ConfigurationError(
                 f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole "
                 "weights; leave one of them out"
             )
-
-    def _check_loftq(self) -> None:
         if self.lora_init == "loftq" and self.quantization is None:
             raise ConfigurationError(
                 "lora_init='loftq': makes up for what quantising takes from the weights, and "
@@ -807,7 +826,22 @@ class ChronicalsConfig:
         if self.memory is None:
             return
         if "optimizer_in_backward" in self.memory:
-            self._check_optimizer_in_backward()
+            # Each gradient is used and freed when it is computed, so nothing may need all of them,
+            # or the sum of several, before the update.
+            changes = {
+                "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
+                "gradient_accumulation_steps": "1" if self.gradient_accumulation_steps > 1 else "",
+                "mixed_precision": "'bf16'" if self.mixed_precision == "fp16" else "",
+            }
+            changes = {name: instead for name, instead in changes.items() if instead}
+            if changes:
+                wrong = " and ".join(f"{name}={getattr(self, name)!r}" for name in changes)
+                remedy = ", ".join(f"{name}={instead}" for name, instead in changes.items())
+                raise ConfigurationError(
+                    "memory=['optimizer_in_backward']: updates a weight before the other gradients "
+                    f"are there, which {wrong} cannot go with; set {remedy}, or leave out "
+                    "optimizer_in_backward"
+                )
         if "offload_frozen_weights" in self.memory and not self.use_fp8:
             raise ConfigurationError(
                 "memory=['offload_frozen_weights']: moves weights that FP8 stands in for; set "
@@ -825,29 +859,6 @@ class ChronicalsConfig:
                     f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; "
                     "keep one"
                 )
-
-    def _check_optimizer_in_backward(self) -> None:
-        """Check the fields that need all gradients, or the sum of several, before the update.
-
-        With ``optimizer_in_backward`` each gradient is used and freed when it is computed.
-
-        Raises:
-            ConfigurationError: one of these fields is set.
-        """
-        changes = {
-            "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
-            "gradient_accumulation_steps": "1" if self.gradient_accumulation_steps > 1 else "",
-            "mixed_precision": "'bf16'" if self.mixed_precision == "fp16" else "",
-        }
-        wrong = [f"{name}={getattr(self, name)!r}" for name, instead in changes.items() if instead]
-        if wrong:
-            remedy = ", ".join(f"{name}={instead}" for name, instead in changes.items() if instead)
-            raise ConfigurationError(
-                "memory=['optimizer_in_backward']: updates a weight before the other gradients "
-                "are there, which "
-                f"{' and '.join(wrong)} cannot go with; set {remedy}, or leave out "
-                "optimizer_in_backward"
-            )
 
     @property
     def epochs(self) -> int | None:
@@ -889,13 +900,15 @@ class ChronicalsConfig:
     def to_yaml(self, path: str | Path) -> None:
         """Write the fields that were set. Others have their defaults when the file is read."""
         chosen = {name: value for name, value in self.to_dict().items() if name in self.explicit}
-        chosen |= chosen.pop(SECTIONS, {})
+        chosen |= chosen.pop(SECTIONS_FIELD, {})
         Path(path).write_text(yaml.safe_dump(chosen, sort_keys=False))
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML mapping of fields. ``overrides`` win, also over the other field of an
-        exclusive pair, as ``max_steps`` over ``num_epochs``.
+        """Read a YAML mapping of fields, which ``overrides`` win over.
+
+        They also win over the other field of an exclusive pair, as ``max_steps`` over
+        ``num_epochs``.
 
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from chronicals.config.config import SOURCE_ERROR, ConfigurationError, T, explain
+from chronicals.config.config import SOURCE_ERROR, ConfigurationError, explain
 from chronicals.config.foreign import no_such_field_of_data
-from chronicals.config.values import as_list, divided
+from chronicals.config.values import as_value_list, exists_here, split_values
+
+_T = TypeVar("_T", bound=type)
 
 
-def _raises_configuration_errors(cls: T) -> T:
+def _raises_configuration_errors(cls: _T) -> _T:
     validated = cls.__init__  # type: ignore[misc]
     names = [field.name for field in dataclasses.fields(cls)]
 
@@ -34,10 +35,6 @@ def _raises_configuration_errors(cls: T) -> T:
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
-
-
-def _as_text(path: Any) -> Any:
-    return os.fspath(path) if isinstance(path, Path) else path
 
 
 @_raises_configuration_errors
@@ -61,7 +58,11 @@ class DataSource:
         ConfigurationError: a field is unknown, of the wrong type or out of range.
     """
 
-    path: Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+    path: Annotated[
+        str,
+        BeforeValidator(lambda path: os.fspath(path) if isinstance(path, Path) else path),
+        Field(min_length=1),
+    ]
     subset: str | None = None
     split: str | None = None
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -100,15 +101,13 @@ ROW_FIELDS = frozenset(
 
 
 def _columns(value: Any) -> Any:
-    """Return a mapping from our names to theirs; ``theirs=ours`` texts of the command line become
-    one.
-    """
-    texts = as_list(value)
-    if not isinstance(texts, list):
-        return _of_our_names(texts)
-    mapping = dict[str, str]()
-    # An entry of a list may hold several pairs, too: none of our names has a comma.
-    pairs = [pair for text in texts for pair in as_list(str(text))]
+    """Return a mapping from our names to theirs, also of ``theirs=ours`` texts."""
+    texts = as_value_list(value)
+    mapping: Any = dict[str, str]() if isinstance(texts, list) else texts
+    pairs: list[str] = []
+    if isinstance(texts, list):
+        for text in texts:  # which may hold several pairs, too: none of our names has a comma
+            pairs += as_value_list(str(text))
     for text in pairs:
         theirs, sign, ours = (part.strip() for part in text.partition("="))
         if not (sign and theirs and ours):
@@ -120,21 +119,17 @@ def _columns(value: Any) -> Any:
         if ours in mapping:
             raise PydanticCustomError("columns", "{name} is named twice", {"name": repr(ours)})
         mapping[ours] = theirs
-    return _of_our_names(mapping)
-
-
-def _of_our_names(value: Any) -> Any:
-    unknown = sorted(map(str, set(value) - ROW_FIELDS)) if isinstance(value, Mapping) else []
+    unknown = sorted(map(str, set(mapping) - ROW_FIELDS)) if isinstance(mapping, Mapping) else []
     if unknown:
         raise PydanticCustomError(
             "columns",
             "{name} is no field that is read; there are {known}",
             {"name": ", ".join(map(repr, unknown)), "known": ", ".join(sorted(ROW_FIELDS))},
         )
-    return value
+    return mapping
 
 
-Columns = Annotated[dict[str, str] | None, BeforeValidator(_columns)]
+ColumnNames = Annotated[dict[str, str] | None, BeforeValidator(_columns)]
 """New names of the columns of all sources, ours to theirs; on the command line ``theirs=ours``."""
 
 
@@ -153,7 +148,15 @@ def _parsed(value: Any) -> Any:
     """Return a text without a weight as it is, and anything else as a list of sources."""
     values: list[Any] = []
     for entry in value if isinstance(value, (list, tuple)) else [value]:
-        values += _named_in(entry)
+        # Commas divide a text, unless a file has that name or pattern.
+        if (
+            isinstance(entry, str)
+            and not exists_here(entry)
+            and not exists_here(_weighted(entry)[0])
+        ):
+            values += split_values(entry)
+        else:
+            values.append(entry)
     if not values:
         raise PydanticCustomError(SOURCE_ERROR, "an empty list; name at least one source")
     try:
@@ -161,13 +164,6 @@ def _parsed(value: Any) -> Any:
     except ConfigurationError as error:
         raise PydanticCustomError(SOURCE_ERROR, "{reason}", {"reason": str(error)}) from None
     return sources[0].path if sources == [DataSource(sources[0].path)] else sources
-
-
-def _named_in(value: Any) -> list[Any]:
-    """Return the sources of a text, separated by commas unless a file has that name or pattern."""
-    if not isinstance(value, str) or _is_there(value) or _is_there(_weighted(value)[0]):
-        return [value]
-    return divided(value)
 
 
 def _source(value: Any) -> DataSource:
@@ -186,18 +182,12 @@ def _source(value: Any) -> DataSource:
 def _weighted(text: str) -> tuple[str, float]:
     """Divide ``path=weight``, unless a file has that name or pattern."""
     path, sign, weight = text.rpartition("=")
-    if not sign or not path or _is_there(text):
+    if not sign or not path or exists_here(text):
         return text, 1.0
     try:
         return path, float(weight)
     except ValueError:
         return text, 1.0
-
-
-def _is_there(text: str) -> bool:
-    """Return whether a file or a folder here has this name, or this pattern."""
-    path = os.path.expanduser(text)
-    return os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True)))
 
 
 def _plain(value: str | list[DataSource] | None) -> Any:

@@ -2,6 +2,7 @@
 
 
 class ConfigurationError(ValueError):
-    """A field has a value that is wrong or cannot be honoured here; the message names field,
-    value and remedy.
+    """A field has a value that is wrong or cannot be honoured here.
+
+    The message names field, value and remedy.
     """

@@ -90,7 +90,7 @@ RENAMED: dict[str, str] = {
 }
 """Our names, and other trainers' names of fields with the same values."""
 
-BESIDE: dict[str, str] = {
+FURTHER_ADVICE: dict[str, str] = {
     "lora_plus_ratio": "LoRA+ is on by default: A learns at learning_rate, B at lora_plus_ratio "
     "times that (A 2.0e-4, B 3.2e-3 "
     "by default); use_lora_plus=False for one rate",
@@ -269,6 +269,7 @@ def suggestion(
     """Return short advice about an unknown field; None if no known field resembles it.
 
     Args:
+        name: of the field.
         value: its value, or ``NOT_SHOWN``.
         fields: the fields that exist.
         given: the other fields, which show the objective that a setting belongs to.
@@ -330,7 +331,7 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
         ours = ours.removeprefix("lora_")
     if ours is None or ours not in fields:
         return None
-    remark = f"; {BESIDE[ours]}" if ours in BESIDE else ""
+    remark = f"; {FURTHER_ADVICE[ours]}" if ours in FURTHER_ADVICE else ""
     if value is NOT_SHOWN:
         return f"use {ours}{remark}"
     beside: dict[str, Any] = {}
@@ -351,23 +352,21 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
 def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
     """Return the advice for a setting of an objective.
 
-    It names the run's objective if that has the setting, else the first objective that has it.
+    It names the run's objective, which ``given`` has by our or another trainer's name, if that has
+    the setting; else the first objective that has it.
     """
-    objective = objective_of(given)
+    objective = ""
+    for field in ("objective", *RENAMED["objective"].split()):
+        if isinstance(given.get(field), str):
+            named = given[field].lower()
+            loss = BY_VALUE["pref_loss"].get(as_key(given.get("pref_loss")), "")
+            by_loss = loss.partition("objective='")[2].rstrip("'")
+            objective = by_loss or OBJECTIVE_NAMES.get(named, named)
+            break
     several = [ours.partition(".") for ours in SETTINGS_BY_NAME[name]]
     section, _, setting = next((one for one in several if one[0] == objective), several[0])
     shown = "..." if value is NOT_SHOWN else repr(value)
     return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
-
-
-def objective_of(given: Mapping[str, Any]) -> str:
-    """Return the objective that the fields name, by our or another trainer's name; "" if none."""
-    for name in ("objective", *RENAMED["objective"].split()):
-        if isinstance(given.get(name), str):
-            named = given[name].lower()
-            loss = BY_VALUE["pref_loss"].get(as_key(given.get("pref_loss")), "")
-            return loss.partition("objective='")[2].rstrip("'") or OBJECTIVE_NAMES.get(named, named)
-    return ""
 
 
 def no_such_objective(name: str, known: Collection[str]) -> str:
@@ -398,9 +397,7 @@ def _near(name: str, fields: Collection[str]) -> str | None:
 
 
 def setting_called(name: str, known: Collection[str]) -> str | None:
-    """Return advice about an unknown setting in the section of an objective; None if none is
-    similar.
-    """
+    """Return advice about an unknown setting of an objective; None if none is similar."""
     for ours in SETTINGS_BY_NAME.get(name, ()):
         if ours.partition(".")[2] in known:
             return f"use {ours.partition('.')[2]}"
@@ -421,14 +418,14 @@ def no_such_field_of_data(
     name: str, value: Any, fields: Collection[str], given: Mapping[str, Any] | None = None
 ) -> str:
     """Return the error text for an unknown field of an entry of data."""
-    meant = foreign_data.answer(name, value) or _near(name, fields)
+    meant = foreign_data.advice_on_data_field(name, value) or _near(name, fields)
     return f"{name}: no such field of data" + (f"; {meant}" if meant else "")
 
 
-T = TypeVar("T", bound=type)
+_T = TypeVar("_T", bound=type)
 
 
-def suggests_fields(cls: T) -> T:
+def suggests_fields(cls: _T) -> _T:
     """Decorate a dataclass so that an unknown field raises an error with a suggestion.
 
     The error is a ConfigurationError that names the most similar field.

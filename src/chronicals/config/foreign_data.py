@@ -34,7 +34,7 @@ COLUMNS: dict[str, str] = {
 PATHS = ("data_files", "file_name", "hf_hub_url", "file", "url", "dataset")
 """Fields that name files or folders with rows."""
 
-WEIGHTS = ("ratio", "fraction", "prob", "probability", "repeat", "proportion")
+WEIGHT_FIELDS = ("ratio", "fraction", "prob", "probability", "repeat", "proportion")
 """Fields that say how much of an entry is used."""
 
 FOUND = "the kind of rows is found by their columns"
@@ -62,7 +62,7 @@ NOT_NEEDED = {name: reason for reason, names in _NOT_NEEDED.items() for name in 
 """Fields that are not needed here, and why."""
 
 
-def answer(name: str, value: Any) -> str | None:
+def advice_on_data_field(name: str, value: Any) -> str | None:
     """Return what to do about an unknown field of an entry of data; None if there is no answer."""
     if name in COLUMNS:
         return (
@@ -72,7 +72,7 @@ def answer(name: str, value: Any) -> str | None:
         )
     if name in PATHS:
         return f"use path={value!r}"
-    if name in WEIGHTS:
+    if name in WEIGHT_FIELDS:
         return f"use weight={value!r}"
     if name == "roles_to_train":
         return f"use train_on_roles={roles(value)!r} beside data"
@@ -92,6 +92,7 @@ def converted(value: Any, fields: Collection[str]) -> tuple[Any, dict[str, Any]]
     """Convert another trainer's list of data sets.
 
     Args:
+        value: the list, or one of its entries.
         fields: fields of an entry of data here.
 
     Returns:
@@ -104,32 +105,32 @@ def converted(value: Any, fields: Collection[str]) -> tuple[Any, dict[str, Any]]
     entries: list[Any] = []
     beside: dict[str, Any] = {}
     for given in value:
-        entries.append(_entry(given, fields) if isinstance(given, Mapping) else given)
-        if isinstance(given, Mapping) and given.get("roles_to_train"):
+        if not isinstance(given, Mapping):
+            entries.append(given)
+            continue
+        entry: dict[str, Any] = {}
+        columns: dict[str, str] = {}
+        for name, set_to in given.items():
+            if set_to is None:
+                continue
+            if name == "name":  # of a configuration on the hub, elsewhere
+                entry["subset"] = set_to
+            elif name in fields:
+                entry[name] = set_to
+            elif name in COLUMNS and set_to != COLUMNS[name]:
+                columns[COLUMNS[name]] = set_to
+            elif name in WEIGHT_FIELDS:
+                entry["weight"] = set_to
+        for name in PATHS:
+            if isinstance(given.get(name), str):
+                entry["path"] = given[name]
+        if columns:
+            entry["columns"] = columns
+        entries.append(entry)
+        if given.get("roles_to_train"):
             beside["train_on_roles"] = roles(given["roles_to_train"])
     paths = [
         entry["path"] if isinstance(entry, dict) and list(entry) == ["path"] else entry
         for entry in entries
     ]
     return (paths[0] if len(paths) == 1 and isinstance(paths[0], str) else paths), beside
-
-
-def _entry(given: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    """Convert an entry of data to our field names."""
-    entry: dict[str, Any] = {}
-    columns: dict[str, str] = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name == "name":  # of a configuration on the hub, elsewhere
-            entry["subset"] = value
-        elif name in fields:
-            entry[name] = value
-        elif name in COLUMNS and value != COLUMNS[name]:
-            columns[COLUMNS[name]] = value
-        elif name in WEIGHTS:
-            entry["weight"] = value
-    for name in PATHS:
-        if isinstance(given.get(name), str):
-            entry["path"] = given[name]
-    return {**entry, "columns": columns} if columns else entry

@@ -303,8 +303,9 @@ ROLE_NAMES = {
 
 
 def as_key(value: Any) -> str:
-    """Return a value as a key of the tables: lower-case text; for a list with one value, that
-    value.
+    """Return a value as a key of the tables: lower-case text.
+
+    A list with one value stands for that value.
     """
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]

@@ -1,10 +1,12 @@
-"""Recipe: a configuration with model and data, for the command line and YAML files."""
+"""Recipe: a configuration with model and data, for the command line and YAML files.
+
+Beside it are the presets, named sets of fields to start from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -15,16 +17,14 @@ from chronicals.config.config import (
     STRICT,
     ChronicalsConfig,
     ConfigurationError,
+    Heading,
     configuration,
     laid_over,
     raise_together,
 )
-from chronicals.config.data_source import Columns, OptionalSources, Sources, with_columns
-from chronicals.config.headings import Heading
-from chronicals.config.paths import lasting
-from chronicals.config.presets import preset_fields
+from chronicals.config.data_source import ColumnNames, OptionalSources, Sources, with_columns
 from chronicals.config.sections import lasting_sections
-from chronicals.config.values import not_foreign
+from chronicals.config.values import lasting, not_foreign
 
 RESUME_FILE = "resume.yaml"
 """File in the folder of a run with the recipe that ``--resume`` reads. A user's own recipe there
@@ -42,13 +42,51 @@ PATH_FIELDS = {
 """Fields that name files and folders."""
 
 
-def _lasting(value: Any) -> Any:
-    """Return the value of a field of paths with absolute paths."""
-    if isinstance(value, list):
-        return [dataclasses.replace(source, path=lasting(source.path)) for source in value]
-    if isinstance(value, Path):
-        return value.absolute()
-    return value and lasting(value)
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {
+        "batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "use_gradient_checkpointing": False,
+    },
+    "memory-lean": {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 16,
+        "use_gradient_checkpointing": True,
+        "use_lora": True,
+        "lora_rank": 16,
+        "lora_alpha": 32,
+    },
+    "long-context": {
+        "batch_size": 1,
+        "max_seq_length": 32768,
+        "gradient_accumulation_steps": 4,
+        "use_gradient_checkpointing": True,
+    },
+}
+
+
+def preset(name: str, **overrides: Any) -> ChronicalsConfig:
+    """Return the configuration of the preset ``name``, with ``overrides``.
+
+    Args:
+        name: ``fast``, ``memory-lean`` or ``long-context``.
+        **overrides: fields of a configuration, which win over those of the preset.
+
+    Raises:
+        ConfigurationError: there is no such preset, or a field is wrong.
+    """
+    return ChronicalsConfig(**{**preset_fields(name), **overrides})
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """Return the fields of a preset.
+
+    Raises:
+        ConfigurationError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ConfigurationError(f"preset={name!r}: no such preset; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 @configuration
@@ -71,7 +109,7 @@ class Recipe(ChronicalsConfig):
     validation_data: OptionalSources = Field(
         default=None, description="What to evaluate on, as data"
     )
-    columns: Columns = Field(
+    columns: ColumnNames = Field(
         default=None,
         description="Names of columns, THEIRS=OURS: question=prompt,answer=completion; in a "
         "recipe ours to theirs",
@@ -96,9 +134,12 @@ class Recipe(ChronicalsConfig):
         """Return the recipe of a preset, a YAML file and single fields; later ones win.
 
         Args:
+            preset: name of a preset.
+            file: YAML file with fields.
             resume: without a file, take the recipe that the run in ``output_dir`` has written. The
                 folder of a checkpoint or a run stands for this run, whose folder is the default of
                 ``output_dir``.
+            **flags: single fields.
 
         Raises:
             ConfigurationError: there is no such preset, file or run, a field is wrong, or the run
@@ -111,7 +152,14 @@ class Recipe(ChronicalsConfig):
                 flags = {"output_dir": str(run), **flags}
             file = run / RESUME_FILE
             if file.exists():
-                cls._check_objective(run, cls.read_yaml(file), flags)
+                objective = cls.read_yaml(file).get("objective", ChronicalsConfig().objective)
+                asked = flags.get("objective", objective)
+                if asked != objective:
+                    raise ConfigurationError(
+                        f"objective={asked!r}: the run in {str(run)!r} goes on with its own, which "
+                        f"is {objective!r}; leave it out, or begin a new run with another "
+                        "output_dir"
+                    )
             elif "model" in flags and "data" in flags:
                 file = None
             else:
@@ -125,25 +173,24 @@ class Recipe(ChronicalsConfig):
         )
         return cls(**laid_over(fields, flags))
 
-    @staticmethod
-    def _check_objective(run: Path, recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if another objective is set than the run's."""
-        objective = recipe.get("objective", ChronicalsConfig().objective)
-        asked = flags.get("objective", objective)
-        if asked != objective:
-            raise ConfigurationError(
-                f"objective={asked!r}: the run in {str(run)!r} goes on with its own, which is "
-                f"{objective!r}; leave it out, or begin "
-                "a new run with another output_dir"
-            )
-
     def write_to(self, folder: Path) -> None:
-        """Write the fields that were set, from which ``given`` resumes in any working folder. The
-        file is written under another name first, then renamed.
+        """Write the fields that were set, from which ``given`` resumes in any working folder.
+
+        The file is written under another name first, then renamed.
         """
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{RESUME_FILE}.{os.getpid()}"
-        changes = {name: _lasting(getattr(self, name)) for name in PATH_FIELDS & self.explicit}
+        changes: dict[str, Any] = {}
+        for name in PATH_FIELDS & self.explicit:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                changes[name] = [
+                    dataclasses.replace(source, path=lasting(source.path)) for source in value
+                ]
+            elif isinstance(value, Path):
+                changes[name] = value.absolute()
+            else:
+                changes[name] = value and lasting(value)
         if self.overwrite:  # a resumed run must not replace itself
             changes["overwrite"] = False
         self.replace(**changes, **lasting_sections(self.sections)).to_yaml(aside)
@@ -151,38 +198,36 @@ class Recipe(ChronicalsConfig):
 
     def check(self) -> None:
         """Check rules that concern more than one field, and the data for evaluation."""
-        raise_together(super().check, self._check_split, self._check_keep, self._check_eval_steps)
+        raise_together(super().check, self._check_held_out)
 
-    def _check_split(self) -> None:
+    def _check_held_out(self) -> None:
         if self.validation_data is not None and self.validation_split:
             raise ConfigurationError(
                 f"validation_split={self.validation_split}: validation_data is set too, and only "
                 "one can say what is held out; "
                 "leave out one of them"
             )
-
-    def _check_keep(self) -> None:
-        if self.keep == "best" and self.validation_data is None and not self.validation_split:
-            raise ConfigurationError(
+        if self.validation_data is not None or self.validation_split:
+            return
+        lines: list[str] = []
+        if self.keep == "best":
+            lines.append(
                 "keep='best': nothing is held out to tell which is the best; set validation_data "
                 "or validation_split"
             )
-
-    def _check_eval_steps(self) -> None:
-        if (
-            self.eval_steps is not None
-            and self.validation_data is None
-            and not self.validation_split
-        ):
-            raise ConfigurationError(
+        if self.eval_steps is not None:
+            lines.append(
                 f"eval_steps={self.eval_steps}: nothing is held out to evaluate on; set "
                 "validation_data or validation_split"
             )
+        if lines:
+            raise ConfigurationError("\n".join(lines))
 
     @property
     def sources(self) -> tuple[Any, Any]:
-        """``data`` and ``validation_data``, with ``columns`` for the sources that have none of
-        their own.
+        """``data`` and ``validation_data``.
+
+        Sources that have no columns of their own have ``columns``.
         """
         data = with_columns(self.data, self.columns)
         return data, with_columns(self.validation_data, self.columns)

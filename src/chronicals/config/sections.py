@@ -1,5 +1,6 @@
-"""Sections: settings of objectives, ``dpo: {beta: 0.1}``, unchecked until the objective's own file
-checks them.
+"""Sections: settings of objectives, ``dpo: {beta: 0.1}``.
+
+They are unchecked until the objective's own file checks them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import BY_VALUE, INSTEAD, NOWHERE, OUR_NAMES
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 
-SECTIONS = "sections"
+SECTIONS_FIELD = "sections"
 """Name of the field with all sections: names of objectives, and their settings."""
 
 SHARED = "router"
@@ -35,8 +36,9 @@ def lasting_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return ``fields`` with each mapping whose name is no field's moved into ``sections``, paths
-    as texts.
+    """Return ``fields`` with the mappings whose names are no fields' moved into ``sections``.
+
+    Paths in them become texts.
 
     Raises:
         ConfigurationError: the section of the run's objective is no mapping.
@@ -61,7 +63,7 @@ def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     if not sections:
         return dict(fields)
     rest = {name: value for name, value in fields.items() if name not in sections}
-    return {**rest, SECTIONS: merged(rest.get(SECTIONS, {}), sections)}
+    return {**rest, SECTIONS_FIELD: merged(rest.get(SECTIONS_FIELD, {}), sections)}
 
 
 def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The presets, under a module name that older scripts import."""
 
 from chronicals.config.config import ChronicalsConfig
-from chronicals.config.presets import PRESETS, preset
+from chronicals.config.recipe import PRESETS, preset
 
 __all__ = ["PRESETS", "ChronicalsConfig", "preset"]

@@ -1,9 +1,11 @@
-"""Values of fields in the forms that users write: texts of the command line, words with commas,
-ranges.
+"""Values of fields in the forms that users write.
+
+These are texts of the command line, words with commas, ranges, paths, and names of initialisations.
 """
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
@@ -15,14 +17,13 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from chronicals.config.foreign import own_value
-from chronicals.config.lora_init import INITS, is_init
 
 OPENING = "([{"
 CLOSING = ")]}"
 """Brackets within which a comma belongs to the value, as in the regular expression ``a{1,2}``."""
 
 
-def divided(text: str) -> list[str]:
+def split_values(text: str) -> list[str]:
     r"""Return the values of a list that is given as one text: those between its commas.
 
     A comma that is part of a value stands within brackets (``a{1,2}``) or behind a backslash
@@ -69,24 +70,24 @@ def _matches(text: str) -> bool:
     return not opened
 
 
-def undivided(value: str) -> str:
-    """Return a text that ``divided`` reads as this one value."""
+def as_one_value(value: str) -> str:
+    """Return a text that ``split_values`` reads as this one value."""
     try:
-        if divided(value) == [value]:
+        if split_values(value) == [value]:
             return value
     except PydanticCustomError:
         pass
     return value.replace(",", "\\,")
 
 
-def as_list(value: Any) -> Any:
+def as_value_list(value: Any) -> Any:
     """Return a text as the list it represents; a list keeps its values."""
-    return divided(value) if isinstance(value, str) else value
+    return split_values(value) if isinstance(value, str) else value
 
 
 def as_shares(value: Any) -> Any:
     """Return a mapping as it is, and ``name=share`` texts of the command line as a mapping."""
-    texts = as_list(value)
+    texts = as_value_list(value)
     if not isinstance(texts, list):
         return value
     shares = dict[str, str]()
@@ -102,8 +103,9 @@ def as_shares(value: Any) -> Any:
 
 
 def as_pattern(value: Any) -> Any:
-    """Return ``value``. A text must be a regular expression, which is matched with paths of
-    layers.
+    """Return ``value``, which must be a regular expression if it is a text.
+
+    It is matched with paths of layers.
     """
     try:
         re.compile(value if isinstance(value, str) else "")
@@ -121,6 +123,19 @@ def as_patterns(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+INITS = (
+    "takes default, gaussian, pissa, pissa_niter_N (N iterations, such as pissa_niter_16), "
+    "olora or loftq"
+)
+"""The initialisations of adapters, in words."""
+
+
+def is_init(name: str) -> bool:
+    """Return whether this names an initialisation of adapters."""
+    pattern = r"default|gaussian|olora|loftq|pissa(_niter_[1-9][0-9]*)?"
+    return re.fullmatch(pattern, name) is not None
+
+
 def as_lora_init(value: str) -> str:
     """Return ``value``, which must be the name of an initialisation."""
     if not is_init(value):
@@ -128,18 +143,19 @@ def as_lora_init(value: str) -> str:
     return value
 
 
-NAME = re.compile(r"\w+(\.\w+)*")
+LAYER_NAME = re.compile(r"\w+(\.\w+)*")
 """A layer, or the end of its path: ``q_proj``, ``self_attn.q_proj``."""
 
 
 def as_names(value: Any) -> Any:
-    """Return a text with several values, or with one name, as a list; another one, a regular
-    expression, as it is.
+    """Return a text with several values, or with one name, as a list.
+
+    Another text, a regular expression, is returned as it is.
     """
     if not isinstance(value, str):
         return value
-    names = divided(value)
-    return names if len(names) > 1 or NAME.fullmatch(names[0]) else names[0]
+    names = split_values(value)
+    return names if len(names) > 1 or LAYER_NAME.fullmatch(names[0]) else names[0]
 
 
 def as_numbers(value: Any) -> Any:
@@ -148,7 +164,7 @@ def as_numbers(value: Any) -> Any:
         return value
     parts: list[str] = []
     for text in value if isinstance(value, list) else [value]:
-        parts += divided(str(text))
+        parts += split_values(str(text))
     numbers = set[int]()
     for part in parts:
         match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
@@ -162,13 +178,14 @@ def as_numbers(value: Any) -> Any:
 
 
 def as_tokens(value: Any) -> Any:
-    """Return tokens as a list of ids and texts. Digits alone, as the command line has them, are an
-    id.
+    """Return tokens as a list of ids and texts.
+
+    Digits alone, as the command line has them, are an id.
     """
     if isinstance(value, dict):
         return {name: as_tokens(tokens) for name, tokens in value.items()}
     if isinstance(value, str):
-        value = divided(value)
+        value = split_values(value)
     elif isinstance(value, int):
         value = [value]
     if not isinstance(value, list):
@@ -181,8 +198,9 @@ FOREIGN = "foreign"
 
 
 def not_foreign(name: str) -> Callable[[Any], Any]:
-    """Return a validator that refuses another trainer's values of a field that would take them
-    as names.
+    """Return a validator that refuses another trainer's values.
+
+    It is for a field that would take them as names.
     """
 
     def validated(value: Any) -> Any:
@@ -206,3 +224,18 @@ def infinity_as_none(value: Any) -> Any:
 
 OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """A path in which ``~`` is the home folder, also if no shell has replaced it."""
+
+
+def exists_here(name: str) -> bool:
+    """Return whether a file or a folder here has this name, or this pattern."""
+    path = os.path.expanduser(name)
+    return os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True)))
+
+
+def lasting(name: str | Path) -> str:
+    """Return the absolute path if ``name`` is a path or pattern that exists here.
+
+    Any other name, such as a hub name, is returned unchanged.
+    """
+    text = str(name)
+    return os.path.abspath(os.path.expanduser(text)) if exists_here(text) else text

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 from chronicals.lora.embeddings import embeddings_to_store
 from chronicals.lora.layers import is_embedding
 from chronicals.models import embedding_table

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from chronicals.distributed.shards import Shards
 from chronicals.distributed.weight_shards import WeightShards
+from chronicals.kernels.adamw import split_master
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK
-from chronicals.kernels.master import split_master
 from chronicals.optimizers import Adam8bit, FusedAdamW
 from chronicals.saving import Piece
 

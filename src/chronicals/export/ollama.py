@@ -17,7 +17,7 @@ CONTENT_MARK = "\ue000"
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnMarks:
     """Texts in front of and behind the messages of each role."""
 
     around: dict[str, tuple[str, str]]
@@ -58,7 +58,7 @@ def modelfile(source: Source, file: Path) -> tuple[str, str | None]:
     return "\n".join(lines) + "\n", guessed
 
 
-def turns_of(tokenizer: Any) -> Turns | None:
+def turns_of(tokenizer: Any) -> TurnMarks | None:
     """Return the texts that a chat template puts around messages.
 
     None if the template does anything else, or Go would read it otherwise. BOS in front of a text,
@@ -94,7 +94,7 @@ def turns_of(tokenizer: Any) -> Turns | None:
             return None
         before, _, after = part.partition(CONTENT_MARK)
         around[role] = before, after
-    turns = Turns(around)
+    turns = TurnMarks(around)
     if not question.endswith(around["assistant"][0]):
         return None
     expected = render(CONVERSATION, asks=True).removeprefix(bos)

@@ -1,10 +1,11 @@
-"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over many tensors in one launch, with an exact
-master for bf16 weights.
+"""AdamW over many tensors in one launch, with an exact master for bf16 weights.
+
+Loshchilov and Hutter, 2019, algorithm 2:
 
     g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
-Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``).
+Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (``split_master``).
 Moments m and v are fp32, or bf16 with stochastic rounding (Gupta et al., 2015, section 3.1): the
 probability of rounding up is the truncated part over the spacing, so updates too small for one
 step add up over many. bf16 weights without a master are rounded stochastically, too. Gradients are
@@ -23,17 +24,49 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.lowbias32 import lowbias32
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.launch import lowbias32, runs_triton, tl, triton
 from chronicals.kernels.tensor_lists import (
     LIST_BLOCK,
     LIST_CHUNK,
-    Table,
     of_triton,
     pointers,
     table_of,
 )
+
+EXPONENT_BITS = 0x7F80
+"""The exponent bits of a bf16 pattern; with all set it is infinity or NaN."""
+
+
+def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 ``[...]`` into bf16 ``hi`` and int16 ``lo`` of the same shape, without loss.
+
+    With ``bits`` the pattern of the fp32 value, ``hi = (bits + 0x8000) >> 16`` (ties away from
+    zero, unlike ``.bfloat16()``) and ``lo = bits − (hi << 16)``, a signed 16-bit remainder: every
+    finite fp32 is ``(hi << 16) + lo`` exactly. NaN and infinity keep their kind, with ``lo = 0``.
+    """
+    bits = value.detach().contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    sign = bits & -0x80000000
+    finite = magnitude < EXPONENT_BITS << 16
+    # A NaN whose mantissa is all in the lower half keeps a bit of it, or it would become infinity.
+    high = torch.where(
+        finite, (magnitude + 0x8000) >> 16, (magnitude >> 16) | ((magnitude & 0xFFFF) != 0).int()
+    )
+    low = torch.where(finite, magnitude - (high << 16), 0)
+    pattern = (high | (sign >> 16 & 0x8000)).to(torch.int32)
+    # Unsigned 16-bit patterns in int32, as int16 of the same bits.
+    wrapped = torch.where(pattern >= 0x8000, pattern - 0x10000, pattern).to(torch.int16)
+    return wrapped.view(torch.bfloat16), low.to(torch.int16)
+
+
+def join_master(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return the fp32 value of a pair from ``split_master``."""
+    pattern = hi.detach().contiguous().view(torch.int16).to(torch.int32)
+    magnitude = ((pattern & 0x7FFF) << 16) + lo.to(torch.int32)
+    return (magnitude | torch.where(pattern < 0, -0x80000000, 0).to(torch.int32)).view(
+        torch.float32
+    )
+
 
 GOLDEN_RATIO_32 = 0x9E3779B9
 """2³² over the golden ratio, rounded to odd; multiplying by it spreads consecutive seeds."""
@@ -198,7 +231,11 @@ def fused_adamw_(
     """Update weights, states and steps in place; gradients are only read.
 
     Args:
+        tensors: weights, gradients and states.
         lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
         factor: scalar tensor that gradients are multiplied by.
         apply: bool tensor, a scalar or one value for each weight; a weight with False and its
             states do not change by a bit.
@@ -209,13 +246,13 @@ def fused_adamw_(
     if tensors.weights:
         check_apply(apply, len(tensors.weights))
         fused_adamw_part_(
-            tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
+            tensors, LaunchPart.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
         )
         count_step_(tensors, apply)
 
 
 @dataclass(frozen=True)
-class Part:
+class LaunchPart:
     """The position of a part within a whole launch, whose results it reproduces bit by bit.
 
     Stochastic rounding depends on an element's chunk in the whole launch, so a part must know its
@@ -237,7 +274,7 @@ class Part:
     chunk: int = 0
 
     @classmethod
-    def whole(cls, tensors: Tensors, betas: tuple[float, float]) -> Part:
+    def whole(cls, tensors: Tensors, betas: tuple[float, float]) -> LaunchPart:
         """Return the part that is the whole launch."""
         steps = torch.stack(tensors.steps)
         # In fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit.
@@ -263,7 +300,7 @@ class Part:
 
 def fused_adamw_part_(
     tensors: Tensors,
-    part: Part,
+    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -276,6 +313,13 @@ def fused_adamw_part_(
     Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
 
     Args:
+        tensors: weights, gradients and states.
+        part: the position of these tensors in the launch.
+        lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
+        factor: scalar tensor that gradients are multiplied by.
         apply: a scalar, or one value for each weight of the whole launch.
 
     Raises:
@@ -301,7 +345,7 @@ def fused_adamw_part_(
         _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
         return
     kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
-    table = _table(tensors)
+    table = table_of(_rows(tensors))
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
@@ -380,13 +424,9 @@ def _rows(tensors: Tensors) -> list[list[Tensor]]:
     ]
 
 
-def _table(tensors: Tensors, chunk: int = LIST_CHUNK) -> Table:
-    return table_of(_rows(tensors), chunk)
-
-
 def looked_up(tensors: Tensors) -> list[Tensor]:
     """Build and return the device tensors that a launch for ``tensors`` reads as its table."""
-    return _table(tensors).on_device
+    return table_of(_rows(tensors)).on_device
 
 
 def fused_adamw_reference_(
@@ -399,14 +439,14 @@ def fused_adamw_reference_(
     apply: Tensor | None = None,
 ) -> None:
     """Compute ``fused_adamw_`` in plain torch; stochastic rounding draws other random bits."""
-    part = Part.whole(tensors, betas)
+    part = LaunchPart.whole(tensors, betas)
     _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
 
 
 def _reference_part_(
     tensors: Tensors,
-    part: Part,
+    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -452,7 +492,11 @@ def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place:
 
     Args:
         value: elements of a tensor from number ``begin`` on.
-        step, place: with the number of an element they determine its random bits.
+        kind: dtype of the result.
+        begin: number of the first element.
+        step: earlier updates of the tensor; with ``place`` and the number of an element it
+            determines its random bits.
+        *place: number of the tensor, and which of its values this is.
     """
     if kind != torch.bfloat16:
         return value.to(kind)

@@ -1,5 +1,6 @@
-"""AdamW over many tensors in one launch, with both moments in 8 bits (Dettmers et al., 2022,
-sections 2 and 3).
+"""AdamW over many tensors in one launch, with both moments in 8 bits.
+
+Dettmers et al., 2022, sections 2 and 3:
 
     m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   g times ``factor`` before
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
@@ -29,20 +30,20 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.adamw import (
-    Part,
+    LaunchPart,
     Tensors,
     _joined,
     _rounded,
+    _rows,
     _split,
-    _table,
     check_apply,
     count_step_,
+    join_master,
     runs_here,
+    split_master,
 )
-from chronicals.kernels.launch import INTERPRETED, tl, triton
-from chronicals.kernels.lowbias32 import lowbias32
-from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import Table, of_triton, table_of
+from chronicals.kernels.launch import INTERPRETED, lowbias32, tl, triton
+from chronicals.kernels.tensor_lists import of_triton, table_of
 
 MOMENT_BLOCK = 256
 """Elements that share a scale."""
@@ -317,7 +318,11 @@ def adamw_8bit_(
     """Update weights, moments and steps in place; gradients are only read.
 
     Args:
+        tensors: weights, gradients and states.
         lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
         factor: scalar tensor that gradients are multiplied by.
         apply: bool tensor, a scalar or one value for each weight; a weight with False and its
             states do not change by a bit.
@@ -328,14 +333,14 @@ def adamw_8bit_(
     if tensors.weights:
         check_apply(apply, len(tensors.weights))
         adamw_8bit_part_(
-            tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
+            tensors, LaunchPart.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
         )
         count_step_(tensors, apply)
 
 
 def adamw_8bit_part_(
     tensors: QuantizedTensors,
-    part: Part,
+    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -348,6 +353,13 @@ def adamw_8bit_part_(
     Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
 
     Args:
+        tensors: weights, gradients and states.
+        part: the position of these tensors in the launch.
+        lr: a number, or a scalar tensor on the device.
+        betas: β₁ and β₂.
+        eps: ε.
+        weight_decay: λ.
+        factor: scalar tensor that gradients are multiplied by.
         apply: a scalar, or one value for each weight of the whole launch.
 
     Raises:
@@ -366,8 +378,8 @@ def adamw_8bit_part_(
     if not runs_here(tensors):
         _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    table = _table(tensors, CHUNK_8BIT)
-    scales = _scales(tensors)
+    table = table_of(_rows(tensors), CHUNK_8BIT)
+    scales = table_of([tensors.mean_scales, tensors.square_scales])
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     over = (1 - betas[1]) / (1 - betas[0]) ** 2
@@ -417,13 +429,10 @@ def adamw_8bit_part_(
     torch.autograd.graph.increment_version([x for row in changed for x in row])
 
 
-def _scales(tensors: QuantizedTensors) -> Table:
-    return table_of([tensors.mean_scales, tensors.square_scales])
-
-
 def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
     """Build and return the device tensors that a launch for ``tensors`` reads as its tables."""
-    return [*_table(tensors, CHUNK_8BIT).on_device, *_scales(tensors).on_device]
+    scales = table_of([tensors.mean_scales, tensors.square_scales])
+    return [*table_of(_rows(tensors), CHUNK_8BIT).on_device, *scales.on_device]
 
 
 def adamw_8bit_reference_(
@@ -436,7 +445,7 @@ def adamw_8bit_reference_(
     apply: Tensor | None = None,
 ) -> None:
     """Compute ``adamw_8bit_`` in plain torch; weights without a master are rounded to nearest."""
-    corrections = Part.whole(tensors, betas).corrections
+    corrections = LaunchPart.whole(tensors, betas).corrections
     _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
     count_step_(tensors, apply)
 

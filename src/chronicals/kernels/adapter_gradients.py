@@ -225,11 +225,16 @@ def _summing_kernel(
 
 def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the compile-time arguments of the first kernel and its launch options."""
-    # Columns of a strip are halved until shared memory holds two tiles, so that one is loaded while
-    # another is multiplied.
+    size = dy.element_size()
     padded_rank = max(16, next_power_of_2(rank))
     columns = 512 if padded_rank == 16 else 256
-    while dy.is_cuda and _tiles(dy, columns, padded_rank) < 2:
+    # Columns of a strip are halved until shared memory holds two tiles of dy and u besides the
+    # strip's s·B, so that one is loaded while another is multiplied.
+    while True:
+        room = shared_memory(dy.device) - columns * padded_rank * size
+        tiles = room // (GRADIENT_TILE_ROWS * (columns + padded_rank) * size)
+        if tiles >= 2 or not dy.is_cuda:
+            break
         columns //= 2
     constants = {
         "COLUMNS": columns,
@@ -237,18 +242,7 @@ def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
         "ROWS": GRADIENT_TILE_ROWS,
         "KIND": multiplied_in(dy.dtype),
     }
-    return constants, {
-        "num_warps": 8,
-        "num_stages": max(1, min(4, _tiles(dy, columns, padded_rank))),
-    }
-
-
-def _tiles(dy: Tensor, columns: int, rank: int) -> int:
-    """Return how many tiles of dy and u shared memory holds besides the strip's s·B."""
-    size = dy.element_size()
-    return (shared_memory(dy.device) - columns * rank * size) // (
-        GRADIENT_TILE_ROWS * (columns + rank) * size
-    )
+    return constants, {"num_warps": 8, "num_stages": max(1, min(4, tiles))}
 
 
 def adapter_gradients(
@@ -266,9 +260,12 @@ def adapter_gradients(
     Args:
         dy: ``[T, N]``.
         up: s·B of all layers as a block diagonal, zeros elsewhere, ``[N, R]``.
-        u, g: ``[T, R]``; their rows may be strided.
-        sizes, ranks: outputs and rank of each layer; rank 0 means no adapter.
+        u: x Aᵀ of all layers' adapters, ``[T, R]``; rows may be strided.
+        g: written, ``[T, R]``; rows may be strided.
+        sizes: outputs of each layer.
+        ranks: rank of each layer's adapter; 0 means no adapter.
         factors: f of each layer's dB.
+        kind: dtype of the results.
     """
     if (
         len(sizes) > MAX_FUSED_LAYERS

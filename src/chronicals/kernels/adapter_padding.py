@@ -104,9 +104,13 @@ def write_adapters(
     Other elements of ``down`` and ``up`` are left as they are; they must be zero.
 
     Args:
+        down: A of all layers one below the other, ``[R, K]``.
+        up: s·B of all layers as a block diagonal, ``[N, R]``.
         sizes: outputs n of each layer.
         ranks: rank of each layer's adapter, 0 for none.
-        downs, ups, scales: A, B and s of each layer; A and B are None without an adapter.
+        downs: A of each layer, None without an adapter.
+        ups: B of each layer, None without an adapter.
+        scales: s of each layer.
     """
     matrices = [x for x in (*downs, *ups) if x is not None]
     fits = (

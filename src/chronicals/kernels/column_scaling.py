@@ -1,5 +1,6 @@
-"""Scaling of columns by factors, as the magnitudes of DoRA scale a product's outputs (Liu et al.,
-2024, equation 5).
+"""Scaling of columns by factors, as the magnitudes of DoRA scale the outputs of a product.
+
+Liu et al., 2024, equation 5:
 
     z = f ⊙ y + b            dy = f ⊙ dz,   df = Σₜ dz ⊙ y            y, z, dy, dz [T, N],  f, b [N]
 
@@ -102,7 +103,8 @@ def scale_columns(
 
     Args:
         y: ``[T, N]``.
-        factor, bias: fp32 ``[N]``.
+        factor: f, fp32 ``[N]``.
+        bias: b, fp32 ``[N]``, or None.
         out: ``[T, N]``; may be ``y``.
     """
     out = torch.empty_like(y) if out is None else out
@@ -133,6 +135,9 @@ def scaled_columns_gradient(
     """Write dy = ``factor ⊙ dz`` into ``out``.
 
     Args:
+        dz: gradient of the scaled tensor, ``[T, N]``.
+        factor: f, fp32 ``[N]``.
+        out: ``[T, N]``; may be ``dz``.
         y: the scaled tensor, if the gradient of ``factor`` is wanted.
 
     Returns:
@@ -143,9 +148,10 @@ def scaled_columns_gradient(
         or not len(dz)
         or any(x.stride(1) != 1 for x in (dz, out, *(() if y is None else (y,))))
     ):
-        gradient, sums = scaled_columns_gradient_reference(dz, factor, y)
-        out.copy_(gradient)
-        return sums
+        wide = dz.to(torch.promote_types(dz.dtype, factor.dtype))
+        df = None if y is None else (wide * y).sum(0).to(factor.dtype)
+        out.copy_((wide * factor).to(dz.dtype))
+        return df
     rows, width = dz.shape
     parts = triton.cdiv(rows, SCALING_CHUNK_ROWS)
     sums = factor.new_empty((0 if y is None else parts, width))
@@ -173,11 +179,3 @@ def scale_columns_reference(y: Tensor, factor: Tensor, bias: Tensor | None = Non
     """Compute ``scale_columns`` in plain torch."""
     z = y.to(torch.promote_types(y.dtype, factor.dtype)) * factor
     return (z if bias is None else z + bias).to(y.dtype)
-
-
-def scaled_columns_gradient_reference(
-    dz: Tensor, factor: Tensor, y: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return dy and df in plain torch."""
-    wide = dz.to(torch.promote_types(dz.dtype, factor.dtype))
-    return (wide * factor).to(dz.dtype), None if y is None else (wide * y).sum(0).to(factor.dtype)

@@ -1,5 +1,6 @@
-"""Divergence of each row of a student's logits from a teacher's, and its gradient. The chunked head
-of ``linear_distillation.py`` builds on it.
+"""Divergence of each row of a student's logits from a teacher's, and its gradient.
+
+The chunked head of ``linear_distillation.py`` builds on it.
 
     z = softcap(scale · x)                    of a row of raw logits x; z' likewise of the teacher's
     q = softmax(z / τ),   p = softmax(z' / τ)     the student's and the teacher's distribution
@@ -161,8 +162,9 @@ def _row(
     TEMPERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest logit m of a row, its first column, log Σ e^{z − m}, and
-    log Σ e^{(z − m) / τ}, in one pass.
+    """Compute the statistics of a row in one pass.
+
+    Returns the largest logit m, its first column, log Σ e^{z − m}, and log Σ e^{(z − m) / τ}.
     """
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
     place = tl.zeros((BLOCK // 8,), tl.int32)
@@ -351,9 +353,11 @@ def divergence_and_gradient_(
     """Compute ``ROW_RESULTS`` of each row, and overwrite ``x`` with the gradient of the loss.
 
     Args:
-        x, y: raw logits of student and teacher, ``[rows, V]``, of any floating-point dtypes.
+        x: raw logits of the student, ``[rows, V]``, of any floating-point dtype.
+        y: those of the teacher.
         targets: int64 ``[rows]``; results and gradient of −100 are zero.
         weights: w, ``[rows]`` or None.
+        options: numbers of the formula.
         wants_gradient: if False, ``x`` is left as it is.
 
     Returns:
@@ -401,11 +405,6 @@ def divergence_and_gradient_(
     return results
 
 
-def _zero_where(chances: Tensor, values: Tensor) -> Tensor:
-    """Return ``chances · values``, and 0 for a chance of 0, whose value may be infinite."""
-    return torch.where(chances == 0, 0.0, chances * values)
-
-
 def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
     """Return log m of ``m = share · p + (1 − share) · q``."""
     if share in (0.0, 1.0):
@@ -438,7 +437,7 @@ def divergence_and_gradient_reference_(
     options: DistillationOptions,
     wants_gradient: bool,
 ) -> Tensor:
-    """Compute ``divergence_and_gradient_`` in plain torch."""
+    """Compute ``divergence_and_gradient_`` in plain torch, by the formulas at the top of this file."""
     of = options.divergence
     at_target = places_of(targets, x.shape[1])
     z = shaped_reference(x, options.student)
@@ -457,11 +456,21 @@ def divergence_and_gradient_reference_(
     same = [(best == other).to(wide) for other in (teachers_best, targets)]
     results = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORE_INDEX, 0.0)
     if wants_gradient:
-        gradient = (
-            options.of_divergence
-            / options.temperature
-            * _of_divergence(z, teacher_z, of, options.temperature)
-        )
+        log_q = torch.log_softmax(z / options.temperature, 1)
+        log_p = torch.log_softmax(teacher_z / options.temperature, 1)
+        log_m = _log_mixture(log_p, log_q, of.share)
+        q = log_q.exp()
+        h = torch.zeros_like(q)
+        if of.of_student:
+            # A chance of 0 counts nothing, though the logarithm beside it may be infinite.
+            h += of.of_student * torch.where(q == 0, 0.0, q * (log_q - log_m))
+        if of.share == 0:
+            h -= of.of_teacher * log_p.exp()
+        elif of.share != 1:
+            of_m = (log_p - log_m).masked_fill(log_p == -math.inf, -math.inf).exp()
+            h -= (of.of_teacher * (1 - of.share) - of.of_student * of.share) * q * of_m
+        of_divergence = h - q * h.sum(1, keepdim=True)
+        gradient = options.of_divergence / options.temperature * of_divergence
         if options.of_cross_entropy:
             chances = log_chances.exp_().scatter_add_(
                 1, at_target, torch.full_like(at_target, -1, dtype=wide)
@@ -471,21 +480,3 @@ def divergence_and_gradient_reference_(
         gradient *= (counted if weights is None else counted * weights)[:, None]
         chain_(gradient, z, x, options.student)
     return results
-
-
-def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
-    """Return ``dD/d(z / τ)`` by the formula at the top of this file."""
-    log_q = torch.log_softmax(z / temperature, 1)
-    log_p = torch.log_softmax(teacher_z / temperature, 1)
-    log_m = _log_mixture(log_p, log_q, of.share)
-    q = log_q.exp()
-    p = log_p.exp()
-    h = torch.zeros_like(q)
-    if of.of_student:
-        h += of.of_student * _zero_where(q, log_q - log_m)
-    if of.share == 0:
-        h -= of.of_teacher * p
-    elif of.share != 1:
-        of_m = (log_p - log_m).masked_fill(log_p == -math.inf, -math.inf).exp()
-        h -= (of.of_teacher * (1 - of.share) - of.of_student * of.share) * q * of_m
-    return h - q * h.sum(1, keepdim=True)

@@ -1,9 +1,10 @@
-"""Products of a tensor under dropout (Srivastava et al., 2014) with the thin matrices of an
-adapter, without the mask in memory.
+"""Products of a tensor under dropout with the thin matrices of an adapter.
+
+The mask of the dropout (Srivastava et al., 2014) is never in memory:
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 
-The mask m is a hash of a seed and of the element's place (see ``lowbias32.py``). Forward and
+The mask m is a hash of a seed and of the element's place (``lowbias32``). Forward and
 backward compute the same one, so it is not saved. p is rounded to a multiple of 1/65536, also in
 1 − p. ``x`` is ``[T, D]``, A ``[r, D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u,
 2·D for dA, 4·D for dx; the thin sides stay in the cache.
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import (
+    MASK_32_BITS,
+    lowbias32,
+    lowbias32_reference,
     multiplied_in,
     multiprocessors,
     next_power_of_2,
@@ -26,7 +30,6 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
-from chronicals.kernels.lowbias32 import MASK_32_BITS, lowbias32, lowbias32_reference
 
 MAX_LAUNCH_RANK = 256
 """Columns of u that a program holds; wider adapters are taken in slices."""

@@ -1,5 +1,6 @@
-"""The weighted sum over the experts of each token, in the order of their ranks and without atomics,
-so that it is reproducible.
+"""The weighted sum over the experts of each token, in the order of their ranks.
+
+It needs no atomics, so it is reproducible.
 
     y_t = Σ_j p_tj · z[places[t · k + j]],   j = 0 … k − 1          p = 1 without shares
 
@@ -13,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import next_power_of_2, operator, runs_triton, tl, triton
 
 
 @triton.jit
@@ -82,6 +82,7 @@ def expert_combine(z: Tensor, places: Tensor, each: int, shares: Tensor | None =
     """Sum the rows ``z`` ``[S, D]`` of each token to ``[T, D]``.
 
     Args:
+        z: outputs of the experts, sorted by expert.
         places: int32 ``[S]``, the row of each pair.
         each: k, experts of a token.
         shares: p, ``[S]`` in the order of pairs; None for 1.

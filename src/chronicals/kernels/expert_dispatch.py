@@ -1,5 +1,6 @@
-"""Sort token-expert pairs by expert on the device, by a counting sort that keeps the order of pairs
-within an expert.
+"""Sorting of token-expert pairs by expert on the device.
+
+A counting sort keeps the order of pairs within an expert:
 
     bounds[e] = pairs of experts before e      places[s] = bounds[e_s] + pairs of e_s before s      order[places[s]] = s
 
@@ -24,8 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, operator, runs_triton, tl, triton
 
 BLOCK_PAIRS = 128
 """Pairs that a program counts."""
@@ -64,6 +64,7 @@ class Dispatch(NamedTuple):
 
     @property
     def experts(self) -> int:
+        """The number E of experts."""
         return len(self.bounds) - 1
 
     def received(self) -> Tensor:
@@ -192,11 +193,8 @@ def _dispatch(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tenso
 
 
 @torch.library.register_fake(_dispatch)
-def _(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty(experts_S, experts, rows)
-
-
 def _empty(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate order, places, bounds and tiles of a ``Dispatch``."""
     pairs = len(experts_S)
     shapes: list[tuple[int, ...]] = [
         (pairs,),

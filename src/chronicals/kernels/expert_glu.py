@@ -1,5 +1,6 @@
-"""The gated unit between the two products of an expert, and its backward pass including the
-gradient of the router's shares.
+"""The gated unit between an expert's two products, and its gradient.
+
+The backward pass includes the gradient of the router's shares:
 
     u = a(γ) · (υ + o),   γ = min(gate, l),   υ = min(max(up, −l), l),   a(γ) = γ · σ(α γ), or GELU (``glu.py``)
     du = p · g,           dgate = du · (υ + o) · a′(γ) where gate ≤ l,   dup = du · a(γ) where |up| ≤ l,   dp = Σ_f g · u
@@ -10,7 +11,8 @@ for the gradient of W. α, l and o are those of gpt-oss (its reference implement
 give SwiGLU. Gate and up are halves of ``[S, 2F]``, or alternate along its columns.
 
 Everything is computed in fp32 and rounded once; u is computed again in the backward pass. Bytes a
-row in 16 bit: 6 · F forward, 12 · F backward. In FP8: ``expert_glu_fp8.py``.
+row in 16 bit: 6 · F forward, 12 · F backward. In FP8: 1 byte an element of the unit or
+of dh more, and a scale a row.
 
 Shapes: S pairs sorted by expert, F inner width.
 """
@@ -23,16 +25,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.amax import magnitude
-from chronicals.kernels.fp8 import _inverse, _scale_of
+from chronicals.kernels.fp8 import (
+    FP8_MAX,
+    Scaled,
+    _inverse,
+    _scale_of,
+    fp8_quantize_reference,
+    lacks_fp8,
+    magnitude,
+)
 from chronicals.kernels.glu import _activate, _sigmoid
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import absent, operator, runs_triton, tl, triton
 
 GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 GLU_PROGRAM_ELEMENTS = 1024
 """Elements that a program holds at once: a block of a wide row, or several narrow rows."""
+
+UNIT_DTYPE = torch.float8_e4m3fn
+"""The FP8 dtype of the unit and of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -416,7 +427,9 @@ def _backward(
     has_unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = g.shape
-    d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
+    d_h, unit, d_shares = _empty_gradients(
+        g, h, shares, order, activation, alpha, limit, offset, interleaved, has_unit
+    )
     block = _block(width)
     program_rows = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
@@ -453,7 +466,7 @@ def _backward(
 
 
 @torch.library.register_fake(_backward)
-def _(
+def _empty_gradients(
     g: Tensor,
     h: Tensor,
     shares: Tensor,
@@ -465,10 +478,7 @@ def _(
     interleaved: bool,
     has_unit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(h, shares, has_unit)
-
-
-def _empty_gradients(h: Tensor, shares: Tensor, has_unit: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what ``_backward`` returns."""
     unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
     return h.new_empty(h.shape), unit, shares.new_empty(shares.shape, dtype=torch.float32)
 
@@ -490,6 +500,7 @@ def expert_glu_gradient(
         h: ``[S, 2F]``.
         shares: p, ``[S]`` in the order of pairs.
         order: the pair of each row, int32.
+        gate: options of the unit.
         has_unit: whether ``p · u`` is wanted.
 
     Returns:
@@ -538,3 +549,208 @@ def expert_glu_gradient_reference(
     d_shares = torch.empty_like(shares, dtype=wide)
     d_shares[pairs] = (g * unit.detach()).sum(1)
     return d_h.to(h.dtype), (share * unit.detach()).to(h.dtype), d_shares
+
+
+def _empty_fp8(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate 16-bit results ``[S, width]`` (``absent`` if not ``dense``), FP8 values and scales."""
+    rows = len(h)
+    return (
+        h.new_empty(rows, width) if dense else absent(h),
+        h.new_empty(rows, width, dtype=UNIT_DTYPE),
+        h.new_empty(rows, 1, dtype=torch.float32),
+    )
+
+
+@operator("chronicals::expert_glu_fp8_forward")
+def _forward_fp8(
+    h: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    dense: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = len(h)
+    width = h.shape[1] // 2
+    u, values, scale = _empty_fp8(h, width, dense)
+    block = _block(width)
+    program_rows = GLU_PROGRAM_ELEMENTS // block
+    _expert_glu_forward_kernel[(triton.cdiv(rows, program_rows),)](
+        h,
+        u if dense else None,
+        values,
+        scale,
+        rows,
+        width,
+        h.stride(0),
+        width,
+        alpha,
+        limit or 0.0,
+        offset,
+        activation,
+        limit is not None,
+        interleaved,
+        dense,
+        True,
+        FP8_MAX[UNIT_DTYPE],
+        program_rows,
+        block,
+        num_warps=4,
+    )
+    return u, values, scale
+
+
+@torch.library.register_fake(_forward_fp8)
+def _(
+    h: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    dense: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_fp8(h, h.shape[1] // 2, dense)
+
+
+@operator("chronicals::expert_glu_fp8_backward")
+def _backward_fp8(
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    dense: bool,
+    has_unit: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, width = g.shape
+    d_h, values, scale, unit, d_shares = _empty_gradients_fp8(
+        g, h, shares, order, activation, alpha, limit, offset, interleaved, dense, has_unit
+    )
+    block = _block(width)
+    program_rows = GLU_PROGRAM_ELEMENTS // block
+    _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
+        g,
+        h,
+        shares,
+        order,
+        d_h if dense else None,
+        values,
+        scale,
+        unit if has_unit else None,
+        d_shares,
+        rows,
+        width,
+        g.stride(0),
+        h.stride(0),
+        2 * width,
+        width,
+        alpha,
+        limit or 0.0,
+        offset,
+        activation,
+        limit is not None,
+        interleaved,
+        dense,
+        has_unit,
+        True,
+        FP8_MAX[UNIT_DTYPE],
+        program_rows,
+        block,
+        num_warps=4,
+    )
+    return d_h, values, scale, unit, d_shares
+
+
+@torch.library.register_fake(_backward_fp8)
+def _empty_gradients_fp8(
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    dense: bool,
+    has_unit: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what ``_backward_fp8`` returns."""
+    unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
+    return (
+        *_empty_fp8(h, h.shape[1], dense),
+        unit,
+        shares.new_empty(shares.shape, dtype=torch.float32),
+    )
+
+
+def expert_glu_fp8(h: Tensor, gate: Gate, dense: bool = True) -> tuple[Tensor | None, Scaled]:
+    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``, also in FP8.
+
+    It is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
+    """
+    if not (len(h) and h.stride(1) == 1 and runs_triton(h)) or lacks_fp8(h.device):
+        return expert_glu_fp8_reference(h, gate, dense)
+    u, values, scale = _forward_fp8(
+        h, gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved, dense
+    )
+    return u if dense else None, Scaled(values, scale)
+
+
+def expert_glu_fp8_gradient(
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    gate: Gate,
+    dense: bool = True,
+    has_unit: bool = True,
+) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
+    """Return what ``expert_glu_gradient`` does, and dh in FP8.
+
+    dh is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
+    """
+    launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1
+    if not (launchable and runs_triton(g, h, shares)) or lacks_fp8(h.device):
+        return expert_glu_fp8_gradient_reference(g, h, shares, order, gate, dense, has_unit)
+    options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
+    d_h, values, scale, unit, d_shares = _backward_fp8(
+        g, h, shares, order, *options, dense, has_unit
+    )
+    return d_h if dense else None, Scaled(values, scale), unit if has_unit else None, d_shares
+
+
+def expert_glu_fp8_reference(
+    h: Tensor, gate: Gate, dense: bool = True
+) -> tuple[Tensor | None, Scaled]:
+    """Compute ``expert_glu_fp8`` in plain torch."""
+    scaled, _ = fp8_quantize_reference(expert_glu_reference(h.float(), gate), "row")
+    assert scaled is not None
+    return expert_glu_reference(h, gate) if dense else None, scaled
+
+
+def expert_glu_fp8_gradient_reference(
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    gate: Gate,
+    dense: bool = True,
+    has_unit: bool = True,
+) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
+    """Compute ``expert_glu_fp8_gradient`` in plain torch."""
+    d_h, unit, d_shares = expert_glu_gradient_reference(g, h.float(), shares, order, gate)
+    scaled, _ = fp8_quantize_reference(d_h, "row")
+    assert scaled is not None
+    return (
+        d_h.to(h.dtype) if dense else None,
+        scaled,
+        unit.to(h.dtype) if has_unit else None,
+        d_shares,
+    )

@@ -1,5 +1,6 @@
-"""Quantisation to 8-bit floating point with fp32 scales: ``x ≈ scale · values`` (Micikevicius et
-al., 2022, sections 3 and 4).
+"""Quantisation to 8-bit floating point with fp32 scales: ``x ≈ scale · values``.
+
+Micikevicius et al., 2022, sections 3 and 4:
 
     scale = max |x| · (1 / L),   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
 
@@ -11,7 +12,8 @@ along M.
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each
 layout. The scale of a tensor, and those of whole columns, cost 2 more, since they are known only
-after all has been read; not if the kernel that wrote the tensor found its maximum (``amax.py``).
+after all has been read; not if the kernel that wrote the tensor found its maximum: an
+``Amax`` passes it on.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from chronicals.kernels.amax import absent, new_amax, raise_amax
 from chronicals.kernels.launch import (
     INTERPRETED,
     MAX_ROW_WIDTH,
+    absent,
     in_rows,
     next_power_of_2,
+    operator,
     runs_triton,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 
 FP8_BLOCK = 128
 """Elements that share a scale along one dimension, in ``block`` and ``square`` scaling."""
@@ -80,6 +83,84 @@ class Scaled(NamedTuple):
 
     values: Tensor
     scale: Tensor
+
+
+@triton.jit
+def magnitude(x):
+    """Return |x|, and 0 for NaN, so that a maximum ignores it."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def raise_amax(amax_ptr, most):
+    """Raise the cell to the largest of ``most``, fp32 ``[n]``, at least 0.
+
+    The cell is int32 and holds the bits of a non-negative fp32, whose order as integers is their
+    order as numbers.
+    """
+    bits = tl.max(most, 0).to(tl.int32, bitcast=True)
+    # Most programs find the cell already higher and skip the atomic, the costly part.
+    tl.atomic_max(amax_ptr, bits, mask=bits > tl.load(amax_ptr), sem="relaxed")
+
+
+def new_amax(like: Tensor, wanted: bool = True) -> Tensor:
+    """Return a cell for ``raise_amax``, int32 ``[1]`` at 0; ``absent`` if not ``wanted``."""
+    return like.new_zeros(1, dtype=torch.int32) if wanted else absent(like)
+
+
+class _Measured(NamedTuple):
+    """An amax with the tensor that it was measured on."""
+
+    identity: tuple
+    storage: StorageWeakRef
+    amax: Tensor
+
+
+class Amax:
+    """A slot that carries a tensor's largest absolute value (amax) to the operation that quantises it.
+
+    So the quantising kernel need not read the tensor twice.
+
+    Both operations get the same ``Amax`` object. The first calls ``put`` with its output, the
+    second ``take`` with its input. Between them autograd or a hook may have replaced or changed
+    the tensor (it may have added another gradient), so the amax would be wrong. ``put`` therefore
+    records which tensor was measured: address, shape, strides, dtype and version counter, and a
+    weak reference to its storage, because a freed address can be given to another tensor.
+    ``take`` returns the amax only if its tensor agrees in all of these and the storage still
+    lives; otherwise it returns None, and the caller measures again. A slot is read once.
+    """
+
+    def __init__(self) -> None:
+        self._measured: _Measured | None = None
+
+    def put(self, x: Tensor, cell: Tensor) -> None:
+        """Record ``cell``, int32 ``[1]`` from ``raise_amax``, as the amax of ``x``."""
+        self._measured = _Measured(
+            _identity(x), StorageWeakRef(x.untyped_storage()), cell.view(torch.float32)
+        )
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """Return the amax of ``x``, fp32 ``[1]``, and empty the slot.
+
+        None if ``x`` is another tensor than was measured, or has changed since.
+        """
+        measured = self._measured
+        self._measured = None
+        if measured is None or measured.identity != _identity(x) or measured.storage.expired():
+            return None
+        return measured.amax
+
+
+def with_amax(amax: Amax | None, x: Tensor, cell: Tensor) -> Tensor:
+    """Return ``x``, after ``cell`` was recorded as its amax if the caller passed a slot."""
+    if amax is not None:
+        amax.put(x, cell)
+    return x
+
+
+def _identity(x: Tensor) -> tuple:
+    """Return what changes if ``x`` is replaced or written; valid while its storage lives."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, 0 if x.is_inference() else x._version
 
 
 @triton.jit
@@ -367,22 +448,6 @@ def _rows_kernel(
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Values and scale of the rows, then of the columns; ``absent`` for a layout not asked for."""
-
-
-def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Outputs:
-    def empty(shape: Sequence[int], wanted: bool) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return absent(x), absent(x)
-        return x.new_empty(shape, dtype=dtype), x.new_empty(
-            scale_shape(shape, scaling), dtype=torch.float32
-        )
-
-    rows, width = x.shape
-    return *empty((rows, width), layout != "columns"), *empty((width, rows), layout != "rows")
-
-
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
     """Return the shape of the scales in memory; those of ``block`` are stored transposed."""
     outer, inner = shape
@@ -404,7 +469,7 @@ def _quantize(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _outputs(x, scaling, dtype, layout)
+    results = _outputs(x, scaling, dtype, layout, scale, amax)
     if not x.numel():
         for tensor in results:
             tensor.fill_(1.0)
@@ -426,7 +491,8 @@ def _quantize(
     if layout == "columns":  # the kernel writes no rows, but takes its dtype from this pointer
         by_rows = by_columns
     values, of_columns = by_rows if layout == "rows" else by_columns
-    _tiles_kernel[(_tiles(x),)](
+    tiles = triton.cdiv(rows, FP8_BLOCK) * triton.cdiv(width, FP8_BLOCK)
+    _tiles_kernel[(tiles,)](
         x,
         *extremes,
         *by_rows,
@@ -450,10 +516,6 @@ def _quantize(
 def _in_fours(columns: Tensor) -> Tensor:
     """View columns as uint32, or as bytes if their length is no multiple of 4."""
     return columns.view(torch.uint8 if columns.shape[-1] % 4 else torch.uint32)
-
-
-def _tiles(x: Tensor) -> int:
-    return triton.cdiv(x.shape[0], FP8_BLOCK) * triton.cdiv(x.shape[1], FP8_BLOCK)
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
@@ -488,12 +550,13 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
-def _scale(most: Tensor, limit: float) -> Tensor:
+def scale_of_amax(most: Tensor, limit: float) -> Tensor:
+    """Return the scale of each maximum in ``most`` for values of at most ``limit``; 1 for 0."""
     return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
 
 
 @torch.library.register_fake(_quantize)
-def _(
+def _outputs(
     x: Tensor,
     scaling: str,
     dtype: torch.dtype,
@@ -501,7 +564,17 @@ def _(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(x, scaling, dtype, layout)
+    """Allocate values and scale of the rows, then of the columns; ``absent`` for what is not wanted."""
+    shape = x.shape
+    results: list[Tensor] = []
+    for of_layout, wanted in ((shape, layout != "columns"), (shape[::-1], layout != "rows")):
+        if wanted:
+            results.append(x.new_empty(of_layout, dtype=dtype))
+            results.append(x.new_empty(scale_shape(of_layout, scaling), dtype=torch.float32))
+        else:
+            results += [absent(x), absent(x)]
+    values, scales, transposed, transposed_scales = results
+    return values, scales, transposed, transposed_scales
 
 
 def fp8_quantize(
@@ -543,9 +616,8 @@ def fp8_quantize(
             f"scaling={scaling!r}: only the scale or the maximum of a whole tensor can be given"
         )
     if not runs_triton(x) or lacks_fp8(x.device):
-        scale = (
-            _scale(amax.view(()), FP8_MAX[dtype]) if scale is None and amax is not None else scale
-        )
+        if scale is None and amax is not None:
+            scale = scale_of_amax(amax.view(()), FP8_MAX[dtype])
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
     rows, of_rows, columns, of_columns = _quantize(
         in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, amax
@@ -553,9 +625,8 @@ def fp8_quantize(
     if scaling == "block":
         of_rows = of_rows.t()
         of_columns = of_columns.t()
-    return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(
-        columns, of_columns
-    ) if layout != "rows" else None
+    by_rows = Scaled(rows, of_rows) if layout != "columns" else None
+    return by_rows, Scaled(columns, of_columns) if layout != "rows" else None
 
 
 @triton.jit
@@ -589,7 +660,8 @@ def fp8_transposed(scaled: Scaled) -> Scaled:
     (rows, width) = values.shape
     out = values.new_empty(values.shape[::-1])
     whole = rows % FP8_BLOCK == width % FP8_BLOCK == 0
-    _transpose_kernel[(_tiles(values),)](
+    tiles = triton.cdiv(rows, FP8_BLOCK) * triton.cdiv(width, FP8_BLOCK)
+    _transpose_kernel[(tiles,)](
         values.view(torch.uint8), _in_fours(out), rows, width, whole, FP8_BLOCK, num_warps=4
     )
     return Scaled(out, scale)
@@ -626,7 +698,7 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
         return Scaled(x.to(dtype), x.new_ones(shape[::-1] if scaling == "block" else shape))
     most = x.abs().nan_to_num(0.0, posinf=float("inf"))
     padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))
-    scale = _scale(
+    scale = scale_of_amax(
         padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), FP8_MAX[dtype]
     )
     each = _spread(scale, high, wide, rows, width)

@@ -1,5 +1,6 @@
-"""Quantisation of the stacked weights of experts to FP8, with one scale for each expert: ``W[e] ≈
-scale_e · values`` (formats as in ``fp8.py``).
+"""Quantisation of the stacked weights of experts to FP8, with one scale for each expert.
+
+``W[e] ≈ scale_e · values``, in the formats of ``fp8.py``:
 
     scale_e = max |W[e]| · (1 / 448),   values = fp8(W · (1 / scale_e))
 
@@ -16,11 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import absent, magnitude, raise_amax
 from chronicals.kernels.fp8 import (
     FP8_BLOCK,
     FP8_MAX,
-    MIN_SCALE,
     Scaled,
     _four,
     _in_fours,
@@ -29,9 +28,11 @@ from chronicals.kernels.fp8 import (
     _scale_of,
     _values,
     lacks_fp8,
+    magnitude,
+    raise_amax,
+    scale_of_amax,
 )
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import absent, operator, runs_triton, tl, triton
 
 EXPERT_DTYPE = torch.float8_e4m3fn
 """The FP8 dtype of experts' weights."""
@@ -131,42 +132,35 @@ def _expert_transpose_kernel(
     _put_columns(into, fours, four, column, height, width, WHOLE)
 
 
-def _empty(w: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate values of both layouts (``absent`` for one not asked for) and the scales."""
-    count, height, width = w.shape
-    rows = w.new_empty(w.shape, dtype=EXPERT_DTYPE) if layout != "columns" else absent(w)
-    columns = (
-        w.new_empty((count, width, height), dtype=EXPERT_DTYPE) if layout != "rows" else absent(w)
-    )
-    return rows, columns, w.new_empty(count, dtype=torch.float32)
-
-
 @operator("chronicals::fp8_quantize_experts")
 def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns, scales = _empty(w, layout)
+    rows, columns, scales = _empty(w, layout, scale)
+    count, height, width = w.shape
     known = scale
     if known is None:
         (steps, block) = EXPERT_AMAX_STRIP
-        size = w[0].numel()
-        cells = w.new_zeros(len(w), dtype=torch.int32)
+        size = height * width
+        cells = w.new_zeros(count, dtype=torch.int32)
         programs = triton.cdiv(size, steps * block)
-        _amax_kernel[(len(w) * programs,)](w, cells, size, programs, steps, block, num_warps=8)
+        _amax_kernel[(count * programs,)](w, cells, size, programs, steps, block, num_warps=8)
         known = cells.view(torch.float32)
     # If the kernel writes no rows, it still takes its dtype from this pointer.
     of_rows = rows if layout != "columns" else columns
     fours = _in_fours(columns if layout != "rows" else rows)
-    _expert_tiles_kernel[(_tiles(w),)](
+    tiles = count * triton.cdiv(height, FP8_BLOCK) * triton.cdiv(width, FP8_BLOCK)
+    _expert_tiles_kernel[(tiles,)](
         w,
         known,
         of_rows,
         fours,
         scales,
-        *w.shape[1:],
+        height,
+        width,
         scale is not None,
         layout != "columns",
         layout != "rows",
         FP8_MAX[EXPERT_DTYPE],
-        _is_whole(w),
+        height % FP8_BLOCK == width % FP8_BLOCK == 0,
         FP8_BLOCK,
         num_warps=4 if w.dtype == torch.bfloat16 else 8,
     )
@@ -174,16 +168,14 @@ def _quantize(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Ten
 
 
 @torch.library.register_fake(_quantize)
-def _(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(w, layout)
-
-
-def _tiles(w: Tensor) -> int:
-    return len(w) * triton.cdiv(w.shape[1], FP8_BLOCK) * triton.cdiv(w.shape[2], FP8_BLOCK)
-
-
-def _is_whole(w: Tensor) -> bool:
-    return w.shape[1] % FP8_BLOCK == w.shape[2] % FP8_BLOCK == 0
+def _empty(w: Tensor, layout: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate values of both layouts (``absent`` for one not asked for) and the scales."""
+    count, height, width = w.shape
+    rows = w.new_empty(w.shape, dtype=EXPERT_DTYPE) if layout != "columns" else absent(w)
+    columns = (
+        w.new_empty((count, width, height), dtype=EXPERT_DTYPE) if layout != "rows" else absent(w)
+    )
+    return rows, columns, w.new_empty(count, dtype=torch.float32)
 
 
 def fp8_quantize_experts(
@@ -210,9 +202,8 @@ def fp8_quantize_experts(
     if not runs_triton(w) or lacks_fp8(w.device) or not w.numel():
         return fp8_quantize_experts_reference(w, layout, scale)
     rows, columns, scales = _quantize(w.contiguous(), layout, scale)
-    return Scaled(rows, scales) if layout != "columns" else None, Scaled(
-        columns, scales
-    ) if layout != "rows" else None
+    by_rows = Scaled(rows, scales) if layout != "columns" else None
+    return by_rows, Scaled(columns, scales) if layout != "rows" else None
 
 
 def fp8_experts_transposed(scaled: Scaled) -> Scaled:
@@ -220,12 +211,15 @@ def fp8_experts_transposed(scaled: Scaled) -> Scaled:
     values, scale = scaled
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.mT.contiguous(), scale)
-    out = values.new_empty(len(values), *values.shape[:0:-1])
-    _expert_transpose_kernel[(_tiles(values),)](
+    count, height, width = values.shape
+    out = values.new_empty(count, width, height)
+    tiles = count * triton.cdiv(height, FP8_BLOCK) * triton.cdiv(width, FP8_BLOCK)
+    _expert_transpose_kernel[(tiles,)](
         values.view(torch.uint8),
         _in_fours(out),
-        *values.shape[1:],
-        _is_whole(values),
+        height,
+        width,
+        height % FP8_BLOCK == width % FP8_BLOCK == 0,
         FP8_BLOCK,
         num_warps=4,
     )
@@ -241,7 +235,7 @@ def fp8_quantize_experts_reference(
     if scale is None:
         sizes = wide.abs().nan_to_num(0.0, posinf=float("inf")).flatten(1)
         most = sizes.amax(1) if sizes.shape[1] else sizes.new_zeros(len(w))
-        scale = torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=MIN_SCALE), 1.0)
+        scale = scale_of_amax(most, limit)
     values = (wide * (1.0 / scale)[:, None, None]).clamp(-limit, limit).to(EXPERT_DTYPE)
     rows = Scaled(values.contiguous(), scale) if layout != "columns" else None
     return rows, Scaled(values.mT.contiguous(), scale) if layout != "rows" else None

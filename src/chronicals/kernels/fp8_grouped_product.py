@@ -28,14 +28,14 @@ from torch import Tensor
 from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.kernels.fp8 import Scaled, lacks_fp8
 from chronicals.kernels.grouped_product import (
-    Adapted,
+    LowRankTerm,
     ProductLaunch,
+    check_product,
     grouped_product_reference,
     launch_product,
     product_launch,
 )
-from chronicals.kernels.launch import runs_triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton
 
 FP8_STEP_DEPTH = 128
 """Depth of a step of the sum over K: 128 elements are rows of 128 bytes, as in 16 bit."""
@@ -109,7 +109,7 @@ def fp8_grouped_product(
     to: Dispatch,
     of_tokens: bool = False,
     bias: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LowRankTerm | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = False,
 ) -> Tensor:
@@ -133,7 +133,19 @@ def fp8_grouped_product(
     Raises:
         ValueError: shapes, dtypes or scales do not fit, or the card has no FP8.
     """
-    _check(x, weight, to, of_tokens)
+    check_product(x.values, weight.values, to, of_tokens)
+    rows = len(x.values)
+    if x.scale.shape != (rows, 1) or weight.scale.shape != (to.experts,):
+        raise ValueError(
+            f"scales are {tuple(x.scale.shape)} and {tuple(weight.scale.shape)}: expected "
+            f"[{rows}, 1] of rows and [{to.experts}] of experts"
+        )
+    kinds = x.values.dtype, weight.values.dtype
+    both_dense = x.values.is_contiguous() and weight.values.is_contiguous()
+    if kinds != (torch.float8_e4m3fn,) * 2 or not both_dense:
+        raise ValueError(
+            f"values are {kinds[0]} and {kinds[1]}: expected torch.float8_e4m3fn, dense"
+        )
     if reason := lacks_fp8(x.values.device):
         raise ValueError(f"fp8_grouped_product: {reason}; use grouped_product in bf16 or fp16")
     u, up = (None, None) if adapted is None else adapted
@@ -157,41 +169,13 @@ def fp8_grouped_product(
     return fp8_grouped_product_reference(x, weight, to, of_tokens, bias, adapted, dtype)
 
 
-def _check(x: Scaled, weight: Scaled, to: Dispatch, of_tokens: bool) -> None:
-    rows = len(to.order_S) // to.each if of_tokens else len(to.order_S)
-    shape = weight.values.shape
-    if (
-        x.values.ndim != 2
-        or len(shape) != 3
-        or x.values.shape != (rows, shape[2])
-        or len(weight.values) != to.experts
-    ):
-        raise ValueError(
-            f"x is {tuple(x.values.shape)}, weight {tuple(shape)}: expected [{rows}, K] and "
-            f"[{to.experts}, N, K]"
-        )
-    if x.scale.shape != (rows, 1) or weight.scale.shape != (to.experts,):
-        raise ValueError(
-            f"scales are {tuple(x.scale.shape)} and {tuple(weight.scale.shape)}: expected "
-            f"[{rows}, 1] of rows and "
-            f"[{to.experts}] of experts"
-        )
-    kinds = x.values.dtype, weight.values.dtype
-    if kinds != (torch.float8_e4m3fn,) * 2 or not (
-        x.values.is_contiguous() and weight.values.is_contiguous()
-    ):
-        raise ValueError(
-            f"values are {kinds[0]} and {kinds[1]}: expected torch.float8_e4m3fn, dense"
-        )
-
-
 def fp8_grouped_product_reference(
     x: Scaled,
     weight: Scaled,
     to: Dispatch,
     of_tokens: bool = False,
     bias: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LowRankTerm | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Compute the product of the dequantised operands in plain torch, in fp32 or wider."""

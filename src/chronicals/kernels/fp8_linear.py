@@ -1,5 +1,6 @@
-"""A linear layer whose three products run in FP8, each operand scaled by its present maximum
-(Micikevicius et al., 2022, section 3).
+"""A linear layer whose three products run in FP8, each operand scaled by its present maximum.
+
+Micikevicius et al., 2022, section 3:
 
     y = x Wᵀ       rows of x    [T, K]  by  rows of W     [N, K]
     dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
@@ -57,7 +58,9 @@ def scaled_product(
     """Return ``left @ rightᵀ + bias``, ``[M, N]`` of dtype ``dtype``.
 
     Args:
-        left, right: ``[M, K]`` and ``[N, K]``.
+        left: ``[M, K]``.
+        right: ``[N, K]``.
+        dtype: dtype of the result.
         fast: keep sums in the tensor cores' accumulators, which have fewer bits than fp32, along
             all of K.
         bias: ``[N]`` of dtype ``dtype``.
@@ -92,31 +95,30 @@ def _of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
-    """Return ``left @ rightᵀ`` in bf16; ``left`` is scaled by runs of 128, ``right`` by runs or
-    squares.
+    """Return ``left @ rightᵀ`` in bf16.
+
+    ``left`` is scaled by runs of 128, ``right`` by runs or squares.
     """
     # cuBLAS expects scales of runs stored by columns, and those of squares by rows, padded to a
-    # multiple of 4 (its manual, "Scaling factors layouts").
+    # multiple of 4 (its manual, "Scaling factors layouts"). Scales saved for the backward pass may
+    # have been made contiguous.
     runs = F.ScalingType.BlockWise1x128
     squares = F.ScalingType.BlockWise128x128
     by_runs = len(right.scale) == len(right.values)
     of_right = (
-        _columns(right.scale) if by_runs else F.pad(right.scale, (0, -right.scale.shape[1] % 4)).t()
+        right.scale.t().contiguous().t()
+        if by_runs
+        else F.pad(right.scale, (0, -right.scale.shape[1] % 4)).t()
     )
     return F.scaled_mm(
         left.values,
         right.values.t(),
-        _columns(left.scale),
+        left.scale.t().contiguous().t(),
         runs,
         of_right,
         runs if by_runs else squares,
         output_dtype=torch.bfloat16,
     )
-
-
-def _columns(scale: Tensor) -> Tensor:
-    """Return ``scale`` stored by columns; the saved tensor may have been made contiguous."""
-    return scale.t().contiguous().t()
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -170,6 +172,7 @@ def fp8_linear(
     Args:
         x: ``[..., K]`` in bf16, fp16 or fp32.
         weight: ``[N, K]`` in the dtype of x.
+        bias: ``[N]``, or None.
         scaling: ``tensor``, ``row`` or ``block``.
         gradient_type: FP8 dtype of dy. e4m3 has more precision; e5m2 has more range, which scales
             from present maxima do not need. With ``block`` cuBLAS takes e4m3 only.
@@ -200,7 +203,15 @@ def fp8_linear(
             "leave it in 16 bit"
         )
     if known is not None:
-        _check_known(known, weight, scaling, x.requires_grad)
+        if known.rows is None or (x.requires_grad and known.columns is None):
+            raise ValueError(
+                "known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')"
+            )
+        if known.rows.scale.shape != scale_shape(weight.shape, LINEAR_SCALINGS[scaling]):
+            raise ValueError(
+                f"known: was not scaled by scaling={LINEAR_SCALINGS[scaling]!r}, as "
+                f"scaling={scaling!r} needs it"
+            )
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     filled = F.pad(rows, (0, 0, 0, -count % multiple)) if count % multiple else rows
@@ -210,6 +221,7 @@ def fp8_linear(
 
 
 def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
+    """Raise ValueError unless cuBLAS multiplies with scales of blocks on this device."""
     if gradient_type != torch.float8_e4m3fn:
         raise ValueError(
             f"gradient_type={gradient_type}: products with scales of blocks are of "
@@ -229,18 +241,3 @@ def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
             f"scaling='block': torch is built for CUDA {torch.version.cuda}, 12.9 has it; use "
             "'row' or 'tensor'"
         )
-
-
-def _check_known(known: Layouts, weight: Tensor, scaling: str, needs_columns: bool) -> None:
-    if known.rows is None or (needs_columns and known.columns is None):
-        raise ValueError("known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')")
-    if known.rows.scale.shape != scale_shape(weight.shape, LINEAR_SCALINGS[scaling]):
-        raise ValueError(
-            f"known: was not scaled by scaling={LINEAR_SCALINGS[scaling]!r}, as scaling={scaling!r} "
-            "needs it"
-        )
-
-
-def fp8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the exact linear layer that ``fp8_linear`` approximates."""
-    return F.linear(x, weight, bias)

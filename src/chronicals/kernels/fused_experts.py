@@ -1,5 +1,6 @@
-"""The experts of a layer as one differentiable function: dispatch, gate and up, gated unit, down,
-and the sum over the experts of a token.
+"""The experts of a layer as one differentiable function.
+
+It consists of dispatch, gate and up, gated unit, down, and the sum over the experts of a token:
 
     y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
 
@@ -30,17 +31,18 @@ from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
+    expert_glu_fp8,
+    expert_glu_fp8_gradient,
     expert_glu_gradient,
     expert_glu_reference,
 )
-from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.grouped_product import (
     GATHER_FIRST,
     GATHER_NONE,
     GATHER_SECOND,
-    Adapted,
+    LowRankTerm,
     grouped_product,
     grouped_weight_gradient,
 )
@@ -113,38 +115,30 @@ class ProductInput(NamedTuple):
     in_fp8: Scaled | None = None
 
 
-def _rows(x: Tensor, of: ExpertWeights) -> ProductInput:
-    """Return ``x`` as input of a product, quantised if that runs in FP8."""
-    return ProductInput(x) if of.in_fp8 is None else ProductInput(x, fp8_quantize(x, "row")[0])
-
-
-def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
-    """Return an adapter's thin product ``s · x Aᵀ``, ``[S, R]``; None without an adapter."""
-    return (
-        None
-        if of.down is None or x is None
-        else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
-    )
-
-
 def _through(
     x: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
     of_tokens: bool,
-    thin: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``y = x Wᵀ`` with adapter and bias, and the weight's scales if it ran in FP8."""
-    adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return ``y = x Wᵀ`` with adapter and bias.
+
+    Also returns the adapter's thin product ``s · x Aᵀ``, ``[S, R]``, None without an adapter; and
+    the weight's scales, None unless the product ran in FP8.
+    """
+    thin = adapted = None
+    if of.down is not None and of.up is not None and x.dense is not None:
+        thin = grouped_product(x.dense, of.down, to, of_tokens, factor=of.scale)
+        adapted = LowRankTerm(thin, of.up)
     if of.in_fp8 is None:
         assert x.dense is not None
-        return grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted), None
+        y = grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted)
+        return y, thin, None
     assert x.in_fp8 is not None
     weight = of.in_fp8.rows()
-    return fp8_grouped_product(
-        x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True
-    ), weight.scale
+    y = fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True)
+    return y, thin, weight.scale
 
 
 def _back(
@@ -158,13 +152,18 @@ def _back(
     """Return the gradient of a product's input, and the adapter's thin product ``s · dy B``.
 
     Args:
+        dy: gradient of the product's output.
+        of: the weights of the product.
+        to: the dispatch of the rows.
+        of_tokens: gather the rows of dy from tokens.
         scale: the weight's scales from ``_through``, in FP8.
+        dtype: dtype of the gradient, in FP8.
     """
     thin = adapted = None
     if of.down is not None and of.up is not None:
         assert dy.dense is not None
         thin = grouped_product(dy.dense, of.up.mT, to, of_tokens, factor=of.scale)
-        adapted = Adapted(thin, of.down.mT)
+        adapted = LowRankTerm(thin, of.down.mT)
     if of.in_fp8 is None:
         assert dy.dense is not None
         return grouped_product(dy.dense, of.weight_ENK.mT, to, of_tokens, adapted=adapted), thin
@@ -188,8 +187,9 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
 
 
 class _Settings(NamedTuple):
-    """Arguments of the function that are no tensors or are not differentiated; pairs are those of
-    the two products.
+    """Arguments of the function that are no tensors or are not differentiated.
+
+    Pairs are those of the two products.
 
     Attributes:
         weights: weights that are not ``held``, else None.
@@ -242,15 +242,13 @@ class _FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         first = settings.product(0, w1, b1, a1, u1)
         second = settings.product(1, w2, b2, a2, u2)
-        thin = _thin(x, first, to, True)
-        h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
+        of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
+        h, thin, of_first = _through(of_x, first, to, True, x.dtype)
         if second.in_fp8 is None:
             unit = ProductInput(expert_glu(h, settings.gate))
         else:
             unit = ProductInput(*expert_glu_fp8(h, settings.gate, dense=a2 is not None))
-        z, of_second = _through(
-            unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype
-        )
+        z, _, of_second = _through(unit, second, to, False, x.dtype)
         ctx.kept = settings
         ctx.sizes = (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
@@ -306,7 +304,8 @@ class _FusedExperts(torch.autograd.Function):
             )
         )
         dy = dy.contiguous()
-        g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, dy.dtype)
+        of_dy = ProductInput(dy, None if second.in_fp8 is None else fp8_quantize(dy, "row")[0])
+        g, thin_dy = _back(of_dy, second, to, True, of_second, dy.dtype)
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
         gradient: Tensor | None
@@ -336,9 +335,10 @@ class _FusedExperts(torch.autograd.Function):
                 1, experts
             )
             if wanted["b2"]:
-                gradients["b2"] = product(
-                    _weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype
-                )
+                # The shares as [T, E], zero for experts that a token did not choose.
+                of_tokens = shares.new_zeros(len(shares), len(b2), dtype=dy.dtype)
+                of_tokens.scatter_add_(1, experts, shares.to(dy.dtype))
+                gradients["b2"] = product(of_tokens.t(), dy, b2.dtype)
         gradients["shares"] = d_shares.view_as(shares).to(shares.dtype)
         d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
@@ -356,13 +356,6 @@ class _FusedExperts(torch.autograd.Function):
         if wanted["x"]:
             gradients["x"] = expert_combine(d_x, to.places_S, to.each)
         return tuple(gradients.get(name) if needed else None for name, needed in wanted.items())
-
-
-def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the shares as ``[T, E]``, zero for experts that a token did not choose."""
-    return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(
-        1, experts, shares.to(dtype)
-    )
 
 
 def fused_experts(

@@ -1,5 +1,6 @@
-"""Dequantisation of weights in the blocks of GGUF files (formats: ggml's ``ggml-common.h`` and
-``ggml-quants.c``).
+"""Dequantisation of weights in the blocks of GGUF files.
+
+Formats are those of ggml (``ggml-common.h`` and ``ggml-quants.c``):
 
     w[i] = scale · (code[i] − offset) − least        fp32, each operation rounded by itself, then once to the output's dtype
 
@@ -25,8 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton, tl, triton
 
 GGUF_KINDS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Elements and bytes of a block, by ggml's name of the format."""
@@ -183,39 +183,29 @@ def dequantize_gguf_reference(
 ) -> Tensor:
     """Compute ``dequantize_gguf`` in plain torch into a new tensor of ``shape`` and ``dtype``."""
     blocks = packed.reshape(-1, GGUF_KINDS[kind][1])
-    return _REFERENCES[kind](blocks).to(dtype).view(shape)
+    if kind == "Q8_0":
+        values = blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0)
+    elif kind == "Q4_0":
+        codes = torch.cat([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1)
+        values = _halves(blocks, 0) * (codes.float() - 8)
+    elif kind == "Q4_K":
+        first, second, third = blocks[:, 4:16].split(4, 1)
+        s = torch.cat([first & 63, (third & 15) | ((first >> 2) & 48)], 1).float()
+        m = torch.cat([second & 63, (third >> 4) | ((second >> 2) & 48)], 1).float()
+        codes = blocks[:, 16:].view(-1, 4, 1, 32)
+        codes = torch.cat([codes & 15, codes >> 4], 2).view(-1, 8, 32).float()
+        scaled = (_halves(blocks, 0) * s)[:, :, None] * codes
+        values = scaled - (_halves(blocks, 2) * m)[:, :, None]
+    else:
+        low = blocks[:, :128].view(-1, 2, 1, 64)
+        high = blocks[:, 128:192].view(-1, 2, 1, 32)
+        low = torch.cat([low & 15, low >> 4], 2).view(-1, 2, 4, 32)
+        high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 2)
+        scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+        values = scales[:, :, None] * ((low | high << 4).view(-1, 16, 16).float() - 32)
+    return values.to(dtype).view(shape)
 
 
 def _halves(blocks: Tensor, place: int) -> Tensor:
     """Return the fp16 at byte ``place`` of each block, as fp32 ``[blocks, 1]``."""
     return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0)
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    codes = torch.cat([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1)
-    return _halves(blocks, 0) * (codes.float() - 8)
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    first, second, third = blocks[:, 4:16].split(4, 1)
-    s = torch.cat([first & 63, (third & 15) | ((first >> 2) & 48)], 1).float()
-    m = torch.cat([second & 63, (third >> 4) | ((second >> 2) & 48)], 1).float()
-    codes = blocks[:, 16:].view(-1, 4, 1, 32)
-    codes = torch.cat([codes & 15, codes >> 4], 2).view(-1, 8, 32).float()
-    return (_halves(blocks, 0) * s)[:, :, None] * codes - (_halves(blocks, 2) * m)[:, :, None]
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    low = blocks[:, :128].view(-1, 2, 1, 64)
-    high = blocks[:, 128:192].view(-1, 2, 1, 32)
-    low = torch.cat([low & 15, low >> 4], 2).view(-1, 2, 4, 32)
-    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 2)
-    scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return scales[:, :, None] * ((low | high << 4).view(-1, 16, 16).float() - 32)
-
-
-_REFERENCES = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q6_K": _q6_k}

@@ -1,5 +1,6 @@
-"""Gated linear units (Shazeer, 2020, equation 6) after their two products: ``y = a(gate) · up``,
-elementwise on ``[..., F]``.
+"""Gated linear units after their two products, elementwise on ``[..., F]``.
+
+``y = a(gate) · up`` (Shazeer, 2020, equation 6):
 
     SwiGLU:  a(g) = g · σ(g)                     a′ = σ · (1 + g · (1 − σ))
     GEGLU:   a(g) = g · Φ(g)                     a′ = Φ + g · φ
@@ -19,20 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     INTERPRETED,
     Tile,
     differentiable_once,
     in_rows,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
     with_padding,
 )
-from chronicals.kernels.operators import operator
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation for each ``approximate`` of ``torch.nn.functional.gelu``."""
@@ -315,6 +316,8 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Return ``gelu(gate) · up`` for two tensors of one shape and dtype; differentiable in both.
 
     Args:
+        gate: ``[..., F]``.
+        up: ``[..., F]``.
         approximate: ``none`` for the exact Φ, ``tanh`` for its approximation, as in
             ``torch.nn.functional.gelu``.
 
@@ -339,11 +342,12 @@ def glu_of_both(
     Differentiable; the gradient is one ``[T, 2F]`` tensor too.
 
     Args:
+        both: gate and up, ``[T, 2F]``.
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
-        padding, gradient_padding: columns left free behind each row of the result and of the
-            gradient.
-        amax, gradient_amax: slots that get the largest absolute value of the result and of the
-            gradient.
+        padding: columns left free behind each row of the result.
+        gradient_padding: columns left free behind each row of the gradient.
+        amax: slot that gets the largest absolute value of the result.
+        gradient_amax: slot that gets the largest absolute value of the gradient.
 
     Returns:
         ``[T, F]``.

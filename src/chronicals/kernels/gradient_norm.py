@@ -66,54 +66,46 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of all elements of ``tensors``, an fp32 scalar on their device; 0 for none."""
     if not tensors:
         return torch.zeros(())
-    if not _runs_here(tensors):
+    tables = _tables_by_type(tensors)
+    if tables is None:
         return gradient_norm_reference(tensors)
-    shares = [_square_sums(table, kind) for kind, table in _by_type(tensors)]
-    return torch.cat(shares).sum().sqrt()
+    shares_of_types = []
+    for kind, table in tables:
+        device = table.sizes.device
+        chunks = len(table.tensors)
+        programs = max(1, min(chunks, NORM_PROGRAMS * multiprocessors(device)))
+        shares = torch.zeros(programs, dtype=torch.float32, device=device)
+        if chunks:
+            _square_sums_kernel[(programs,)](
+                *table.on_device,
+                shares,
+                chunks,
+                of_triton(kind),
+                table.aligned,
+                LIST_BLOCK,
+                LIST_CHUNK,
+                num_warps=4,
+            )
+        shares_of_types.append(shares)
+    return torch.cat(shares_of_types).sum().sqrt()
 
 
 def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Build and return the device tensors that launches for ``tensors`` read as tables."""
-    return (
-        [x for _, table in _by_type(tensors) for x in table.on_device]
-        if tensors and _runs_here(tensors)
-        else []
-    )
+    tables = _tables_by_type(tensors) if tensors else None
+    return [x for _, table in tables or [] for x in table.on_device]
 
 
-def _runs_here(tensors: Sequence[Tensor]) -> bool:
-    return (
-        runs_triton(*tensors)
-        and all(x.is_contiguous() for x in tensors)
-        and len({x.device for x in tensors}) == 1
-    )
-
-
-def _by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]]:
+def _tables_by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]] | None:
+    """Return a table for the tensors of each dtype, or None if no kernel takes the tensors."""
+    if (
+        not runs_triton(*tensors)
+        or not all(x.is_contiguous() for x in tensors)
+        or len({x.device for x in tensors}) > 1
+    ):
+        return None
     kinds = dict.fromkeys(x.dtype for x in tensors)
     return [(kind, table_of([[x for x in tensors if x.dtype == kind]])) for kind in kinds]
-
-
-def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
-    device = table.sizes.device
-    chunks = len(table.tensors)
-    shares = torch.zeros(
-        max(1, min(chunks, NORM_PROGRAMS * multiprocessors(device))),
-        dtype=torch.float32,
-        device=device,
-    )
-    if chunks:
-        _square_sums_kernel[(len(shares),)](
-            *table.on_device,
-            shares,
-            chunks,
-            of_triton(kind),
-            table.aligned,
-            LIST_BLOCK,
-            LIST_CHUNK,
-            num_warps=4,
-        )
-    return shares
 
 
 def gradient_norm_reference(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,4 @@
-"""Grouped products: rows sorted by expert times the weight of their expert, and the gradients of
-these weights.
+"""Grouped products: rows sorted by expert times the weight of their expert, and gradients.
 
     y_s = c · x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]      (rows; u and B of an adapter, b a bias, c a factor)
     dW[e] = c · Σ_{s of e} a_sᵀ b_s                   (weight gradient; zeros for an expert without rows)
@@ -30,12 +29,12 @@ from chronicals.kernels.launch import (
     multiplied_in,
     multiprocessors,
     next_power_of_2,
+    operator,
     runs_in_16_bit,
     shared_memory,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 
 CLEAR_BLOCK = 4096
 """Elements that a program of ``_clear_kernel`` writes at once."""
@@ -76,7 +75,7 @@ class ProductLaunch:
     rows: int = 128
 
 
-class Adapted(NamedTuple):
+class LowRankTerm(NamedTuple):
     """The adapter's part of a product: ``u_SR B[e]ᵀ``, with B ``[E, N, R]``."""
 
     u_SR: Tensor
@@ -704,7 +703,7 @@ def grouped_product(
     to: Dispatch,
     of_tokens: bool = False,
     bias: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LowRankTerm | None = None,
     factor: float = 1.0,
 ) -> Tensor:
     """Multiply each row with the weight of its expert.
@@ -724,7 +723,7 @@ def grouped_product(
     Raises:
         ValueError: shapes do not fit.
     """
-    _check(x, weight, to, of_tokens)
+    check_product(x, weight, to, of_tokens)
     u, up = (None, None) if adapted is None else adapted
     others = [tensor for tensor in (bias, u) if tensor is not None]
     dense = (
@@ -759,10 +758,12 @@ def grouped_weight_gradient(
     """Return ``factor · Σ_s a_sᵀ b_s`` over the rows of each expert, ``[E, A, B]``.
 
     Args:
-        a, b: ``[S, A]`` and ``[S, B]`` sorted by expert; the one that ``of_tokens`` names is
-            ``[T, ·]`` and is gathered from tokens.
+        a: ``[S, A]`` sorted by expert, or ``[T, A]`` if its rows are gathered from tokens.
+        b: ``[S, B]`` or ``[T, B]``, likewise.
         to: the dispatch of the rows.
-        of_tokens: ``GATHER_NONE``, ``GATHER_FIRST`` or ``GATHER_SECOND``.
+        of_tokens: the operand whose rows are gathered: ``GATHER_NONE``, ``GATHER_FIRST`` or
+            ``GATHER_SECOND``.
+        factor: factor c of the sum.
         dtype: dtype of the result; that of ``a`` by default.
     """
     dtype = dtype or a.dtype
@@ -771,7 +772,8 @@ def grouped_weight_gradient(
     return grouped_weight_gradient_reference(a, b, to, of_tokens, factor, dtype)
 
 
-def _check(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
+def check_product(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
+    """Raise ValueError unless the shapes of a grouped product's operands fit each other."""
     rows = len(to.order_S) // to.each if of_tokens else len(to.order_S)
     if (
         x.ndim != 2
@@ -795,7 +797,7 @@ def grouped_product_reference(
     to: Dispatch,
     of_tokens: bool = False,
     bias: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LowRankTerm | None = None,
     factor: float = 1.0,
 ) -> Tensor:
     """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""

@@ -61,8 +61,9 @@ class PinnedMemory:
         self.size = size
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """Return a dense tensor shaped and typed like ``like`` at byte ``offset``, a multiple of 64,
-        with a storage of its own.
+        """Return a dense tensor shaped and typed like ``like``, with a storage of its own.
+
+        It begins at byte ``offset`` of the memory, a multiple of 64.
         """
         assert self._map is not None
         if not like.nbytes:
@@ -98,24 +99,25 @@ class PinnedTensors:
         """Return a dense uninitialised tensor with a storage of its own, pinned by one call.
 
         Args:
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
             device: the card that it is copied to and from.
         """
         self._devices.add(device)
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        if like.nbytes > SMALL_TENSOR_POOL_BYTES:
-            return self._allocated(like.nbytes).tensor(0, like)
-        if self._shared is None or self._used + like.nbytes > SMALL_TENSOR_POOL_BYTES:
-            self._shared = self._allocated(SMALL_TENSOR_POOL_BYTES)
+        is_large = like.nbytes > SMALL_TENSOR_POOL_BYTES
+        if self._shared is None or is_large or self._used + like.nbytes > SMALL_TENSOR_POOL_BYTES:
+            size = like.nbytes if is_large else SMALL_TENSOR_POOL_BYTES
+            memory = PinnedMemory(registered=size)
+            memory.allocate(size)
+            self._memories.append(memory)
+            if is_large:
+                return memory.tensor(0, like)
+            self._shared = memory
             self._used = 0
         offset = self._used
         self._used = -(-(self._used + like.nbytes) // HOST_ALIGNMENT) * HOST_ALIGNMENT
         return self._shared.tensor(offset, like)
-
-    def _allocated(self, size: int) -> PinnedMemory:
-        memory = PinnedMemory(registered=size)
-        memory.allocate(size)
-        self._memories.append(memory)
-        return memory
 
 
 _left: list[tuple[list[PinnedMemory], set[torch.device]]] = []
@@ -138,8 +140,9 @@ def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
 
 
 def available_memory(system: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that can still be used, by the machine and by its container
-    (cgroup v2); None if unknown.
+    """Return the bytes of host memory that can still be used; None if unknown.
+
+    It is the least of what the machine and its container (cgroup v2) have left.
     """
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read(system / "proc/meminfo"))
     left = [int(match[1]) * 1024] if match else []

@@ -1,4 +1,4 @@
-"""Decide whether a Triton kernel or its reference runs, and hold what all launches share.
+"""Launches of kernels: where they run, their registration with torch, and their compilation.
 
 Kernels run on the current CUDA device; for tensors anywhere else the plain-torch reference runs.
 Tests run the kernels on the CPU through Triton's interpreter: inside ``interpreting()``, with
@@ -10,8 +10,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -171,6 +175,14 @@ def own_tensor(y: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return (y if shape is None or y.shape == shape else y.view(shape)).detach()
 
 
+def absent(like: Tensor) -> Tensor:
+    """Return an empty tensor as placeholder for a result that an operator leaves out.
+
+    A custom operator returns a fixed number of tensors.
+    """
+    return like.new_empty(0)
+
+
 def with_padding(
     like: Tensor, shape: Sequence[int], padding: int, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -200,5 +212,162 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
+MASK_32_BITS = 2**32 - 1
+"""Keeps the low 32 bits of an int64, as arithmetic on uint32 does."""
+
+
+@triton.jit
+def lowbias32(x):
+    """Return a 32-bit hash of ``x``, by which each element has its own random bits, uint32.
+
+    Two rounds of multiplying and shifting (Ellis, 2018, "lowbias32") take about ten instructions,
+    as many as one of Philox's ten rounds.
+    """
+    x = x.to(tl.uint32)
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x
+
+
+def lowbias32_reference(x: Tensor) -> Tensor:
+    """Return the hash of ``x``, int64 from 0 to 2³² − 1; the same bits as the kernel's."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & MASK_32_BITS
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & MASK_32_BITS
+    return x ^ (x >> 16)
+
+
 def next_power_of_2(n: int) -> int:
+    """Return the least power of 2 that is at least ``n``, and 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+OPERATOR_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""The Python function behind each registered operator."""
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that registers a function as an operator of torch.
+
+    ``torch.compile`` then sees one node, knows what it returns and writes, and does not break its
+    graph. The operator has no derivative: it is called inside an ``autograd.Function`` whose backward pass
+    calls operators, too. It takes its arguments by position.
+
+    Args:
+        name: ``chronicals::`` and the name of the operator.
+        mutates: names of the tensor parameters that the function writes to. Their version counters
+            are raised, as after any in-place operation.
+
+    Returns:
+        A decorator from the function to the operator. If the function returns tensors, register
+        their shapes with ``torch.library.register_fake``.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        # torch.library.custom_op wraps each call in autograd and checks: 36 µs of host time, where
+        # a plain definition takes 2.5 µs.
+        namespace, short = name.split("::")
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        library = _libraries[namespace]
+        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+        library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        positions = [
+            position
+            for position, parameter in enumerate(inspect.signature(function).parameters)
+            if parameter in mutates
+        ]
+
+        @functools.wraps(function)
+        def call_and_raise(*args: Any) -> Any:
+            """Call the function, then raise the version counters of what it wrote to."""
+            result = function(*args)
+            for position in positions:
+                # Inference tensors have no version counter.
+                if not args[position].is_inference():
+                    torch.autograd.graph.increment_version(args[position])
+            return result
+
+        library.impl(short, call_and_raise if positions else function, "CompositeExplicitAutograd")
+        registered = getattr(getattr(torch.ops, namespace), short).default
+        OPERATOR_FUNCTIONS[registered] = function
+        if not registered._schema.returns:
+            torch.library.register_fake(registered, lambda *args: None, lib=library)
+        return registered
+
+    return register
+
+
+MAX_COMPILE_THREADS = 16
+
+PACKAGE_PREFIX = "chronicals."
+"""Modules whose kernels are compiled in advance; those of others may have to run, to be timed."""
+
+
+def can_compile_only() -> bool:
+    """Return whether this Triton can compile without running: since 3.4, by a private module."""
+    return HAS_TRITON and importlib.util.find_spec("triton.runtime._async_compile") is not None
+
+
+def identify_compiler() -> None:
+    """Start hashing Triton's own files in a thread; the hash is part of the names in its cache."""
+    # It takes a third of a second, mostly without the GIL, which the first kernel would wait for.
+    if can_compile_only():
+        from triton.runtime.cache import triton_key
+
+        threading.Thread(target=triton_key, daemon=True).start()
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Let launches of our kernels compile and not run, in all threads, inside the ``with`` block.
+
+    Triton compiles a kernel, and a C function that launches it, at its first launch; so the kernels
+    of a training step would be compiled one after the other. Here a launch only hands its kernel to
+    a pool of threads; at the end of the block all of them are compiled and loaded.
+
+    Outputs of these launches hold arbitrary values. Kernels that are already compiled, in this
+    process or in Triton's cache on disk, cost a look-up. Kernels of other packages run as usual,
+    since autotuning may time them.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    launch = triton.JITFunction.run
+    kernels = dict[int, Any]()
+    with ThreadPoolExecutor(min(MAX_COMPILE_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        mode = AsyncCompileMode(threads)
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            if not kernel.module.startswith(PACKAGE_PREFIX):
+                return launch(kernel, *args, grid=grid, warmup=warmup, **options)
+            before = active_mode.set(mode)  # per thread: autograd has its own
+            try:
+                compiles = launch(kernel, *args, grid=grid, warmup=True, **options)
+                if compiles is not None:  # a hook of Triton may return None
+                    kernels[id(compiles)] = compiles
+                return compiles
+            finally:
+                active_mode.reset(before)
+
+        triton.JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            triton.JITFunction.run = launch
+            # Waits for all compilations and hands each result to its kernel.
+            mode.__exit__(None, None, None)
+        device = torch.cuda.current_device()
+        list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
+
+
+def _load(kernel: Any, device: int) -> None:
+    """Load a kernel's machine code and compile its launcher."""
+    torch.cuda.set_device(device)  # per thread
+    # Reading ``run`` makes both, lazily.
+    getattr(kernel.result() if hasattr(kernel, "result") else kernel, "run")  # noqa: B009

@@ -24,12 +24,12 @@ from chronicals.kernels.launch import (
     in_rows,
     multiprocessors,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 
 LAYERNORM_BACKWARD_WARPS = 16
 """Warps on a multiprocessor in the backward pass; they set the number of programs.
@@ -173,7 +173,7 @@ def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the forward kernel on ``x`` ``[rows, D]``; return y, mean and rstd."""
-    y, mean, rstd = _outputs(x, weight, bias)
+    y, mean, rstd = _outputs(x, weight, bias, eps)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
@@ -197,18 +197,13 @@ def _forward(
     return y, mean, rstd
 
 
-def _outputs(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape, dtype=_widest(x, weight, bias)), mean, rstd
-
-
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, weight, bias)
+    """Allocate y, mean and rstd."""
+    mean, rstd = (x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape, dtype=_widest(x, weight, bias)), mean, rstd
 
 
 @operator("chronicals::layernorm_backward")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter, Rows
-from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
+from chronicals.kernels.launch import differentiable_once, operator, runs_triton, tl, triton
 from chronicals.kernels.linear_head import (
+    Adapter,
+    Rows,
     check_head,
     chunk_logits,
     chunks,
@@ -36,10 +37,8 @@ from chronicals.kernels.logit_rows import (
     loss_and_gradient_,
     shaped_reference,
 )
-from chronicals.kernels.operators import operator
-from chronicals.kernels.products import product
+from chronicals.kernels.products import at_once, product
 from chronicals.kernels.token_log_probability import token_log_probability
-from chronicals.kernels.two_streams import at_once
 
 # Measured on an H200 with 16384 rows, 896 wide, and a vocabulary of 151936: 23.7 ms in chunks of
 # 4352, as in one chunk, and 24.4 ms in chunks of 4096. The logits of a chunk take 1.25 GiB.
@@ -101,8 +100,17 @@ def _forward(
         hidden: ``[T, D]``, or ``[T, D + r]`` with ``more_weight``.
         weight: ``[V, D]``.
         more_weight: ``[V, r]``, further columns of the head.
-        values, index: ``[n, D]`` that replace the rows ``index`` of ``weight``; only without
+        bias: ``[V]``, or None.
+        values: ``[n, D]`` that replace the rows ``index`` of ``weight``, or None; only without
             ``more_weight``.
+        index: int64 ``[n]``, or None.
+        targets: int64 ``[T]``.
+        weights: weights of the rows, ``[T]``, or None.
+        scale: factor of the logits.
+        softcap: bound of the logits, applied after the factor; None for none.
+        label_smoothing: ε of the loss.
+        z_loss: ζ of the loss.
+        chunk_size: rows of logits that exist at a time, at most.
         count: upper bound on the number of targets that are not ignored, or None.
         gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
         wanted: for hidden, weight, more_weight, bias and values, whether its gradient is wanted.
@@ -124,13 +132,20 @@ def _forward(
     for part in chunks(len(states), chunk_size):
         x = chunk_logits(states[part], head, bias, buffer)
         if replaced is not None:
-            x.index_copy_(1, replaced.ids, _replaced_logits(replaced, states[part], bias))
+            logits = states[part] @ replaced.values.t()
+            if bias is not None:
+                logits = logits + bias[replaced.ids].to(x.dtype)
+            x.index_copy_(1, replaced.ids, logits)
         row_weights = None if weights is None else weights[part]
         losses, factors = loss_and_gradient_(
             x, state_targets[part], row_weights, options, any(wanted)
         )
         total += losses.sum()
-        d_replaced = None if replaced is None else _take_columns(x, replaced.ids)
+        d_replaced = None
+        if replaced is not None:
+            d_replaced = x.index_select(1, replaced.ids)
+            # The frozen rows of the head that were replaced get no part of the gradient.
+            x.index_fill_(1, replaced.ids, 0)
         at_once(
             partial(write_states_gradient, d_states[part], x, head, factors, d_replaced, replaced),
             partial(
@@ -185,8 +200,9 @@ def empty_results(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Allocate the results of ``_forward``: sum and gradient of ``hidden`` as zeros, gradients of
-    the head uninitialised, and an empty tensor for each that is not wanted.
+    """Allocate the results of ``_forward``, an empty tensor for each gradient that is not wanted.
+
+    The sum and the gradient of ``hidden`` are zeros, gradients of the head uninitialised.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     kind = torch.promote_types(hidden.dtype, gradient_type)
@@ -200,22 +216,6 @@ def empty_results(
         torch.zeros_like(hidden) if wanted[0] else nothing,
         *of_head,
     ]
-
-
-def _replaced_logits(rows: Rows, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the raw logits ``[T, n]`` of the replaced rows of the head."""
-    x = hidden @ rows.values.t()
-    return x if bias is None else x + bias[rows.ids].to(x.dtype)
-
-
-def _take_columns(x: Tensor, index: Tensor) -> Tensor:
-    """Return a copy of the columns ``index`` of x, and set them to zero in x.
-
-    The frozen rows of the head that were replaced then get no part of the gradient.
-    """
-    columns = x.index_select(1, index)
-    x.index_fill_(1, index, 0)
-    return columns
 
 
 def write_states_gradient(
@@ -233,8 +233,8 @@ def write_states_gradient(
         x: gradient of the chunk's logits ``[rows, V]`` up to a factor a row.
         weight: the head ``[V, D]``.
         factors: fp32 ``[rows]``.
-        d_replaced, rows: gradient, up to the same factors, of the logits of the replaced rows, and
-            these rows.
+        d_replaced: gradient, up to the same factors, of the logits of the replaced rows, or None.
+        rows: the replaced rows, or None.
     """
     if d_replaced is not None and rows is not None and out.numel():
         total = product(x, weight, factors.dtype) + product(d_replaced, rows.values, factors.dtype)
@@ -257,10 +257,12 @@ def add_head_gradients(
 
     Args:
         of_head: gradients of weight, more_weight, bias and values; empty ones are not wanted.
-        x, factors, d_replaced: as for ``write_states_gradient``.
+        x: gradient of the chunk's logits ``[rows, V]`` up to a factor a row.
         hidden: the chunk's hidden states.
+        factors: fp32 ``[rows]``.
         width: columns of weight; those of ``hidden`` beyond belong to more_weight.
         first: whether this is the first chunk, which overwrites the gradients.
+        d_replaced: gradient, up to the same factors, of the logits of the replaced rows, or None.
         index: rows of the weight that are replaced.
     """
     d_weight, d_more, d_bias, d_rows = of_head
@@ -350,22 +352,24 @@ def linear_cross_entropy(
     """Return the weighted sum of the losses, a float32 scalar; formulas are above.
 
     Args:
-        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]``, ``bias`` ``[V]`` and the
-            adapter's matrices where they require it. A frozen head costs no gradient of its size.
+        hidden: ``[T, D]``; differentiable, as are the head's tensors that require it.
+        weight: ``[V, D]``; a frozen head costs no gradient of its size.
         targets: int64 ``[T]``, −100 is ignored. A target outside the vocabulary raises IndexError
-            on the CPU; on a card, where a check would make the host wait, it makes the loss and
-            the gradients NaN.
-        adapter: a low-rank addition to the head.
+            on the CPU; on a card, where a check would make the host wait, it makes the loss and the
+            gradients NaN.
+        bias: ``[V]``, or None.
+        adapter: a low-rank addition to the head, whose matrices are differentiable.
         rows: replacements of some rows of the weight, differentiable; no copy of the weight is
             made.
-        scale, softcap: applied to the logits, in this order.
+        scale: factor of the logits.
+        softcap: bound of the logits, applied after the factor; None for none.
         label_smoothing: share ε of the target's probability spread over the vocabulary.
         z_loss: factor ζ on the squared log of the partition sum.
         weights: optional ``[T]``, not differentiated.
+        chunk_size: rows of logits that exist at a time, at most.
         count: upper bound on the number of targets that are not −100, if the host knows one. On a
             card only so many rows then go through the products, without a synchronisation. On the
             CPU exactly the rows that are not ignored do, in any case.
-        chunk_size: rows of logits that exist at a time, at most.
         gradient_type: dtype in which the head's gradient is summed over chunks, at least that of
             ``hidden``.
 

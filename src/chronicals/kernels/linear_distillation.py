@@ -1,5 +1,6 @@
-"""Knowledge distillation of a linear head: the divergence between student and teacher, computed
-from the hidden states and heads of both.
+"""Knowledge distillation of a linear head: the divergence between student and teacher.
+
+It is computed from the hidden states and heads of both:
 
     x = h Wᵀ + b + α (h Aᵀ) Bᵀ,  x' = h' W'ᵀ + b' + α' (h' A'ᵀ) B'ᵀ      raw logits of student and teacher, V columns each
     Σ_t w_t (u · D_t(x_t, x'_t) + v · (−log q_t(y_t)))                     over targets y_t ≠ −100
@@ -29,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.divergence_rows import (
     ROW_RESULTS,
     DistillationOptions,
@@ -38,7 +38,7 @@ from chronicals.kernels.divergence_rows import (
     divergence_and_gradient_reference_,
     divergence_reference,
 )
-from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_cross_entropy import (
     DEFAULT_CHUNK_ROWS,
     add_head_gradients,
@@ -47,6 +47,7 @@ from chronicals.kernels.linear_cross_entropy import (
     write_states_gradient,
 )
 from chronicals.kernels.linear_head import (
+    Adapter,
     check_head,
     chunk_logits,
     chunks,
@@ -56,8 +57,7 @@ from chronicals.kernels.linear_head import (
     with_adapter,
 )
 from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, shaped_reference
-from chronicals.kernels.operators import operator
-from chronicals.kernels.two_streams import at_once
+from chronicals.kernels.products import at_once
 
 
 class LinearHead(NamedTuple):
@@ -96,12 +96,7 @@ class LinearHead(NamedTuple):
                 torch.nn.functional.dropout(self.hidden, self.adapter.dropout) @ self.adapter.a.t()
             )
             x = x + self.adapter.scale * down @ self.adapter.b.t()
-        return shaped_reference(x, self.shape)
-
-    @property
-    def shape(self) -> LossOptions:
-        """Scale and softcap of the logits."""
-        return LossOptions(self.scale, self.softcap)
+        return shaped_reference(x, LossOptions(self.scale, self.softcap))
 
 
 class StoredTokens(NamedTuple):
@@ -133,7 +128,7 @@ def _spread(ids: Tensor, log_p: Tensor, buffer: Tensor) -> Tensor:
     return out.scatter_reduce_(1, ids, log_p.to(out.dtype), "amax")
 
 
-class Distillation(NamedTuple):
+class DistillationSums(NamedTuple):
     """Weighted sums over the targets that are not −100; fp32 scalars.
 
     Attributes:
@@ -178,10 +173,22 @@ def _forward(
 
     Args:
         hidden: ``[T, D + r]``.
-        weight, more: ``[V, D]`` and ``[V, r]``, the columns of the student's head.
-        teacher_hidden, teacher_weight, teacher_more, teacher_bias: the same of the teacher. Without
-            a weight ``teacher_hidden`` are log-probabilities ``[T, k]`` of ``teacher_ids``.
-        numbers: from ``_numbers``.
+        weight: ``[V, D]``, the student's head.
+        more: ``[V, r]``, further columns of the head, or None.
+        bias: ``[V]``, or None.
+        teacher_hidden: states of the teacher ``[T, D' + r']``; without ``teacher_weight``
+            log-probabilities ``[T, k]`` of ``teacher_ids``.
+        teacher_weight: ``[V, D']``, the teacher's head, or None.
+        teacher_more: ``[V, r']``, further columns of the teacher's head, or None.
+        teacher_bias: ``[V]``, or None.
+        teacher_ids: int64 ``[T, k]``, the tokens of stored predictions, or None.
+        targets: int64 ``[T]``.
+        weights: weights of the rows, ``[T]``, or None.
+        numbers: a, b and λ of the divergence, τ, u, v, and the scales of the student's and the
+            teacher's logits; a list, since operators take no objects.
+        softcap: bound of the student's logits, or None.
+        teacher_softcap: bound of the teacher's logits, or None.
+        chunk_size: rows of logits of either side that exist at a time, at most.
         count: upper bound on the number of targets that are not ignored, or None.
         gradient_type: dtype in which the head's gradients are summed, at least that of ``hidden``.
         wanted: for hidden, weight, more and bias, whether its gradient is wanted.
@@ -189,8 +196,19 @@ def _forward(
     Returns:
         The sums ``[5]``, the gradients of the four and an empty one; those not wanted are empty.
     """
-    options = _options(numbers, softcap, teacher_softcap)
-    sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
+    *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
+    options = DistillationOptions(
+        Divergence(*of),
+        LossOptions(scale, softcap),
+        LossOptions(teacher_scale, teacher_softcap),
+        temperature,
+        of_divergence,
+        of_cross_entropy,
+    )
+    total, d_hidden, *of_head = empty_results(
+        hidden, weight, more, bias, None, gradient_type, [*wanted, False]
+    )
+    sums = total.new_zeros(len(ROW_RESULTS))
     head = side_by_side(weight, more, hidden.dtype)
     teacher_head = (
         None
@@ -243,7 +261,7 @@ def _forward(
 
 
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     hidden: Tensor,
     weight: Tensor,
     more: Tensor | None,
@@ -263,48 +281,11 @@ def _(
     gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:
-    return _outputs(hidden, weight, more, bias, gradient_type, wanted)
-
-
-def _outputs(
-    hidden: Tensor,
-    weight: Tensor,
-    more: Tensor | None,
-    bias: Tensor | None,
-    gradient_type: torch.dtype,
-    wanted: list[bool],
-) -> list[Tensor]:
+    """Allocate the sums and gradients that ``_forward`` returns."""
     total, *gradients = empty_results(
         hidden, weight, more, bias, None, gradient_type, [*wanted, False]
     )
     return [total.new_zeros(len(ROW_RESULTS)), *gradients]
-
-
-def _numbers(of: DistillationOptions) -> list[float]:
-    """Return the numbers of ``of`` except the softcaps as a list, since operators take no objects."""
-    divergence = of.divergence
-    return [
-        divergence.of_teacher,
-        divergence.of_student,
-        divergence.share,
-        of.temperature,
-        of.of_divergence,
-        of.of_cross_entropy,
-        of.student.scale,
-        of.teacher.scale,
-    ]
-
-
-def _options(
-    numbers: list[float], softcap: float | None, teacher_softcap: float | None
-) -> DistillationOptions:
-    """Invert ``_numbers``."""
-    *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
-    student = LossOptions(scale, softcap)
-    teacher = LossOptions(teacher_scale, teacher_softcap)
-    return DistillationOptions(
-        Divergence(*of), student, teacher, temperature, of_divergence, of_cross_entropy
-    )
 
 
 class _LinearDistillation(torch.autograd.Function):
@@ -339,8 +320,10 @@ class _LinearDistillation(torch.autograd.Function):
         ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
         ctx.wanted = wanted
         ctx.mark_non_differentiable(sums)
-        numbers = options[6]
-        return _loss(sums, *numbers[4:6]), sums
+        factors = options[6][4:6]
+        # A part with factor 0 is left out, since it may be infinite and 0 · ∞ is NaN.
+        parts = [factor * part for factor, part in zip(factors, sums) if factor]
+        return torch.stack(parts).sum() if parts else sums.new_zeros(()), sums
 
     @staticmethod
     @differentiable_once
@@ -351,15 +334,6 @@ class _LinearDistillation(torch.autograd.Function):
             else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
-
-
-def _loss(sums: Tensor, of_divergence: float, of_cross_entropy: float) -> Tensor:
-    """Return ``u · D + v · cross-entropy``."""
-    # A part with factor 0 is left out, since it may be infinite and 0 · ∞ is NaN.
-    parts = [
-        factor * part for factor, part in zip((of_divergence, of_cross_entropy), sums) if factor
-    ]
-    return torch.stack(parts).sum() if parts else sums.new_zeros(())
 
 
 def linear_distillation(
@@ -375,7 +349,7 @@ def linear_distillation(
     chunk_size: int = DEFAULT_CHUNK_ROWS,
     count: int | None = None,
     gradient_type: torch.dtype = torch.float32,
-) -> Distillation:
+) -> DistillationSums:
     """Return sums of the divergence, of both cross-entropies, and of the loss made of them.
 
     Args:
@@ -392,7 +366,8 @@ def linear_distillation(
         temperature: τ, by which the logits of both sides are divided in the divergence, not in the
             cross-entropy. As in TRL and Liger, the divergence is not multiplied by τ². Pass τ² as
             ``divergence_weight`` for Hinton's loss.
-        divergence_weight, cross_entropy_weight: u and v of the loss.
+        divergence_weight: u of the loss.
+        cross_entropy_weight: v of the loss.
         weights: optional ``[T]``, not differentiated.
         chunk_size: rows of logits of either side that exist at a time, at most.
         count: upper bound on the number of targets that are not −100, if the host knows one.
@@ -406,7 +381,8 @@ def linear_distillation(
     teacher_tensors: tuple[Tensor | None, ...]
     if isinstance(teacher, StoredTokens):
         teacher_tensors = (teacher.log_p, None, None, None, teacher.ids)
-        shape = LossOptions()
+        teacher_scale = 1.0
+        teacher_softcap = None
     else:
         vocabulary = min(len(student.weight), len(teacher.weight))
         student = student.of_rows(vocabulary)
@@ -416,11 +392,19 @@ def linear_distillation(
                 teacher.hidden, teacher.weight, teacher.adapter
             )
         teacher_tensors = (teacher_hidden, teacher.weight, teacher_more, teacher.bias, None)
-        shape = teacher.shape
+        teacher_scale = teacher.scale
+        teacher_softcap = teacher.softcap
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
-    options = DistillationOptions(
-        divergence, student.shape, shape, temperature, divergence_weight, cross_entropy_weight
-    )
+    numbers = [
+        divergence.of_teacher,
+        divergence.of_student,
+        divergence.share,
+        temperature,
+        divergence_weight,
+        cross_entropy_weight,
+        student.scale,
+        teacher_scale,
+    ]
     loss, sums = _LinearDistillation.apply(
         hidden,
         student.weight,
@@ -429,14 +413,14 @@ def linear_distillation(
         *(None if x is None else x.detach() for x in teacher_tensors),
         targets.contiguous(),
         None if weights is None else weights.contiguous(),
-        _numbers(options),
+        numbers,
         student.softcap,
-        shape.softcap,
+        teacher_softcap,
         chunk_size,
         count,
         gradient_type,
     )
-    return Distillation(loss, *sums.unbind())
+    return DistillationSums(loss, *sums.unbind())
 
 
 def _check(
@@ -451,7 +435,24 @@ def _check(
     """Raise ValueError unless shapes, dtypes and numbers fit."""
     for side, head in (("student", student), ("teacher", teacher)):
         if isinstance(head, StoredTokens):
-            _check_stored(head, targets, divergence)
+            ids, log_p = head
+            if (
+                ids.ndim != 2
+                or ids.shape != log_p.shape
+                or len(ids) != len(targets)
+                or not ids.shape[1]
+                or ids.dtype != torch.int64
+            ):
+                raise ValueError(
+                    f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p "
+                    f"{tuple(log_p.shape)}: expected [{len(targets)}, k] both, ids of torch.int64"
+                )
+            if divergence.share == 1.0:
+                raise ValueError(
+                    "divergence: the reverse KL from a teacher with k stored tokens is infinite, "
+                    "since all others have probability 0; take the forward KL, the JSD or a skewed "
+                    "one"
+                )
             continue
         try:
             check_head(head.hidden, head.weight, targets, head.bias, chunk_size, head.softcap)
@@ -461,27 +462,6 @@ def _check(
         raise ValueError(f"temperature={temperature}: must be a positive number")
     if weights is not None and weights.shape != targets.shape:
         raise ValueError(f"weights has shape {tuple(weights.shape)}: expected [{len(targets)}]")
-
-
-def _check_stored(teacher: StoredTokens, targets: Tensor, divergence: Divergence) -> None:
-    ids, log_p = teacher
-    if (
-        ids.ndim != 2
-        or ids.shape != log_p.shape
-        or len(ids) != len(targets)
-        or not ids.shape[1]
-        or ids.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p {tuple(log_p.shape)}: "
-            f"expected [{len(targets)}, k] "
-            "both, ids of torch.int64"
-        )
-    if divergence.share == 1.0:
-        raise ValueError(
-            "divergence: the reverse KL from a teacher with k stored tokens is infinite, since all "
-            "others have probability 0; take the forward KL, the JSD or a skewed one"
-        )
 
 
 def linear_distillation_reference(
@@ -494,7 +474,7 @@ def linear_distillation_reference(
     divergence_weight: float = 1.0,
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
-) -> Distillation:
+) -> DistillationSums:
     """Compute ``linear_distillation`` in plain torch with all logits; differentiable by autograd."""
     z = student.logits()
     teachers_z = (
@@ -522,11 +502,18 @@ def distillation_of_logits(
     divergence_weight: float = 1.0,
     cross_entropy_weight: float = 0.0,
     weights: Tensor | None = None,
-) -> Distillation:
+) -> DistillationSums:
     """Compute ``linear_distillation`` from logits in plain torch; differentiable by autograd.
 
     Args:
-        z, teacher_z: ``[T, V]`` and ``[T, V']``, after scale and softcap.
+        z: the student's logits ``[T, V]``, after scale and softcap.
+        teacher_z: the teacher's, ``[T, V']``.
+        targets: int64 ``[T]``; −100 is left out of every sum.
+        divergence: the divergence D.
+        temperature: τ.
+        divergence_weight: u of the loss.
+        cross_entropy_weight: v of the loss.
+        weights: ``[T]``, or None.
     """
     common = min(z.shape[1], teacher_z.shape[1])
     wide = torch.promote_types(torch.promote_types(z.dtype, teacher_z.dtype), torch.float32)
@@ -549,4 +536,4 @@ def distillation_of_logits(
         losses = losses + cross_entropy_weight * torch.nn.functional.cross_entropy(
             z, targets, reduction="none", ignore_index=IGNORE_INDEX
         )
-    return Distillation((losses if weights is None else losses * weights).sum(), *sums.unbind())
+    return DistillationSums((losses if weights is None else losses * weights).sum(), *sums.unbind())

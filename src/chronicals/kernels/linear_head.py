@@ -2,17 +2,55 @@
 
 An adapter (A, B, α) on the head is appended as columns to the hidden states and to the head, so
 that logits are one product: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h, α h Aᵀ] [W, B]ᵀ``.
+
+``Adapter`` and ``Rows``, trained additions to a frozen weight, serve all linear layers.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.logit_rows import IGNORE_INDEX
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a linear layer (LoRA, Hu et al., 2022): ``y += s · (dropout(x) Aᵀ) Bᵀ``.
+
+    With a magnitude (DoRA): ``y = m / ‖W + s B A‖ ⊙ (x Wᵀ + s · (dropout(x) Aᵀ) Bᵀ)``.
+
+    Attributes:
+        a: A, ``[r, in]``.
+        b: B, ``[out, r]``.
+        scale: s.
+        dropout: probability with which an element of x is dropped.
+        magnitude: m, ``[out]``, or None.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+    magnitude: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """Trained rows of an otherwise frozen weight W: ``W[ids] = values`` in a copy of W.
+
+    Attributes:
+        ids: int64 ``[n]``, the numbers of the rows; none occurs twice.
+        values: ``[n, in]``.
+    """
+
+    ids: Tensor
+    values: Tensor
+
+    def within(self, weight: Tensor) -> Tensor:
+        """Return a copy of ``weight`` ``[V, in]`` with the values put in, differentiable in them."""
+        return weight.index_copy(0, self.ids, self.values.to(weight.dtype))
 
 
 def chunks(rows: int, size: int) -> list[slice]:
@@ -42,8 +80,10 @@ def check_head(
     chunk_size: int,
     softcap: float | None,
 ) -> None:
-    """Raise ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32
-    ``[T]``, bias ``[V]`` or None, ``chunk_size`` at least 1 and ``softcap`` positive or None.
+    """Raise ValueError unless shapes, dtypes and numbers of a loss over a linear head fit.
+
+    hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32 ``[T]``, bias ``[V]`` or None,
+    ``chunk_size`` at least 1 and ``softcap`` positive or None.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1")

@@ -1,5 +1,6 @@
-"""Loss and gradient, or log-probability and entropy, of each row of logits. The chunked heads build
-on these.
+"""Loss and gradient, or log-probability and entropy, of each row of logits.
+
+The chunked heads build on these.
 
     z_j = c · tanh(s · x_j / c)   of raw logits x;  without a softcap c, z = s · x
     lse = log Σ_j e^{z_j},   p_j = e^{z_j − lse},   H = lse − Σ_j p_j z_j   (entropy)
@@ -94,8 +95,9 @@ def _statistics(
     WANTS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest logit m of a row, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m},
-    in one pass.
+    """Compute the statistics of a row in one pass.
+
+    Returns the largest logit m, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m}.
     """
     # Every eight neighbours are in one thread and have a maximum and sums of their own until the
     # end of the row, so threads wait for each other once a row and not once a block.
@@ -410,6 +412,7 @@ def loss_and_gradient_(
         x: raw logits ``[rows, V]``. Afterwards row t of their gradient is ``factors[t] · x[t]``.
         targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
         weights: w, ``[rows]`` or None.
+        options: numbers of the formula.
         wants_gradient: if False, ``x`` is left as it is.
 
     Returns:
@@ -463,14 +466,15 @@ def loss_and_gradient_(
     return losses, factors
 
 
-def log_probabilities(
+def target_log_probabilities(
     x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's log-probability (0 for −100), lse and entropy (0 if not wanted) of each
-    row of raw logits ``x`` ``[rows, V]``, all fp32 ``[rows]``.
+    """Return statistics of each row of raw logits ``x`` ``[rows, V]``, all fp32 ``[rows]``.
+
+    They are the target's log-probability (0 for −100), lse, and entropy (0 if not wanted).
     """
     if not runs_triton(x):
-        return log_probabilities_reference(x, targets, options, wants_entropy)
+        return target_log_probabilities_reference(x, targets, options, wants_entropy)
     rows, vocabulary = x.shape
     log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
     tile = tile_of(vocabulary)
@@ -504,9 +508,13 @@ def log_probability_gradient_(
     """Overwrite the raw logits ``x`` ``[rows, V]`` with their gradient.
 
     Args:
-        d_log_p, d_entropy: upstream gradients of log-probability and entropy, ``[rows]``; the
-            latter may be None.
-        lse, entropy: from ``log_probabilities``.
+        x: ``[rows, V]``.
+        targets: int64 ``[rows]``.
+        d_log_p: upstream gradient of the log-probability, ``[rows]``.
+        d_entropy: upstream gradient of the entropy, ``[rows]``, or None.
+        lse: from ``target_log_probabilities``.
+        entropy: from ``target_log_probabilities``.
+        options: numbers of the formula.
     """
     if not runs_triton(x):
         log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, options)
@@ -563,10 +571,6 @@ def chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
 
     ``d_z`` is overwritten.
     """
-    """Write the gradient of raw logits into ``x``, given that of logits, ``d_z``, by the chain rule.
-
-    ``d_z`` is overwritten.
-    """
     d_z *= options.scale
     if options.softcap is not None:
         d_z *= 1 - (z / options.softcap).square()
@@ -576,8 +580,9 @@ def chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
 def loss_and_gradient_reference_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> Tensor:
-    """Compute the losses of ``loss_and_gradient_`` in plain torch; ``x`` becomes the gradient itself,
-    without factors.
+    """Compute the losses of ``loss_and_gradient_`` in plain torch.
+
+    ``x`` becomes the gradient itself, without factors.
     """
     z = shaped_reference(x, options)
     counted = targets != IGNORE_INDEX
@@ -601,10 +606,10 @@ def loss_and_gradient_reference_(
     return losses * row_weights
 
 
-def log_probabilities_reference(
+def target_log_probabilities_reference(
     x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``log_probabilities`` in plain torch."""
+    """Compute ``target_log_probabilities`` in plain torch."""
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     at_target = (

@@ -1,5 +1,6 @@
-"""Weights in MXFP4, dequantised: E2M1 codes in blocks of 32 with an E8M0 scale, as gpt-oss ships
-them (format: OCP Microscaling Formats (MX) v1.0, sections 5.3.3 and 5.4.1).
+"""Dequantisation of weights in MXFP4: E2M1 codes in blocks of 32 with an E8M0 scale.
+
+This is how gpt-oss ships them (OCP Microscaling Formats (MX) v1.0, sections 5.3.3 and 5.4.1):
 
     w[32 b + i] = v(code[32 b + i]) · 2^(scale[b] − 127)      fp32, rounded once to the output's dtype
     v           = 0, ½, 1, 1½, 2, 3, 4, 6, and the same below zero     bit 3 is the sign
@@ -17,8 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton, tl, triton
 
 MXFP4_BLOCK = 32
 """Elements that share a scale."""

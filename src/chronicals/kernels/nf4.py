@@ -1,5 +1,6 @@
-"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block (QLoRA, Dettmers et
-al., 2023, section 3).
+"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block.
+
+QLoRA (Dettmers et al., 2023), section 3:
 
     absmax[b] = max |w| over block b of consecutive elements           fp32
     code[i]   = the nearest of CODE_VALUES["nf4"] to w[i] / absmax[b]  two in a byte, the first in the upper half
@@ -25,8 +26,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator, runs_triton, tl, triton
 
 CODE_VALUES = {
     "nf4": (
@@ -134,8 +134,9 @@ def _guesses(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_code(device: torch.device) -> Tensor:
-    """Return the signed dynamic 8-bit code (Dettmers et al., 2022, section 2.1), fp32 ``[256]``,
-    ascending. Each decade has twice as many values as the one below.
+    """Return the values of the signed dynamic 8-bit code, fp32 ``[256]``, ascending.
+
+    Each decade has twice as many values as the one below (Dettmers et al., 2022, section 2.1).
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -248,19 +249,20 @@ def quantize_fp4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
     if block not in BLOCK_SIZES:
         raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     flat = weight.detach().reshape(-1)
-    pieces = [_quantize_fp4_piece(piece, block) for piece in flat.split(PIECE_ELEMENTS)]
-    return torch.cat([codes for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
-
-
-def _quantize_fp4_piece(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     values, order = code_of("fp4", flat.device)[:8].sort()  # a code's upper bit is the sign
-    blocks = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % block)).view(-1, block)
-    absmax = blocks.abs().amax(1)
-    scaled = blocks * (1.0 / absmax.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
-    nearest = torch.bucketize(scaled.abs().reshape(-1), (values[:-1] + values[1:]) / 2)
-    codes = order[nearest] + 8 * (scaled.reshape(-1) < 0)
-    pairs = codes[: flat.numel() + flat.numel() % 2].to(torch.uint8).view(-1, 2)
-    return pairs[:, 0] << 4 | pairs[:, 1], absmax
+    packed = []
+    scales = []
+    for piece in flat.split(PIECE_ELEMENTS):
+        count = piece.numel()
+        blocks = torch.nn.functional.pad(piece.float(), (0, -count % block)).view(-1, block)
+        absmax = blocks.abs().amax(1)
+        scaled = blocks * (1.0 / absmax.clamp(min=MIN_BLOCK_AMAX)).unsqueeze(1)
+        nearest = torch.bucketize(scaled.abs().reshape(-1), (values[:-1] + values[1:]) / 2)
+        codes = order[nearest] + 8 * (scaled.reshape(-1) < 0)
+        pairs = codes[: count + count % 2].to(torch.uint8).view(-1, 2)
+        packed.append(pairs[:, 0] << 4 | pairs[:, 1])
+        scales.append(absmax)
+    return torch.cat(packed), torch.cat(scales)
 
 
 def quantize_scales(absmax: Tensor) -> Scales:
@@ -342,12 +344,19 @@ def _dequantize(
     rows, columns = out.shape
     if not runs_triton(out):
         scales = Scales(absmax, absmax2, code2, offset, block2)
-        if out.is_contiguous():
-            _dequantize_pieces(packed, scales.plain(), out.view(-1), block, code)
-        else:
+        if not out.is_contiguous():
             out.copy_(
                 dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code)
             )
+            return
+        flat = out.view(-1)
+        absmax = scales.plain()
+        for start in range(0, flat.numel(), PIECE_ELEMENTS):
+            piece = flat[start : start + PIECE_ELEMENTS]
+            of_piece = Scales(absmax[start // block : -(-(start + len(piece)) // block)])
+            codes = packed[start // 2 : -(-(start + len(piece)) // 2)]
+            shape = tuple(piece.shape)
+            piece.copy_(dequantize_4bit_reference(codes, of_piece, shape, out.dtype, block, code))
     elif rows * columns:
         nested = absmax2 is not None
         count = rows * columns
@@ -370,17 +379,6 @@ def _dequantize(
             block,
             # bitsandbytes rounds the product and the sum of nested scales one after the other.
             enable_fp_fusion=False,
-        )
-
-
-def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, code: str) -> None:
-    """Dequantize into ``out`` ``[elements]`` in plain torch, ``PIECE_ELEMENTS`` at a time."""
-    for start in range(0, out.numel(), PIECE_ELEMENTS):
-        piece = out[start : start + PIECE_ELEMENTS]
-        scales = Scales(absmax[start // block : -(-(start + len(piece)) // block)])
-        codes = packed[start // 2 : -(-(start + len(piece)) // 2)]
-        piece.copy_(
-            dequantize_4bit_reference(codes, scales, tuple(piece.shape), out.dtype, block, code)
         )
 
 

@@ -1,7 +1,16 @@
-"""Matrix products that sum in fp32 and round once, on a card and on the CPU."""
+"""Matrix products that sum in fp32 and round once, and two calls beside each other.
+
+The products round alike on a card and on the CPU.
+
+A product whose number of tiles is no multiple of the multiprocessors leaves some of them idle in
+its last wave. A second product on a stream of lower priority fills these and takes no others. On
+streams of equal priority the two would take turns, which gains nothing.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,3 +43,43 @@ def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
         torch.mm(left, right, out=out)
     else:
         out.copy_(product(left, right, out.dtype))
+
+
+HIGH_PRIORITY = -1
+"""CUDA priority of a stream beside which another may work."""
+
+LOWEST_PRIORITY = 0
+"""The lowest CUDA priority, which is the default."""
+
+
+def at_once(first: Callable[[], None], beside: Callable[[], None], device: torch.device) -> None:
+    """Run both calls; work enqueued later on the current stream sees both finished.
+
+    They overlap if the current stream has ``HIGH_PRIORITY`` or a higher one. Otherwise, and on the
+    CPU, they run one after the other, with the same results.
+
+    Args:
+        first: runs on the current stream.
+        beside: runs on a stream of the lowest priority, on the multiprocessors that ``first``
+            leaves idle. It must not write what ``first`` reads or writes, nor read what it writes.
+        device: the device of both.
+    """
+    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if current is None or current.priority > HIGH_PRIORITY:
+        first()
+        beside()
+        return
+    other = stream_of_priority(device, LOWEST_PRIORITY)
+    other.wait_stream(current)
+    try:
+        with torch.cuda.stream(other):
+            beside()
+        first()
+    finally:
+        current.wait_stream(other)
+
+
+@functools.cache
+def stream_of_priority(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """Return a stream of a card, the same for the same priority."""
+    return torch.cuda.Stream(device, priority=priority)

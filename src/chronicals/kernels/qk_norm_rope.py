@@ -1,5 +1,6 @@
-"""RMSNorm of every query and key head, then rotary position embedding, in one launch (Qwen3,
-Gemma 3).
+"""RMSNorm of every query and key head, then rotary position embedding, in one launch.
+
+Qwen3 and Gemma 3 do this.
 
 For one head's row x of D channels, the weight w and the tables of its token:
 
@@ -22,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     MAX_ROW_WIDTH,
     Tile,
     differentiable_once,
     multiprocessors,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 from chronicals.kernels.qk_rope import (
     check_rope,
     copy_heads,
@@ -600,7 +601,9 @@ def _forward(
     Returns:
         Both outputs, and rstd ``[B, S, H]`` and ``[B, S, K]``.
     """
-    q_out, k_out, q_rstd, k_rstd = _outputs(q, k)
+    q_out, k_out, q_rstd, k_rstd = _outputs(
+        q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved
+    )
     positions = q.shape[0] * q.shape[2]
     length = q.shape[2]
     if positions:
@@ -630,15 +633,8 @@ def _forward(
     return q_out, k_out, q_rstd, k_rstd
 
 
-def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q_rstd, k_rstd = (
-        x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32) for x in (q, k)
-    )
-    return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
-
-
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -649,7 +645,11 @@ def _(
     offset: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(q, k)
+    """Allocate both outputs and both rstd."""
+    q_rstd, k_rstd = (
+        x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32) for x in (q, k)
+    )
+    return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
 
 
 @operator("chronicals::qk_norm_rope_backward")
@@ -719,9 +719,8 @@ def _launch_backward(
 ) -> Tensor:
     """Write dq and dk and return the gradients of both weights, fp32 ``[2, D]`` or ``[2, 0]``.
 
-    Args:
-        copied: the values' gradient and the tensor that it is copied to.
-        amax: cell that is raised to the largest absolute value of all that is written.
+    ``copied`` is the values' gradient and the tensor that it is copied to, ``amax`` a cell that is
+    raised to the largest absolute value of all that is written.
     """
     (batch, q_heads, length, width) = q.shape
     k_heads = k.shape[1]
@@ -969,14 +968,20 @@ def fused_qk_norm_rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise every head of queries and keys, multiply by ``offset + weight``, and rotate by the
-    angles of their positions.
+    """Normalise every head of queries and keys, and rotate it by the angles of its position.
+
+    Between the two a head is multiplied by ``offset + weight``.
 
     Args:
-        q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
-        q_weight, k_weight: ``[D]``.
-        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R
-            channels as transformers does. They get no gradient.
+        q: queries ``[B, H, S, D]``, or packed ``[T, H, D]``.
+        k: keys, like ``q``; the number of heads may differ.
+        q_weight: weight of the queries' norm, ``[D]``.
+        k_weight: weight of the keys' norm, ``[D]``.
+        cos: cosines of the angles, ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D,
+            filled over all R channels as transformers does. They get no gradient.
+        sin: sines of the angles, like ``cos``.
+        eps: added to the mean square.
+        offset: added to the weights.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Returns:
@@ -1024,8 +1029,14 @@ def fused_qkv_norm_rope(
 
     Args:
         qkv: ``[T, (H + 2K) · D]``.
-        cos, sin: ``[T, R]``.
+        q_weight: weight of the queries' norm, ``[D]``.
+        k_weight: weight of the keys' norm, ``[D]``.
+        cos: cosines of the angles, ``[T, R]``.
+        sin: sines of the angles, ``[T, R]``.
         heads: H and K.
+        eps: added to the mean square.
+        offset: added to the weights.
+        interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         gradient_padding: columns left free behind each row of the gradient.
         gradient_amax: slot that gets the largest absolute value of the gradient.
 

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     Tile,
     differentiable_once,
     next_power_of_2,
+    operator,
     runs_triton,
     tl,
     triton,
     with_padding,
 )
-from chronicals.kernels.operators import operator
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -73,6 +73,7 @@ def load_pairs(at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED:
 def store_pairs(
     at, a, b, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
+    """Write the pairs (a, b) of heads, each ``[ROWS, BLOCK]``, to the places ``at``."""
     a = a.to(at.dtype.element_ty)
     b = b.to(at.dtype.element_ty)
     if INTERLEAVED:
@@ -185,6 +186,7 @@ def copy_heads(
     BLOCK: tl.constexpr,
     HAS_AMAX: tl.constexpr,
 ):
+    """Copy ``ROWS`` heads of values, and raise the cell to their largest magnitude if there is one."""
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside &= column < WIDTH
@@ -361,9 +363,13 @@ def _launch(
     """Launch the kernel.
 
     Args:
-        q, k, q_out, k_out: ``[B, H or K, S, D]`` with dense channels; inputs and outputs may be
-            the same tensors.
-        cos, sin: ``[1 or B, S, R]``.
+        q: queries ``[B, H, S, D]`` with dense channels.
+        k: keys ``[B, K, S, D]`` with dense channels.
+        q_out: written; may be ``q``.
+        k_out: written; may be ``k``.
+        cos: ``[1 or B, S, R]``.
+        sin: ``[1 or B, S, R]``.
+        interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         inverse: rotate back, as the backward pass does.
         copied: values and the tensor that they are copied to, both ``[B, K, S, D]``.
         amax: cell that is raised to the largest absolute value of all that is written.
@@ -472,10 +478,7 @@ def _merged_gradient(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the gradients of q and k back and put all three side by side.
-
-    Args:
-        d_q, d_k, d_v: ``[T, H or K, D]``.
+    """Rotate the gradients of q and k back and put all three, ``[T, H or K, D]``, side by side.
 
     Returns:
         ``[T, (H + 2K) · D]``, and its amax cell, ``absent`` if not wanted.
@@ -565,10 +568,12 @@ def fused_qk_rope(
     """Rotate queries and keys by the angles of their positions.
 
     Args:
-        q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
-        cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R
-            channels as transformers does. If they require a gradient, plain torch runs instead of
-            the kernel.
+        q: queries ``[B, H, S, D]``, or packed ``[T, H, D]``.
+        k: keys, like ``q``; the number of heads may differ.
+        cos: cosines of the angles, ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D,
+            filled over all R channels as transformers does. If it or ``sin`` requires a gradient,
+            plain torch runs instead of the kernel.
+        sin: sines of the angles, like ``cos``.
         in_place: overwrite ``q`` and ``k``. Use the returned tensors afterwards, not ``q`` and
             ``k``.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
@@ -643,7 +648,8 @@ def fused_qkv_rope(
 
     Args:
         qkv: ``[T, (H + 2K) · D]``, which is overwritten; use the returned views afterwards.
-        cos, sin: ``[T, R]``, as in ``fused_qk_rope``.
+        cos: cosines of the angles, ``[T, R]``, as in ``fused_qk_rope``.
+        sin: sines of the angles, ``[T, R]``.
         heads: H and K.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         gradient_padding: columns left free behind each row of the gradient.
@@ -699,22 +705,17 @@ def qk_rope_reference(
     return of_q, of_k
 
 
-def _rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
-) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate ``x`` ``[..., H, S, D]`` by tables ``[..., S, R]``."""
     width = cos.shape[-1]
     first = x[..., :width]
     rest = x[..., width:]
     wide = first.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = (table.to(wide.dtype).unsqueeze(-3) for table in (cos, sin))
-    swapped = _swap(wide * sin, interleaved, sign=-1) if inverse else _swap(wide, interleaved) * sin
-    return torch.cat(((wide * cos + swapped).to(x.dtype), rest), -1)
-
-
-def _swap(x: Tensor, interleaved: bool, sign: int = 1) -> Tensor:
-    """Turn each pair (a, b) into ``sign`` · (−b, a)."""
+    # Each pair (a, b) becomes (−b, a).
     if interleaved:
-        return torch.stack((-sign * x[..., 1::2], sign * x[..., ::2]), -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat((-sign * second, sign * first), -1)
+        swapped = torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, -1)
+        swapped = torch.cat((-b, a), -1)
+    return torch.cat(((wide * cos + swapped * sin).to(x.dtype), rest), -1)

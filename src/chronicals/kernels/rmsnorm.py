@@ -1,5 +1,6 @@
-"""RMSNorm (Zhang and Sennrich, 2019, equation 4) over the last dimension, alone or after the
-addition of a residual.
+"""RMSNorm over the last dimension, alone or after the addition of a residual.
+
+Zhang and Sennrich, 2019, equation 4:
 
     s = x + r                             in the promoted dtype; without a residual r, s = x
     y = s / sqrt(mean(s²) + eps) · (offset + w)
@@ -18,21 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.amax import Amax, absent, magnitude, new_amax, raise_amax, with_amax
+from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     MAX_ROW_WIDTH,
     Tile,
+    absent,
     differentiable_once,
     in_rows,
     multiprocessors,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
     with_padding,
 )
-from chronicals.kernels.operators import operator
 
 RMSNORM_BACKWARD_WARPS = 16
 """Warps on a multiprocessor in the backward pass; they set the number of programs."""
@@ -197,7 +199,7 @@ def _forward(
         y with ``padding`` free columns behind each row, rstd ``[rows]``, the sum (``absent``
         without a residual), and the amax cell of y (``absent`` if not wanted).
     """
-    y, rstd, total, amax = _outputs(x, residual, weight, padding, finds_amax)
+    y, rstd, total, amax = _outputs(x, residual, weight, eps, offset, padding, finds_amax)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
@@ -230,7 +232,7 @@ def _forward(
 
 
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -239,12 +241,7 @@ def _(
     padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(x, residual, weight, padding, finds_amax)
-
-
-def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what ``_forward`` returns."""
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
@@ -269,8 +266,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernel.
 
-    Args:
-        extra: gradient that reaches the sum s itself, added to ds; or None.
+    ``extra`` is a gradient that reaches the sum s itself and is added to ds, or None.
 
     Returns:
         ds, its amax cell and dw; the last two are ``absent`` if not wanted.
@@ -349,9 +345,8 @@ class _RMSNorm(torch.autograd.Function):
 
         The gradient of that second output is added to ds inside the backward kernel.
 
-        Args:
-            paddings: free columns behind each row of the norm, and of its input's gradient.
-            amaxes: slots for the amax of the norm, and of its input's gradient.
+        ``paddings`` are the free columns behind each row of the norm and of its input's gradient,
+        ``amaxes`` slots for the amax of both.
         """
         rows = in_rows(x)
         weight = None if weight is None else weight.contiguous()
@@ -429,11 +424,15 @@ def fused_add_rmsnorm(
     Differentiable in ``x``, ``residual`` and ``weight``.
 
     Args:
+        x: ``[..., D]``.
         residual: None if ``x`` is the sum already.
-        padding, gradient_padding: columns left free behind each row of the norm and of the
-            gradient; only for ``[T, D]``.
-        amax, gradient_amax: slots that get the largest absolute value of the norm and of the
-            gradient.
+        weight: ``[D]``, or None.
+        eps: added to the mean square.
+        offset: added to the weight.
+        padding: columns left free behind each row of the norm; only for ``[T, D]``.
+        gradient_padding: columns left free behind each row of the gradient; only for ``[T, D]``.
+        amax: slot that gets the largest absolute value of the norm.
+        gradient_amax: slot that gets the largest absolute value of the gradient.
 
     Returns:
         The norm, and the sum, which is the next residual.

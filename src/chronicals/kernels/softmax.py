@@ -24,12 +24,12 @@ from chronicals.kernels.launch import (
     differentiable_once,
     in_rows,
     next_power_of_2,
+    operator,
     own_tensor,
     runs_triton,
     tl,
     triton,
 )
-from chronicals.kernels.operators import operator
 
 
 def _tile(width: int, backward: bool) -> Tile:

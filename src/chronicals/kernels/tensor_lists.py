@@ -6,7 +6,6 @@ and for each chunk the tensor that it belongs to.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import tl, triton
-from chronicals.kernels.two_streams import HIGH_PRIORITY
+from chronicals.kernels.products import HIGH_PRIORITY, stream_of_priority
 
 LIST_BLOCK = 1024
 """Elements that a program's four warps hold at a time."""
@@ -65,6 +64,8 @@ class Table:
 
 _tables: dict[tuple, Table] = {}
 _divisions: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}
+"""``sizes``, ``tensors`` and ``firsts`` of a ``Table``."""
+
 _looked_up: list[list[Tensor]] = []
 
 
@@ -107,48 +108,36 @@ def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = LIST_CHUNK) -> Table
                 )
         if len(_tables) >= MAX_CACHED_TABLES:
             _tables.pop(next(iter(_tables)))
+        # Cached apart from the addresses, which change from step to step if gradients move.
+        if (sizes, device, chunk) not in _divisions:
+            if len(_divisions) >= MAX_CACHED_TABLES:
+                _divisions.pop(next(iter(_divisions)))
+            chunks = torch.tensor([-(-size // chunk) for size in sizes])
+            tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
+            columns = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
+            _divisions[sizes, device, chunk] = tuple(_to_device(x, device) for x in columns)  # type: ignore[assignment]
+        division = _divisions[sizes, device, chunk]
         aligned = all(address % 16 == 0 for address in addresses) and all(
             size % 8 == 0 for size in sizes
         )
         table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1)
-        _tables[key] = Table(_to_device(table, device), *_division(sizes, device, chunk), aligned)
+        _tables[key] = Table(_to_device(table, device), *division, aligned)
     for tables in _looked_up:
         tables += _tables[key].on_device
     return _tables[key]
 
 
-def _division(
-    sizes: tuple[int, ...], device: torch.device, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``sizes``, ``tensors`` and ``firsts`` of a ``Table``.
-
-    Cached apart from the addresses, which change from step to step if gradients move.
-    """
-    if (sizes, device, chunk) not in _divisions:
-        if len(_divisions) >= MAX_CACHED_TABLES:
-            _divisions.pop(next(iter(_divisions)))
-        chunks = torch.tensor([-(-size // chunk) for size in sizes])
-        tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
-        columns = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
-        _divisions[sizes, device, chunk] = tuple(_to_device(x, device) for x in columns)  # type: ignore[assignment]
-    return _divisions[sizes, device, chunk]
-
-
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; during a CUDA graph's capture, immediately on a stream that is not
-    captured.
+    """Copy to the device.
+
+    During a CUDA graph's capture this happens immediately, on a stream that is not captured.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return values.to(device, non_blocking=True)
-    with torch.cuda.stream(_uncaptured_stream(device)):
-        return values.to(device)
-
-
-@functools.cache
-def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
     # torch has few streams of each priority and hands them out in turn; one of a priority that
     # nothing else uses is not being captured.
-    return torch.cuda.Stream(device, priority=2 * HIGH_PRIORITY)
+    with torch.cuda.stream(stream_of_priority(device, 2 * HIGH_PRIORITY)):
+        return values.to(device)
 
 
 def of_triton(kind: torch.dtype) -> object:

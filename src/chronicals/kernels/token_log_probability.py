@@ -1,5 +1,6 @@
-"""Log-probability of each target and entropy of each prediction of a linear head, without all
-logits at once.
+"""Log-probability of each target and entropy of each prediction of a linear head.
+
+The logits of all rows never exist at once.
 
     log p_t = z_t[y_t] − lse_t,   H_t = lse_t − Σ_j p_tj z_tj;   see ``logit_rows`` for z, lse and p
 
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_head import (
+    Adapter,
     check_head,
     chunk_logits,
     chunks,
@@ -31,10 +32,9 @@ from chronicals.kernels.linear_head import (
 from chronicals.kernels.logit_rows import (
     IGNORE_INDEX,
     LossOptions,
-    log_probabilities,
     log_probability_gradient_,
+    target_log_probabilities,
 )
-from chronicals.kernels.operators import operator
 
 
 @operator("chronicals::token_log_probability")
@@ -49,23 +49,25 @@ def _forward(
     chunk_size: int,
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p, lse and entropy, each ``[T]``; ``more`` ``[V, r]`` are further columns of the
-    head.
+    """Return log p, lse and entropy, each ``[T]``.
+
+    ``more`` ``[V, r]`` are further columns of the head.
     """
-    out = _outputs(hidden)
+    out = _outputs(hidden, weight, more, bias, targets, scale, softcap, chunk_size, wants_entropy)
     narrow = side_by_side(weight, more, hidden.dtype)
     buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
         for whole, some in zip(
-            out, log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy)
+            out,
+            target_log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy),
         ):
             whole[part] = some
     return out
 
 
 @torch.library.register_fake(_forward)
-def _(
+def _outputs(
     hidden: Tensor,
     weight: Tensor,
     more: Tensor | None,
@@ -76,10 +78,7 @@ def _(
     chunk_size: int,
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(hidden)
-
-
-def _outputs(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate log p, lse and entropy."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return tuple(hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))  # type: ignore[return-value]
 
@@ -101,7 +100,21 @@ def _backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """Return the gradients of hidden, weight, more and bias; empty tensors for those not ``wanted``."""
-    d_hidden, d_weight, d_more, d_bias = _gradients(hidden, weight, more, bias, wanted)
+    d_hidden, d_weight, d_more, d_bias = _gradients(
+        hidden,
+        weight,
+        more,
+        bias,
+        targets,
+        d_log_p,
+        d_entropy,
+        lse,
+        entropy,
+        scale,
+        softcap,
+        chunk_size,
+        wanted,
+    )
     narrow = side_by_side(weight, more, hidden.dtype)
     buffer = hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     width = weight.shape[1]
@@ -127,7 +140,7 @@ def _backward(
 
 
 @torch.library.register_fake(_backward)
-def _(
+def _gradients(
     hidden: Tensor,
     weight: Tensor,
     more: Tensor | None,
@@ -142,12 +155,7 @@ def _(
     chunk_size: int,
     wanted: list[bool],
 ) -> list[Tensor]:
-    return _gradients(hidden, weight, more, bias, wanted)
-
-
-def _gradients(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, wanted: list[bool]
-) -> list[Tensor]:
+    """Allocate the gradients that ``_backward`` returns, as zeros."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return [
         hidden.new_empty(0) if not wants or x is None else x.new_zeros(x.shape, dtype=kind)
@@ -235,10 +243,13 @@ def token_log_probability(
     Args:
         hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` if they
             require it.
+        weight: ``[V, D]``.
         targets: int64 ``[T]``; the log-probability of −100 is 0. A target outside the vocabulary
             raises IndexError on the CPU; on a card its log-probability is NaN.
+        bias: ``[V]``, or None.
         adapter: a low-rank addition to the head, differentiable too.
-        scale, softcap: applied to the logits, in this order; ``scale`` is 1 / temperature.
+        scale: factor of the logits, 1 / temperature.
+        softcap: bound of the logits, applied after the factor; None for none.
         chunk_size: rows of logits that exist at a time, at most.
         entropy: whether entropies are wanted; if not they are zeros.
         count: upper bound on the number of targets that are not −100, if the host knows one. Only

@@ -8,8 +8,9 @@ __all__ = [*KERNELS, "test_rmsnorm"]
 
 
 def test_rmsnorm() -> None:
-    """Compare RMSNorm, alone and after a residual addition, with its definition in fp64 on this
-    machine.
+    """Compare RMSNorm with its definition in fp64 on this machine.
+
+    Both forms are compared, alone and after a residual addition.
 
     Prints "RMSNorm test passed!".
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chronicals.config.foreign import suggests_fields
-from chronicals.config.lora_init import INITS, is_init
+from chronicals.config.values import INITS, is_init
 
 
 @suggests_fields

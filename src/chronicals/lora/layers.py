@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.products import product
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import (

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from chronicals.config.lora_init import is_init
+from chronicals.config.values import is_init
 from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import (

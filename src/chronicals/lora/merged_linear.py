@@ -31,9 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
-from chronicals.kernels.amax import Amax
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
@@ -41,8 +39,9 @@ from chronicals.kernels.dropped_products import (
     dropped_down,
     dropped_gradient_of_down,
 )
-from chronicals.kernels.fp8 import Scaled
+from chronicals.kernels.fp8 import Amax, Scaled
 from chronicals.kernels.launch import differentiable_once, in_rows, with_padding
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.products import product, product_into
 from chronicals.lora.magnitude import SHORTEST, RowNorms
 from chronicals.quantization import (

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
 from chronicals.lora.layers import AdapterLayer, adapters, in_file

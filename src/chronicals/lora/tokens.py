@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.adapter import Rows
+from chronicals.kernels.linear_head import Rows
 from chronicals.models.linear import register_layer_with_rows
 
 TrainedTokenIds = Sequence[int] | Mapping[str, Sequence[int]]

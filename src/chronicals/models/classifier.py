@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 from chronicals.models.loading import (
     BASE_ROWS,
     embedding_table,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.adapter import Adapter, Rows
+from chronicals.kernels.linear_head import Adapter, Rows
 from chronicals.quantization import PackedLinear, packed_weight
 from chronicals.quantization.bitsandbytes import is_of_bitsandbytes, shared
 

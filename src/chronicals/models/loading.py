@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 from chronicals.formats.gguf.configuration import config_of
 from chronicals.formats.gguf.reader import GGUFFile, gguf_of
 from chronicals.formats.gguf.tokenizer import tokenizer_of

@@ -29,7 +29,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.linear_distillation import (
-    Distillation,
+    DistillationSums,
     Divergence,
     LinearHead,
     StoredTokens,
@@ -407,7 +407,7 @@ class Distill(Objective):
             "token_accuracy": Term(found.accuracy, 0.0, "weight"),
         }
 
-    def _metrics(self, found: Distillation, batch: Batch) -> Terms:
+    def _metrics(self, found: DistillationSums, batch: Batch) -> Terms:
         metrics = {
             self.settings.divergence: found.divergence,
             "cross_entropy": found.cross_entropy,
@@ -423,7 +423,7 @@ class Distill(Objective):
             metrics["teacher_kept"] = stored.sum()
         return {name: Term(value, 0.0, "weight") for name, value in metrics.items()}
 
-    def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> Distillation:
+    def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> DistillationSums:
         """Compute the sums over the Batch, without whole logits if both heads are understood."""
         divergence_weight, cross_entropy_weight = self.weights
         options: dict[str, Any] = {

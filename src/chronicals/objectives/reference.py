@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.paths import lasting
+from chronicals.config.values import lasting
 from chronicals.data.tokens.template import FINGERPRINT_TEXT
 from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
 from chronicals.models import PresentedModel, has_4bit_layers, in_evaluation

@@ -4,7 +4,7 @@
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
 States are fp32, or bf16 with stochastic rounding. A bf16 weight is the upper half of its fp32
-master and the lower half is a state (see ``kernels/master.py``), so small updates are not lost.
+master and the lower half is a state (see ``kernels/adamw.py``), so small updates are not lost.
 Without a master the weight is rounded stochastically. The learning rate, the clipping factor and
 whether to apply the step are tensors on the device, so the host never waits, a CUDA graph can
 capture a step, and a step with ``apply`` False changes no bit.
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adamw import Tensors, fused_adamw_, looked_up
+from chronicals.kernels.adamw import Tensors, fused_adamw_, looked_up, split_master
 from chronicals.kernels.adamw_8bit import QuantizedTensors, adamw_8bit_, looked_up_in_8_bits
-from chronicals.kernels.master import split_master
 from chronicals.optimizers.host_states import HostStates
 
 

@@ -14,7 +14,7 @@ not wait. At the end of an update the current stream waits for all copies, so la
 next update too, sees the new states, and a CUDA graph can capture the whole.
 
 Results are bit-equal to an update on the device: parts are cut between chunks of a kernel and know
-their position in the launch (``kernels.adamw.Part``). Bytes of a weight that cross the bus in each
+their position in the launch (``kernels.adamw.LaunchPart``). Bytes of a weight that cross the bus in each
 direction: 8 for fp32 moments, 4 for bf16, 2.03 in 8 bits, and 2 for the lower half of a master. At
 50 GB/s in both directions at once, an update of 8 billion weights should take 1.6 s with fp32
 moments and masters, 0.65 s in 8 bits with masters. This was not yet measured.
@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.adamw import Part, Tensors, count_step_, fused_adamw_part_
+from chronicals.kernels.adamw import LaunchPart, Tensors, count_step_, fused_adamw_part_
 from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_part_
 from chronicals.kernels.host_memory import PinnedTensors
+from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.tensor_lists import LIST_CHUNK
-from chronicals.kernels.two_streams import HIGH_PRIORITY
 
 BUFFER_COUNT = 3
 """Buffers on a device: one for a part that arrives, one that is updated, and one that leaves."""
@@ -142,7 +142,7 @@ class HostStates:
 
         Arguments and results are those of these functions. Call it inside ``updating``.
         """
-        whole = Part.whole(tensors, betas)
+        whole = LaunchPart.whole(tensors, betas)
         run: Callable[..., None] = fused_adamw_part_
         if isinstance(tensors, QuantizedTensors):
             run = adamw_8bit_part_
@@ -151,7 +151,7 @@ class HostStates:
         )
         for part, slices, moves in self._parts(dense, whole):
 
-            def launch(slices: Tensors = slices, part: Part = part) -> None:
+            def launch(slices: Tensors = slices, part: LaunchPart = part) -> None:
                 run(slices, part, lr, betas, eps, weight_decay, factor, apply)
 
             self._lane(tensors.weights[0].device).run(moves, launch)
@@ -168,9 +168,13 @@ class HostStates:
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )
-        return [slices for _, slices, _ in self._parts(dense, Part.whole(tensors, (0.0, 0.0)))]
+        return [
+            slices for _, slices, _ in self._parts(dense, LaunchPart.whole(tensors, (0.0, 0.0)))
+        ]
 
-    def _parts(self, tensors: Tensors, whole: Part) -> Iterator[tuple[Part, Tensors, list[Move]]]:
+    def _parts(
+        self, tensors: Tensors, whole: LaunchPart
+    ) -> Iterator[tuple[LaunchPart, Tensors, list[Move]]]:
         """Yield the parts of a launch: position, tensors, and the copies to make."""
         lane = self._lane(tensors.weights[0].device)
         size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else LIST_CHUNK

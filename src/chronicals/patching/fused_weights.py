@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.amax import Amax
+from chronicals.kernels.fp8 import Amax
+from chronicals.kernels.linear_head import Adapter
 from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import MergedWeights, ProductFormat, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear

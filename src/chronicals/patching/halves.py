@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_rope, fused_rmsnorm
-from chronicals.kernels.amax import Amax
+from chronicals.kernels.fp8 import Amax
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope, heads_of

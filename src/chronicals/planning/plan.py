@@ -25,9 +25,9 @@ causal attention to a document. Of stacked experts only those count that a token
 
 Overlapped communication takes multiprocessors and memory bandwidth from the computation. In eight
 of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms took longer by
-``MEETING`` plus the time of all sent bytes on the link, within 11 ms, so that
+``MEETING_SECONDS`` plus the time of all sent bytes on the link, within 11 ms, so that
 
-    slowed     = MEETING + hidden bytes / link
+    slowed     = MEETING_SECONDS + hidden bytes / link
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from chronicals.quantization import packed_modules
 _BACKWARD = 2 / 3
 """The backward pass's share of a step's computation."""
 
-MEETING = 0.012
+MEETING_SECONDS = 0.012
 """Seconds by which a step on two GPUs is longer, however few bytes are sent.
 
 Ranks wait for the slower one, and hosts for its arrival.
@@ -59,8 +59,9 @@ Ranks wait for the slower one, and hosts for its arrival.
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines that a plan assumes; by default H100 with NVLink, and a 400 Gb/s adapter for each
-    GPU.
+    """Machines that a plan assumes.
+
+    By default they have H100 with NVLink, and a 400 Gb/s adapter for each GPU.
 
     Attributes:
         memory: bytes of a GPU.
@@ -77,9 +78,7 @@ class Machines:
     flops: float = 6e14
 
     def rate(self, ranks: int) -> float:
-        """Return the bytes a second of a collective over ``ranks`` ranks: those of its slowest
-        link.
-        """
+        """Return the bytes a second of a collective over ``ranks`` ranks, by its slowest link."""
         return self.link if ranks <= self.cards else self.network
 
 
@@ -126,9 +125,11 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of a second, on all GPUs."""
         return self.tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values, with what follows from them."""
         derived = {"efficiency": self.efficiency, "tokens_per_second": self.tokens_per_second}
         return {**vars(self), "sent": {**vars(self.sent), "total": self.sent.total}, **derived}
 
@@ -139,6 +140,9 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     Args:
         model: the model as it is trained, with adapters and 4-bit layers if any; may be on the meta
             device.
+        config: the run's configuration.
+        gpus: their number.
+        machines: what the GPUs are in.
 
     Raises:
         ConfigurationError: the GPUs cannot share packs as configured.
@@ -167,8 +171,11 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     if config.sharding == DIVIDE_WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
-        exposed, hidden = _exposed(sent, machines.rate(gpus), computing if frees else 0.0)
-    slowed = MEETING + hidden / machines.link if gpus > 1 else 0.0
+        # Only sums during the backward pass can be hidden, by its computation.
+        rate = machines.rate(gpus)
+        hidden = min(sent.reduce_scatter, _BACKWARD * computing * rate) if frees else 0.0
+        exposed = (sent.total - sent.attention - hidden) / rate
+    slowed = MEETING_SECONDS + hidden / machines.link if gpus > 1 else 0.0
     return Plan(
         gpus,
         fitted.held,
@@ -185,17 +192,6 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     )
 
 
-def _exposed(sent: Traffic, rate: float, computing: float) -> tuple[float, float]:
-    """Return the exposed seconds of all communication but attention's, and the overlapped bytes.
-
-    Args:
-        computing: seconds of computation if gradients are summed during the backward pass; 0 if
-            they are summed after it.
-    """
-    hidden = min(sent.reduce_scatter, _BACKWARD * computing * rate)
-    return (sent.total - sent.attention - hidden) / rate, hidden
-
-
 def _exposed_divided(
     model: Any,
     config: ChronicalsConfig,
@@ -205,7 +201,10 @@ def _exposed_divided(
     sent: Traffic,
     computing: float,
 ) -> tuple[float, float]:
-    """Return the result of ``_exposed`` for divided weights."""
+    """Return the exposed seconds of divided weights, and the overlapped bytes.
+
+    The seconds are those of all communication but attention's.
+    """
     near = machines.rate(config.sharding_ranks or gpus)
     far = machines.rate(gpus)
     forward, backward = gathered_in_passes(model, config, gpus, stay)
@@ -228,6 +227,8 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
     """Return the FLOPs of a token, forward and backward, without gradients of frozen weights.
 
     Args:
+        model: the model as it is trained.
+        config: the run's configuration.
         again: ratio of the layers that are computed twice.
     """
     shape = ModelShape.of(model.config)

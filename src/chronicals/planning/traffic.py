@@ -74,6 +74,7 @@ class Traffic:
 
     @property
     def total(self) -> float:
+        """Bytes of all collectives."""
         return (
             self.reduce_scatter
             + self.all_gather
@@ -96,6 +97,8 @@ def traffic(
 
     Args:
         model: model with its adapters; only its shapes are read, so it may be on the meta device.
+        config: the run's configuration.
+        ranks: number of processes.
         in_backward: gradients are summed in the backward pass of each micro-batch.
         recomputed: number of layers that are computed twice.
         cards: GPUs of a machine; by default all are in one.
@@ -134,14 +137,16 @@ def traffic(
 def gathered_in_passes(
     model: Any, config: ChronicalsConfig, ranks: int, stay: int = 0
 ) -> tuple[float, float]:
-    """Return bytes of divided weights that a rank gathers in a step: in forward and in backward
-    passes.
+    """Return bytes of divided weights that a rank gathers in forward and in backward passes.
 
-    Adapters are whole on every rank and gathered after their update, so they count as
+    They are those of a step. Adapters are whole on every rank and gathered after their update, so they count as
     ``all_gather``.
 
     Args:
-        ranks, stay: as for ``traffic``.
+        model: as for ``traffic``.
+        config: as for ``traffic``.
+        ranks: as for ``traffic``.
+        stay: as for ``traffic``.
     """
     among = config.sharding_ranks or ranks
     forward = _of_passes(model, config, among, len(decoder_layers(model)))["all_gather"]
@@ -149,10 +154,38 @@ def gathered_in_passes(
 
 
 def _of_passes(model: Any, config: ChronicalsConfig, among: int, stay: int) -> dict[str, float]:
-    """Return the bytes of each collective of a step with weights divided among ``among`` ranks."""
+    """Return the bytes of each collective of a step with weights divided among ``among`` ranks.
+
+    In every micro-batch, layers are gathered for both passes, but only once if they stay gathered,
+    like all weights outside of layers; gradients of trained weights are summed.
+    """
+    micro_batches = config.gradient_accumulation_steps
     with counted_among(among) as sent:
-        gather = _gather_and_sum if trains_layers(model) else _gather_frozen
-        gather(model, config, among, config.gradient_accumulation_steps, stay)
+        if not trains_layers(model):
+            _gather_frozen(model, config, among, micro_batches, stay)
+            return sent
+        dtype = GATHERED_TYPES[config.mixed_precision]
+        units = [list(layer.parameters()) for layer in decoder_layers(model)]
+        inside = {id(p) for unit in units for p in unit}
+        rest = [p for p in model.parameters() if id(p) not in inside]
+        gathers = [1 if i >= len(units) - stay else 2 for i in range(len(units))]
+        for unit, times in zip([*units, rest], [*gathers, 1]):
+            held = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit)
+            trained = sum(
+                -(-len(p) // among) * (p.numel() // len(p)) for p in unit if p.requires_grad
+            )
+            for _ in range(times * micro_batches):
+                dist.all_gather_into_tensor(
+                    torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype)
+                )
+            for _ in range(micro_batches):
+                if dtype == torch.float32:
+                    dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
+                else:
+                    dist.all_to_all_single(
+                        torch.empty(trained * among, dtype=dtype),
+                        torch.empty(trained * among, dtype=dtype),
+                    )
     return sent
 
 
@@ -182,39 +215,6 @@ def _sum_and_update(
     shards.publish()
 
 
-def _gather_and_sum(
-    model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int
-) -> None:
-    """Run the collectives of a step over divided trained weights.
-
-    In every micro-batch, layers are gathered for both passes, but only once if they stay gathered,
-    like all weights outside of layers; gradients are summed.
-    """
-    dtype = GATHERED_TYPES[config.mixed_precision]
-    layers = decoder_layers(model)
-    units = [list(layer.parameters()) for layer in layers]
-    inside = {id(p) for unit in units for p in unit}
-    rest = [p for p in model.parameters() if id(p) not in inside]
-    for unit, times in [
-        *((unit, 2 - (i >= len(units) - stay)) for i, unit in enumerate(units)),
-        (rest, 1),
-    ]:
-        held = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit)
-        trained = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit if p.requires_grad)
-        for _ in range(times * micro_batches):
-            dist.all_gather_into_tensor(
-                torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype)
-            )
-        for _ in range(micro_batches):
-            if dtype == torch.float32:
-                dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
-            else:
-                dist.all_to_all_single(
-                    torch.empty(trained * among, dtype=dtype),
-                    torch.empty(trained * among, dtype=dtype),
-                )
-
-
 def _gather_frozen(
     model: Any, config: ChronicalsConfig, among: int, micro_batches: int, stay: int
 ) -> None:
@@ -241,8 +241,9 @@ def _gather_frozen(
 
 
 class _Asking(torch.autograd.Function):
-    """Product that gathers a layer's weights in the forward pass, and perhaps again in the
-    backward.
+    """Product that gathers a layer's weights in the forward pass.
+
+    It may gather them again in the backward pass.
     """
 
     @staticmethod
@@ -349,21 +350,17 @@ class _Counted(TorchDispatchMode):
             name = _NAMES[function.overloadpacket.__name__]
             leaves = torch.utils._pytree.tree_leaves(args)
             sizes = [x.nbytes for x in leaves if isinstance(x, Tensor)]
-            ranks = next(
-                len(dist.get_process_group_ranks(x)) for x in map(_group, leaves) if x is not None
-            )
-            self.sent[name] += BYTES[name](sizes) * (ranks - 1) / ranks
+            groups = [
+                dist.ProcessGroup.unbox(x)
+                for x in leaves
+                if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+            ]
+            ranks = len(dist.get_process_group_ranks(groups[0]))
+            self.sent[name] += SENT_BYTES[name](sizes) * (ranks - 1) / ranks
         return function(*args, **(kwargs or {}))
 
 
-def _group(argument: Any) -> dist.ProcessGroup | None:
-    """Return the process group if the operator's argument is one, else None."""
-    if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in str(argument._type()):
-        return None
-    return dist.ProcessGroup.unbox(argument)
-
-
-BYTES: dict[str, Callable[[list[int]], int]] = {
+SENT_BYTES: dict[str, Callable[[list[int]], int]] = {
     "reduce_scatter": max,
     "all_gather": max,
     "all_to_all": max,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import operator
 from chronicals.quantization.packed import PackedWeight, weight_from
 
 

@@ -32,7 +32,7 @@ from chronicals.distributed import (
     is_divided,
     local,
 )
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.adamw import join_master, split_master
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,

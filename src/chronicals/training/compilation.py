@@ -8,7 +8,7 @@ import torch
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.kernels.compilation import can_compile_only, compiling_only
+from chronicals.kernels.launch import can_compile_only, compiling_only
 from chronicals.memory import decoder_layers
 from chronicals.models import PresentedModel, input_device
 from chronicals.objectives import Count, Objective

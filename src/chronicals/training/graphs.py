@@ -32,8 +32,8 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.kernels.gradient_norm import norm_tables
+from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.tensor_lists import tables_looked_up
-from chronicals.kernels.two_streams import HIGH_PRIORITY
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.step import TrainingStepParts, gradients_of

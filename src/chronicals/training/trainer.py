@@ -22,7 +22,7 @@ from chronicals.distributed import (
     shared_settings,
     whole_parts,
 )
-from chronicals.kernels.compilation import identify_compiler
+from chronicals.kernels.launch import identify_compiler
 from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
-from chronicals.kernels.master import join_master
+from chronicals.kernels.adamw import join_master
 from chronicals.objectives import build_objective
 from chronicals.training.session import prepare_session
 from chronicals.training.step import rate_factor, set_learning_rate

@@ -27,8 +27,7 @@ from chronicals.kernels import (
     linear_distillation,
     token_log_probability,
 )
-from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.adamw import Tensors, fused_adamw_reference_, join_master, split_master
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
     draw_seed,
@@ -37,7 +36,7 @@ from chronicals.kernels.dropped_products import (
     dropped_reference,
 )
 from chronicals.kernels.fp8 import lacks_fp8
-from chronicals.kernels.fp8_linear import fp8_linear, fp8_linear_reference
+from chronicals.kernels.fp8_linear import fp8_linear
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import runs_triton
@@ -48,7 +47,7 @@ from chronicals.kernels.linear_distillation import (
     LinearHead,
     linear_distillation_reference,
 )
-from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.linear_head import Adapter
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
@@ -112,7 +111,12 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
         inputs = gate, drawn.random(width, width) * 0.1
         compared.append(
             _compare(
-                "fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference
+                "fp8_linear",
+                kernels,
+                fp8_linear,
+                rounded_linear,
+                inputs,
+                torch.nn.functional.linear,
             )
         )
     dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))

@@ -16,7 +16,7 @@ GROUPED_HEADS: dict[str, Any] = (
 )
 
 
-def attend(
+def _attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, *_: object
 ) -> Tensor:
     seen = (-1 if window is None else window - 1, 0)
@@ -26,8 +26,8 @@ def attend(
     return out
 
 
-BACKEND = Backend(
-    attend,
+FLASH_ATTENTION_2 = Backend(
+    _attend,
     {
         "cuda": Support(
             HALF_DTYPES,

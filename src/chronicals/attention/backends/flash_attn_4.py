@@ -1,5 +1,6 @@
-"""Backend of FlashAttention-4 (package ``flash-attn-4``, CuTe), whose kernels are called below the
-package's autograd and registered with torch.
+"""Backend of FlashAttention-4 (package ``flash-attn-4``, CuTe).
+
+Its kernels are called below the package's autograd and registered with torch.
 
 Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of
 q, k and v may be strided, as in a merged product. The first call of a kind of shape compiles for
@@ -22,12 +23,12 @@ from torch import Tensor
 
 from chronicals import precompilation
 from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
-from chronicals.kernels.amax import absent
-from chronicals.kernels.operators import operator
+from chronicals.kernels.launch import absent, operator
 
 
 @cache
 def available() -> bool:
+    """Return whether all packages that the kernels need are installed."""
     return all(find_spec(name) is not None for name in ("flash_attn", "cutlass", "quack")) and (
         find_spec("flash_attn.cute") is not None
     )
@@ -115,7 +116,7 @@ def _forward(
     padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
     forward, _ = _kernels(q.device)
-    out, lse = _outputs(q, padding)
+    out, lse = _outputs(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, softcap, sinks, padding)
     common = _common(cu_q, cu_k, max_q, max_k, scale, window, sinks)
     with torch.cuda.device_of(q):
         forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **common)
@@ -123,7 +124,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
+def _outputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -137,10 +138,7 @@ def _(
     sinks: Tensor | None,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    return _outputs(q, padding)
-
-
-def _outputs(q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Allocate the output, with ``padding`` free values behind each token, and the log-sum-exp."""
     tokens, heads, width = q.shape
     out = q.new_empty((tokens, heads * width + padding))[:, : heads * width].unflatten(
         1, (heads, width)
@@ -233,7 +231,7 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Ten
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def attend(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -250,8 +248,8 @@ def attend(
 
 # Width 256 on Blackwell (10, 11) is left out: its backward supports neither softcap nor sinks.
 # Heads are padded to multiples of 32, since gradients are wrong at width 80.
-BACKEND = Backend(
-    attend,
+FLASH_ATTENTION_4 = Backend(
+    _attend,
     {"cuda": Support(HALF_DTYPES, {9: 256, 10: 128, 11: 128}, multiple=32)},
     available,
     "pip install 'chronicals[flash]'",

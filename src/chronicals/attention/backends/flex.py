@@ -133,6 +133,8 @@ def attend(
     sinks: Tensor | None,
     _padding: int = 0,
 ) -> Tensor:
+    """Compute attention as ``document_attention`` describes it, by compiled FlexAttention."""
+
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)

@@ -1,5 +1,6 @@
-"""Backend that runs one document after another: by torch's SDPA, or by the reference if there is a
-softcap or sinks.
+"""Backend that runs one document after another.
+
+Each runs by torch's SDPA, or by the reference if there is a softcap or sinks.
 
 It runs everywhere and is the slowest: bounds are copied to the host, and the reference holds a
 document's whole score matrix.
@@ -11,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.attention.reference import attention_reference
 from chronicals.attention.support import Backend, Spans, Support
 
 
-def attend(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -53,7 +53,8 @@ def _slices(
     Args:
         cu: int32 ``[N + 1]``.
         tokens: number of tokens of ``of``.
-        name, of: names of ``cu`` and of the tensor, for the message.
+        name: name of ``cu``, for the message.
+        of: name of the tensor whose tokens are divided, for the message.
         more: whether tokens may follow the last document.
 
     Raises:
@@ -102,4 +103,43 @@ def _one(
     return out[0].transpose(0, 1)
 
 
-BACKEND = Backend(attend, {"any": Support()})
+def attention_reference(
+    q_HQD: Tensor,
+    k_KSD: Tensor,
+    v_KSD: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute the attention of Q queries to S keys, ``[H, Q, D]``, by definition.
+
+    The whole score matrix of a document exists at once.
+
+    Args:
+        q_HQD: queries.
+        k_KSD: keys of K heads, which are repeated to H.
+        v_KSD: values of K heads, which are repeated to H.
+        seen: bool ``[Q, S]``, the keys that each query attends to; all if None.
+        scale: factor on the scores.
+        softcap: scores become ``softcap · tanh(score / softcap)``.
+        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
+    """
+    groups = q_HQD.shape[0] // k_KSD.shape[0]
+    k_HSD, v_HSD = (x.repeat_interleave(groups, 0) for x in (k_KSD, v_KSD))
+    scores = (q_HQD @ k_HSD.transpose(1, 2)).to(
+        torch.promote_types(q_HQD.dtype, torch.float32)
+    ) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat(
+            (scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1
+        )
+    shares = torch.softmax(scores, -1)[..., : k_HSD.shape[1]]
+    return shares.to(v_HSD.dtype) @ v_HSD
+
+
+PER_DOCUMENT = Backend(_attend, {"any": Support()})

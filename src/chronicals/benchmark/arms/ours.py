@@ -1,5 +1,6 @@
-"""Our arm: ``ChronicalsTrainer`` with the row's configuration, ended after the last measured
-step.
+"""Our arm: ``ChronicalsTrainer`` with the row's configuration.
+
+It is ended after the last measured step.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.weights import load, load_in_4_bits
-from chronicals.benchmark.measurement import ArmPlan, Measurement, reset_peak
+from chronicals.benchmark.arms.weights import adapter_shape, load, load_in_4_bits, start_of
+from chronicals.benchmark.measurement import (
+    PROFILED_STEPS,
+    ArmPlan,
+    Measurement,
+    Profiler,
+    reset_peak,
+)
 from chronicals.benchmark.plan import OUR_FIELDS
-from chronicals.benchmark.preparation import adapter_shape, start_of
-from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.lora.peft_format import ADAPTER_PREFIX
 from chronicals.models import load_tokenizer
@@ -29,10 +34,10 @@ CROWDED_ARMS = 4
 
 
 class Collector(Callback):
-    """Collects the metrics of a round's steps, hands them in, and ends the run when no other round
-    is requested.
+    """Collector of the metrics of a round's steps.
 
-    After the first round a few more steps are traced if the plan has a trace.
+    It hands them in, and ends the run when no other round is requested. After the first round a few
+    more steps are traced if the plan has a trace.
     """
 
     def __init__(self, work: Work, plan: ArmPlan, settings: str, run_in_fp8: bool):
@@ -45,11 +50,13 @@ class Collector(Callback):
         self.profiler: Profiler | None = None
 
     def run_began(self, run: Run) -> None:
+        """Note when the run began."""
         self.run = run
         self.load_seconds = time.perf_counter() - self.plan.began
         reset_peak()
 
     def step_done(self, metrics: StepMetrics) -> None:
+        """Keep the step's metrics; after the last one of the round, hand them in."""
         self.steps.append(metrics)
         beyond = len(self.steps) - self.plan.in_all
         traced = PROFILED_STEPS if self.plan.trace and not self.plan.rounds else 0
@@ -74,8 +81,10 @@ class Collector(Callback):
             profile = self.profiler.stop(PROFILED_STEPS, step_seconds)
             self.profiler = None
         peak = max(step.memory_gib for step in steps)
-        if self.trainer is not None and is_crowded(peak):
-            self.trainer.release_graphs()
+        if self.trainer is not None and torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(0).total_memory
+            if CROWDED_ARMS * peak * 2**30 > memory:
+                self.trainer.release_graphs()
         computed = [step.tokens for step in steps]
         tokens = self.work.real_tokens(steps[0].step - 1, computed)
         another_round = self.plan.hand_in(
@@ -101,13 +110,6 @@ class Collector(Callback):
         return another_round
 
 
-def is_crowded(peak: float) -> bool:
-    """Return whether ``CROWDED_ARMS`` arms of ``peak`` GiB are more than the card's memory."""
-    if not torch.cuda.is_available():
-        return False
-    return CROWDED_ARMS * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
-
-
 def ours(work: Work, plan: ArmPlan) -> None:
     """Train through the trainer; the plan's changes are fields of the configuration."""
     run = f"run-{time.time_ns()}"
@@ -116,7 +118,13 @@ def ours(work: Work, plan: ArmPlan) -> None:
     model = load_model(work.model, WEIGHT_DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
-    collector = Collector(work, plan, _settings(work, config, plan), config.use_fp8)
+    states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
+    words = ["base in NF4"] if config.quantization else []
+    words.append(f"{config.mixed_precision}, optimizer states {states}")
+    if work.reference_policy:
+        words.append(work.reference_policy)
+    words += [f"{name}={value}" for name, value in plan.changes.items()]
+    collector = Collector(work, plan, ", ".join(words), config.use_fp8)
     trainer = ChronicalsTrainer(
         model, load_tokenizer(work.tokenizer), config, callbacks=[collector]
     )
@@ -131,6 +139,7 @@ def ours(work: Work, plan: ArmPlan) -> None:
 
 def _attach(model: Any, work: Work, config: Any) -> None:
     """Add the adapters of this arm's configuration, with the values that every arm starts from.
+
     Adapters that not every arm has are left to the trainer.
     """
     from chronicals.lora import apply_lora
@@ -145,15 +154,3 @@ def _attach(model: Any, work: Work, config: Any) -> None:
         for path, layer in linear_adapters(model):
             layer.lora_A.copy_(start[f"{ADAPTER_PREFIX}{path}.lora_A.weight"])
             layer.lora_B.copy_(start[f"{ADAPTER_PREFIX}{path}.lora_B.weight"])
-
-
-def _settings(work: Work, config: Any, plan: ArmPlan) -> str:
-    states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
-    base = ["base in NF4"] if config.quantization else []
-    words = [
-        *base,
-        f"{config.mixed_precision}, optimizer states {states}",
-        *filter(None, [work.reference_policy]),
-    ]
-    words += [f"{name}={value}" for name, value in plan.changes.items()]
-    return ", ".join(words)

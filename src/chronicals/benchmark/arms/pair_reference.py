@@ -62,7 +62,7 @@ class Scores:
     trained: Tensor
 
 
-def reference(work: PairWork, plan: ArmPlan) -> None:
+def train_pair_reference(work: PairWork, plan: ArmPlan) -> None:
     """Train the pairs of the work's first steps, or those of the plan's file."""
     model, settings, tight = fp32_model(work, plan)
     count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
@@ -70,16 +70,20 @@ def reference(work: PairWork, plan: ArmPlan) -> None:
     if plan.documents is not None:
         pair_steps = PairSteps.of_json(json.loads(plan.documents.read_text()))
     short_plan = ArmPlan(count, 0, out=plan.out, began=plan.began)
-    train(model, settings, work, short_plan, pair_steps, 1 if tight else PAIRS_AT_ONCE)
+    train_on_pairs(model, settings, work, short_plan, pair_steps, 1 if tight else PAIRS_AT_ONCE)
 
 
-def train(
+def train_on_pairs(
     model: Any, settings: str, work: PairWork, plan: ArmPlan, pair_steps: PairSteps, at_once: int
 ) -> None:
     """Train the steps, at most those of the plan, and hand them in.
 
     Args:
+        model: in fp32, with the row's adapters.
         settings: how the model runs, in words.
+        work: the row.
+        plan: the round.
+        pair_steps: pairs of each step.
         at_once: pairs whose logits exist at a time.
     """
     pair_steps = replace(pair_steps, steps=pair_steps.steps[: plan.in_all])
@@ -162,8 +166,9 @@ def _backward(loss: Tensor) -> float:
 
 
 class Losses:
-    """Parts of a step's loss, one for each group of pairs. They are computed with the weights that
-    the model has when it is called.
+    """Parts of a step's loss, one for each group of pairs.
+
+    They are computed with the weights that the model has when it is called.
 
     Args:
         at_once: pairs of a group. DPO's reference policy is the model as it is now.
@@ -202,8 +207,9 @@ class Losses:
 
 
 class Masters:
-    """Weights that are fp32 while they are updated, and rounded to bf16, in fp32, at all other
-    times.
+    """Weights that are fp32 while they are updated.
+
+    At all other times they are rounded to bf16, in fp32.
     """
 
     def __init__(self, weights: Sequence[Tensor]):
@@ -243,6 +249,8 @@ def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False
     """Compute the scores of all rows together, padded on the right.
 
     Args:
+        model: with its adapters.
+        pairs: of one group.
         prompt_is_trained: True if the cross-entropy includes the prompt's tokens.
     """
     rows = [pair.rows[side] for side in (0, 1) for pair in pairs]
@@ -266,6 +274,8 @@ def dpo_loss(work: PairWork, micro_batch: Sequence[Pair], scores: Scores, start:
     """Return the part of DPO's loss of a micro-batch that is that of a group of its pairs.
 
     Args:
+        work: the row, with β.
+        micro_batch: pairs over which the loss is a mean.
         scores: of the group.
         start: its scores before the first step.
     """
@@ -276,8 +286,9 @@ def dpo_loss(work: PairWork, micro_batch: Sequence[Pair], scores: Scores, start:
 def orpo_loss(
     work: PairWork, micro_batch: Sequence[Pair], scores: Scores, prompt_is_trained: bool
 ) -> Tensor:
-    """Return the part of ORPO's loss of a micro-batch that is that of a group of its pairs. The
-    cross-entropy is a mean over the micro-batch's tokens.
+    """Return the part of ORPO's loss of a micro-batch that is that of a group of its pairs.
+
+    The cross-entropy is a mean over the micro-batch's tokens.
     """
     trained = sum(len(pair.chosen) for pair in micro_batch)
     if prompt_is_trained:

@@ -1,5 +1,6 @@
-"""Products in fp32 with frozen weights that are bf16 numbers, by tensor cores, for the reference
-over a frozen base.
+"""Products in fp32 with frozen weights that are bf16 numbers, by tensor cores.
+
+They are those of the reference over a frozen base.
 
 A significand of fp32 has 24 bits, of TF32 11, of bf16 8. ``x`` is taken as the sum of two TF32
 numbers: its first 11 bits, and the 13 that are left, of which the tensor core reads 11. So ``x`` is
@@ -12,8 +13,6 @@ of TF32 take about a quarter of the time of one in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,18 +35,21 @@ ERROR_FACTOR = 8.0
 
 
 def split_frozen(model: nn.Module) -> int | None:
-    """Let the frozen linear layers of an fp32 model multiply by tensor cores, if their weights are
-    bf16 numbers.
+    """Let the frozen linear layers of an fp32 model multiply by tensor cores.
+
+    These are the layers whose weights are bf16 numbers.
 
     Returns:
         the terms that a tensor core sums by itself. None if no layer is changed: none is such, or
         the products are not exact enough on this card.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and _is_frozen_bf16(module.weight)
-    ]
+    layers = []
+    for module in model.modules():
+        if type(module) is not nn.Linear or module.weight.requires_grad:
+            continue
+        weight = module.weight
+        if weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float()):
+            layers.append(module)
     if not layers:
         return None
     largest = max((layer.weight for layer in layers), key=lambda weight: max(weight.shape))
@@ -58,17 +60,10 @@ def split_frozen(model: nn.Module) -> int | None:
     return terms
 
 
-def _is_frozen_bf16(weight: Tensor) -> bool:
-    return (
-        not weight.requires_grad
-        and weight.dtype == torch.float32
-        and torch.equal(weight, weight.bfloat16().float())
-    )
-
-
 def as_exact(weight: Tensor, terms: int) -> bool:
-    """Return whether products of random rows with the weight, and with its transpose, are about as
-    near to those in fp64 as fp32's.
+    """Return whether products with the weight, and with its transpose, are exact enough.
+
+    Those of random rows must be about as near to products in fp64 as fp32's.
     """
     for right in (weight, weight.t()):
         x = torch.randn(TRIAL_ROWS, right.shape[0], device=right.device)
@@ -105,22 +100,16 @@ def _times(x: Tensor, right: Tensor, terms: int) -> Tensor:
     """Return ``x [..., K]`` times ``right [K, N]``."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     first = (flat.view(torch.int32) & FIRST_BITS).view(torch.float32)
-    with _in_tf32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
         out = (flat - first) @ right
         for begin in range(0, len(right), terms):
             _add_product(out, first[:, begin : begin + terms], right[begin : begin + terms])
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
     return out.view(*x.shape[:-1], right.shape[1])
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     out.addmm_(left, right)
-
-
-@contextmanager
-def _in_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

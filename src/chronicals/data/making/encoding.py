@@ -118,9 +118,9 @@ class ChunkEncoder:
         fitted = read if unchanged else FlatDocuments.joined(fitted_pieces)
         read.inspect(self.marks, report)
         # An item stays if all its documents have targets; a shared prompt needs none.
-        item = np.cumsum(fitted.sides == 0)
+        item_of = np.cumsum(fitted.sides == 0)
         untrained = (fitted.targets == 0) & (fitted.shared >= 0)
-        documents = fitted.only(~np.isin(item, item[untrained]))
+        documents = fitted.only(~np.isin(item_of, item_of[untrained]))
         for row in np.setdiff1d(fitted.rows, documents.rows):
             lost_by_cut = read.targets[read.rows == row].min() > 0
             rule = "masked_by_cut" if lost_by_cut else "masked_row"

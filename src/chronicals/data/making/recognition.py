@@ -254,9 +254,10 @@ class Recogniser:
         for name in unread_fields(record, kind):
             findings.note("unread_field", f"{place}: {name}")
         normal = NormalRow.of(record, kind, place)
-        if self.tokenizer.train_on == "answers":
-            self._check_answers(normal, place, findings)
-        if self.tokenizer.train_on == "answers" and kind == "completion":
+        if self.tokenizer.train_on != "answers":
+            return normal
+        self._check_answers(normal, place, findings)
+        if kind == "completion":
             if self.tokenizer.tokenizer.chat_template is not None:
                 findings.note("plain_completion", place)
             prompt = normal.record["prompt"]

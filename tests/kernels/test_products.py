@@ -5,7 +5,7 @@ stream goes first.
 import pytest
 import torch
 
-from chronicals.kernels.two_streams import HIGH_PRIORITY, at_once
+from chronicals.kernels.products import HIGH_PRIORITY, at_once
 
 SIDE = 4096
 
