@@ -71,7 +71,7 @@ class RankWatch:
         WAITING.in_run = False
         # A collective or the store raised it; gloo raises RuntimeError.
         by_gloo = type(error) is RuntimeError and "gloo" in str(error)
-        if isinstance(error, dist.DistError) or by_gloo:
+        if error is not None and (isinstance(error, dist.DistError) or by_gloo):
             raise self.error(self._reason(error)) from error
         if error is not None:
             self._announce(f"{kind.__name__ if kind else ''}: {error}")

@@ -182,8 +182,8 @@ class Recogniser:
                 report.note("single_token", row, place)
             if any("\ufffd" in text for text in texts):
                 report.note("byte_garbage", row, place)
-            for text in texts if self.special_tokens else ():
-                written = self.special_tokens.search(text)
+            for text in texts:
+                written = self.special_tokens and self.special_tokens.search(text)
                 if written:
                     report.note("special_token_in_text", row, f"{place} holds {written.group()!r}")
                     break
@@ -319,7 +319,7 @@ class Recogniser:
     def mismatched(self, row: RowRecord, other: RowRecord, place: str) -> NormalRow:
         """Return the prompt of one judged row with the answer of another."""
         prompt, (_, answer) = in_one_form(row["prompt"], [row["completion"], other["completion"]])
-        record = {**row, "prompt": prompt, "completion": answer}
+        record: RowRecord = {**row, "prompt": prompt, "completion": answer}
         kind = kind_of(record, place)
         if kind == "completion" and self.tokenizer.completions_as_chat:
             kind = "instruction"

@@ -417,23 +417,23 @@ class SequencePacker:
         self.packed_tokens = len(plan) * self.max_seq_length
         rows = []
         for pack in plan:
-            row: dict[str, list[int]] = {
+            packed: dict[str, list[int]] = {
                 "input_ids": [],
                 "labels": [],
                 "position_ids": [],
                 "sequence_ids": [],
             }
             for place, number in enumerate(pack):
-                row["input_ids"] += ids[number]
-                row["labels"] += labels[number]
-                row["position_ids"] += range(len(ids[number]))
-                row["sequence_ids"] += [place] * len(ids[number])
-            tail = self.max_seq_length - len(row["input_ids"])
-            row["input_ids"] += [self.padding_token_id] * tail
-            row["labels"] += [-100] * tail
-            row["position_ids"] += range(tail)
-            row["sequence_ids"] += [self.PADDING] * tail
-            rows.append(row)
+                packed["input_ids"] += ids[number]
+                packed["labels"] += labels[number]
+                packed["position_ids"] += range(len(ids[number]))
+                packed["sequence_ids"] += [place] * len(ids[number])
+            tail = self.max_seq_length - len(packed["input_ids"])
+            packed["input_ids"] += [self.padding_token_id] * tail
+            packed["labels"] += [-100] * tail
+            packed["position_ids"] += range(tail)
+            packed["sequence_ids"] += [self.PADDING] * tail
+            rows.append(packed)
         return rows
 
     def create_attention_mask(
