@@ -482,5 +482,5 @@ def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):
     other.save_pretrained(tmp_path / "model")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match="the model has no"):
-        module.load_weights(tmp_path, model)
+        module.load_checkpoint_weights(tmp_path, model)
     assert all(equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -190,7 +190,7 @@ def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, 
         raise CheckpointError("does not belong to this model")
 
     losses(1.0, 2.0)
-    monkeypatch.setattr(checkpoint, "load_weights", refuse)
+    monkeypatch.setattr(checkpoint, "load_checkpoint_weights", refuse)
     result = runs.train(tmp_path, max_steps=2, **OPTIONS)
     assert result.model_step == 2 and "the model of the last step is written instead" in caplog.text
     last = best_weights(tmp_path, 2)

@@ -10,6 +10,7 @@ class TrainingError(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """The run was stopped from outside after a checkpoint was written; the message says how to
-    resume.
+    """The run was stopped from outside after a checkpoint was written.
+
+    The message says how to resume.
     """

@@ -46,13 +46,19 @@ from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.quantization.bitsandbytes import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
-from chronicals.training.columns import StartColumns, with_frozen_columns
+from chronicals.training.frozen import with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.preparation import RowSource, check_precision, one_device, open_stores
+from chronicals.training.preparation import (
+    RowSource,
+    check_precision,
+    fit_vocabulary,
+    one_device,
+    open_stores,
+)
 from chronicals.training.routers import prepare_routers
-from chronicals.training.session import prepare
+from chronicals.training.session import prepare_session
+from chronicals.training.start_columns import StartColumns
 from chronicals.training.step import rate_factor, set_learning_rate
-from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import (
     ARM,
@@ -136,7 +142,7 @@ class TrainingPath:
         self.model = model
         self.config = config
         self.total_steps = total_steps
-        self.session = prepare(model, config, build_objective(config), tokenizer=tokenizer)
+        self.session = prepare_session(model, config, build_objective(config), tokenizer=tokenizer)
         self.trained = {
             plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
         }
