@@ -147,7 +147,7 @@ def test_in_vllm_experts_round_their_inputs_too(tmp_path):
     matrix each.
     """
     given = source.SourceModel(SavedModel.find(of_experts(tmp_path, "qwen3_moe")), tmp_path)
-    layout = CompressedTensors("fp8")
+    layout = CompressedTensors("fp8", FP8Layout())
     layout.write(given, tmp_path / "fp8")
     found = {
         stored.name: stored
