@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--only", help="names of models, with commas")
     args = parser.parse_args()
-    llama_cpp.require("logits are computed")
+    if not llama_cpp.is_there():
+        parser.error(f"logits are computed by {llama_cpp.PACKAGE}, which is not installed")
     names = args.only.split(",") if args.only else list(gguf_models.MODELS)
     result: dict = {
         "machine": platform.processor() or platform.machine(),

@@ -33,9 +33,8 @@ from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.objectives import build_objective
 from chronicals.quantization import FP8Base
-from chronicals.verification.path import TrainingPath
 from chronicals.verification.reference import PlainArm, count_items, exact_products
-from chronicals.verification.verify import items_of
+from chronicals.verification.verify import TrainingPath, step_items
 
 VOCABULARY = 16384
 RATE = 2e-4
@@ -131,8 +130,8 @@ def run(
             exact = None
             if plain is not None and number + 1 in looked_at:
                 plain.load({name: path.weight(name) for name in path.trained})
+                packs = step_items(store, stream, step.began)
                 with exact_products():
-                    packs = items_of(store, stream, step.began)
                     counts = {**step.counts, **count_items(packs)}
                     _, exact = plain.differentiate(packs, counts)
             made = path.step(step, number)

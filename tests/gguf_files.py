@@ -3,8 +3,8 @@
 import pytest
 
 import tiny
-from chronicals.export import gguf
-from chronicals.export.source import Source
+from chronicals.export.gguf import GGUFModel
+from chronicals.export.source import SourceModel
 from chronicals.saving import SavedModel
 
 
@@ -18,7 +18,8 @@ def write(folder, model, kind="q8_0", tokenizer=None):
     model.save_pretrained(source)
     (tokenizer or tiny.tokenizer()).save_pretrained(source)
     place.mkdir(exist_ok=True)
-    gguf.write(Source(SavedModel.find(source), source), place / f"model-{kind}.gguf", kind)
+    given = SourceModel(SavedModel.find(source), source)
+    GGUFModel(kind).write(given, place / f"model-{kind}.gguf")
     return place / f"model-{kind}.gguf"
 
 

@@ -927,7 +927,7 @@ def test_quickstart_of_preferences_small(within, monkeypatch, tmp_path):
 
 
 def test_pairs_of_a_quickstart_have_the_answer_of_another_question():
-    from chronicals.training.quickstart import pairs_of
+    from chronicals.training.quickstart import preference_rows
 
     rows = [
         {
@@ -938,7 +938,7 @@ def test_pairs_of_a_quickstart_have_the_answer_of_another_question():
         }
         for n in range(7)
     ]
-    pairs = pairs_of([*rows, *rows[:1]], seed=3)
+    pairs = preference_rows([*rows, *rows[:1]], seed=3)
     assert [*dict.fromkeys(pair["prompt"][0]["content"] for pair in pairs)] == [
         f"{n}?" for n in range(7)
     ]

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from chronicals.export import MergeError, NotProved, export, gguf, nf4, source
-from chronicals.export import merge as merge_function
+from chronicals.export import MergeError, NotProved, export, merge_adapter, nf4, source
+from chronicals.export.gguf import GGUFModel
 from chronicals.export.proof import relative_error
 from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.formats.gguf.writer import WEIGHT_TYPES
 from chronicals.lora import LoRAConfig, apply_lora, save_adapter
 from chronicals.quantization import Packed
 
-merge_module = sys.modules[merge_function.__module__]
+merge_module = sys.modules[merge_adapter.__module__]
 
 SCALE = 2.0
 """alpha over rank of the adapters here."""
@@ -102,7 +102,7 @@ def test_gguf_is_made_of_the_sums(kind, adapter, artefacts):
 def test_what_llama_cpp_quantises_is_given_fp32(adapter, tmp_path):
     """Its own types are made of a whole file, which holds the sums as they are."""
     with source.opened(adapter, None, tmp_path) as opened:
-        assert gguf.own_kind(opened, "q4_k_m") == "f32"
+        assert GGUFModel("q4_k_m").own_kind(opened) == "f32"
 
 
 def test_codes_of_nf4_are_those_of_the_sums(adapter, tmp_path):

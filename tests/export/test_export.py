@@ -22,22 +22,23 @@ import runs
 import tiny
 from chronicals.cli.app import app
 from chronicals.export import (
+    ArtefactProof,
     ExportError,
     NotExpressible,
     NotProved,
-    Proof,
     export,
-    gguf,
-    gguf_adapter,
     nf4,
     ollama,
     source,
     whole,
 )
 from chronicals.export.card import card
-from chronicals.export.compatible import make_compatible, older_names
+from chronicals.export.gguf import GGUFModel
+from chronicals.export.gguf_adapter import GGUFAdapter
 from chronicals.export.hub import UploadError
+from chronicals.export.nf4 import NF4Folder
 from chronicals.export.proof import cross_entropy, largest_error
+from chronicals.export.whole import make_compatible, older_names
 from chronicals.formats import weight_files
 from chronicals.formats.gguf.reader import GGUFFile
 from chronicals.models import load_model
@@ -171,8 +172,10 @@ def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
             ours if name == "v" else torch.stack([ours[:, :8], ours[:, 8:]], dim=2).flatten(1, 2)
         )
         torch.testing.assert_close(theirs, expected)
-    given = source.Source(SavedModel.find(folder), base)
-    assert gguf_adapter.size(given) == sum(tensor.n_bytes for tensor in file.tensors.values())
+    given = source.SourceModel(SavedModel.find(folder), base)
+    assert GGUFAdapter("adapter").size(given) == sum(
+        tensor.n_bytes for tensor in file.tensors.values()
+    )
 
 
 def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
@@ -189,19 +192,18 @@ def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
     module = importlib.import_module("chronicals.export.gguf_adapter")
     folder = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4)
     right = module._read_pairs
-    kept = module.write
+    kept = GGUFAdapter.write
 
-    def write(given, target):
+    def write(self, given, target):
         monkeypatch.setattr(
             module,
             "_read_pairs",
             lambda x: {k: replace(pair, scale=pair.scale / 2) for k, pair in right(x).items()},
         )
-        kept(given, target)
+        kept(self, given, target)
         monkeypatch.setattr(module, "_read_pairs", right)
 
-    formats = importlib.import_module("chronicals.export.export").FORMATS
-    monkeypatch.setitem(formats, "gguf-adapter", replace(formats["gguf-adapter"], write=write))
+    monkeypatch.setattr(GGUFAdapter, "write", write)
     with pytest.raises(NotProved, match="what is added, gguf: FAILED"):
         export(folder, "gguf-adapter")
 
@@ -323,7 +325,7 @@ def test_what_is_not_a_number_is_found_behind_what_is_right():
     wrong[2, 3] = torch.nan
     for found in ([right, wrong], [wrong, right]):
         assert largest_error(found, [right, right]) == float("inf")
-    proof = Proof({})
+    proof = ArtefactProof({})
     proof.bounded("x", "y", largest_error([right, wrong], [right, right]), 0.1)
     proof.bounded("x", "y", float("nan"), 0.1)
     assert len(proof.failed) == 2
@@ -409,10 +411,9 @@ def test_memory_is_one_tensor(kind, tmp_path, monkeypatch):
 
     monkeypatch.setattr(weight_files.StoredTensor, "read", read)
     monkeypatch.setattr(nf4, "stored_tensors", stored_tensors)
-    given = source.Source(SavedModel.find(tmp_path), tmp_path)
-    gguf.write(given, tmp_path / "x.gguf", "q8_0") if kind == "gguf" else nf4.write(
-        given, tmp_path / "x"
-    )
+    given = source.SourceModel(SavedModel.find(tmp_path), tmp_path)
+    chosen = GGUFModel("q8_0") if kind == "gguf" else NF4Folder("nf4")
+    chosen.write(given, tmp_path / "x")
     assert len(most) == len(given.tensors) and max(most) <= 2
 
 
@@ -520,8 +521,8 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
         "learning_rate": 1e-3,
     }
     (folder / "resume.yaml").write_text(yaml.safe_dump(recipe))
-    given = source.Source(replace(SavedModel.find(folder), base=None), folder / "model")
-    text = card(given, "x", "merged", Proof({}))
+    given = source.SourceModel(replace(SavedModel.find(folder), base=None), folder / "model")
+    text = card(given, "x", "merged", ArtefactProof({}))
     assert "base_model: someone/small" in text and "| learning_rate | 0.001 |" in text
     assert "| data | rows.jsonl |" in text and "secret" not in text
 

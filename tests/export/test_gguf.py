@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 import gguf_models
 import tiny
 from chronicals.export import NotExpressible, NotProved, export, gguf, llama_cpp
-from chronicals.export.source import PROBES, Source
+from chronicals.export.gguf import GGUFModel
+from chronicals.export.source import PROBES, SourceModel
 from chronicals.formats.gguf import writer
 from chronicals.formats.gguf.families import FAMILIES, family_of
 from chronicals.formats.gguf.reader import GGUFFile
@@ -44,13 +45,13 @@ def saved(folder, model, tokenizer=None):
 
 
 def source(folder):
-    return Source(SavedModel.find(folder), folder)
+    return SourceModel(SavedModel.find(folder), folder)
 
 
 def written(folder, kind="f32"):
     """A file of the model in a folder, and its pieces."""
     given = source(folder)
-    gguf.write(given, folder / "model.gguf", kind)
+    GGUFModel(kind).write(given, folder / "model.gguf")
     return (
         given,
         GGUFFile(folder / "model.gguf"),
@@ -332,7 +333,7 @@ def test_the_head_has_more_bits_than_the_rest(tied, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["q4_k_m", "q5_k_s"])
 def test_a_tied_head_has_more_bits_in_what_llama_cpp_quantises(kind, tmp_path):
     given = source(saved(tmp_path, gguf_models.build("qwen2", **WIDE, tie_word_embeddings=True)))
-    gguf.write(given, tmp_path / "model.gguf", kind)
+    GGUFModel(kind).write(given, tmp_path / "model.gguf")
     file = GGUFFile(tmp_path / "model.gguf")
     assert file.type_of("token_embd.weight") in ("Q6_K", "Q8_0")
     assert file.type_of("blk.1.attn_q.weight") == kind[:4].upper()
@@ -375,7 +376,7 @@ def test_types_that_llama_cpp_quantises(kind, tmp_path):
 def test_importance_moves_the_error_to_where_it_matters_less(tmp_path):
     """With all importance in some columns of a weight, those are nearer to what they were."""
     given = source(saved(tmp_path, gguf_models.build("llama", **WIDE)))
-    gguf.write(given, tmp_path / "whole.gguf", "f32")
+    GGUFModel("f32").write(given, tmp_path / "whole.gguf")
     weights = {
         "blk.0.attn_q.weight": np.where(np.arange(256) % 32 < 4, 1.0, 1e-4).astype(np.float32)
     }
@@ -472,7 +473,7 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
     """Each expert has all its importance in columns of its own, which are then nearer to what
     they were; in another order they are not."""
     given = source(saved(tmp_path, gguf_models.build("mixtral", **OF_EXPERTS)))
-    gguf.write(given, tmp_path / "whole.gguf", "f32")
+    GGUFModel("f32").write(given, tmp_path / "whole.gguf")
     name = "blk.0.ffn_up_exps.weight"
     own = np.arange(256)[None] % 16 // 2 == np.arange(4)[:, None]
     importance = np.where(own, 1.0, 1e-4).astype(np.float32)
@@ -691,8 +692,8 @@ def test_a_file_says_its_name_and_licence(tmp_path):
 def test_a_size_is_that_of_the_tensors(kind, tmp_path):
     """Of what llama.cpp quantises, that of the file it is made of and once more."""
     given, file, _ = written(saved(tmp_path, gguf_models.build("llama 3")), kind)
-    assert gguf.size(given, kind) == sum(tensor.n_bytes for tensor in file.tensors.values())
-    assert gguf.size(given, "q4_k_m") == 2 * gguf.size(given, "f32")
+    assert GGUFModel(kind).size(given) == sum(tensor.n_bytes for tensor in file.tensors.values())
+    assert GGUFModel("q4_k_m").size(given) == 2 * GGUFModel("f32").size(given)
 
 
 @pytest.mark.parametrize(

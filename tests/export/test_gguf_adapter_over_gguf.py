@@ -1,7 +1,5 @@
 """base.gguf with adapter.gguf in llama.cpp is the model that was trained over base.gguf."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ import gguf_files
 import gguf_models
 import runs
 from chronicals.export import NotProved, export, gguf_adapter
-from chronicals.export.export import FORMATS
 from chronicals.formats.gguf import tensors as gguf_tensors
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import gguf_loading, load_model, load_tokenizer
@@ -104,10 +101,8 @@ def test_a_trained_run(tmp_path):
     ids=["rows of B not reordered", "another scale"],
 )
 def test_a_planted_fault_is_found(old, new, said, tmp_path, monkeypatch):
-    format_ = FORMATS["gguf-adapter"]
-    monkeypatch.setitem(
-        FORMATS, "gguf-adapter", replace(format_, write=mutant(gguf_adapter, old, new).write)
-    )
+    wrong = mutant(gguf_adapter, old, new).GGUFAdapter.write
+    monkeypatch.setattr(gguf_adapter.GGUFAdapter, "write", wrong)
     path = gguf_files.write(tmp_path, wide(), "q8_0")
     with pytest.raises(NotProved, match=said):
         compared(tmp_path, path)

@@ -1,4 +1,4 @@
-"""FP8 and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what
+"""FP8Layout and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what
 torch does, faults are found.
 """
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import gguf_models
 import tiny
 from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source
-from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
+from chronicals.export.compressed_tensors import LAYOUTS, CompressedTensors, FP8Layout, INT4Layout
 from chronicals.formats import weight_files
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import Linear4bit
@@ -69,8 +69,8 @@ def limit(check, layout):
     """The largest error of a right file's logits.
 
     transformers below 5.21 adds up experts in another order than torch here. Where an input lies
-    between two FP8 codes, the last bit of a sum then decides which it gets, and the logits differ
-    by what FP8 rounds.
+    between two FP8Layout codes, the last bit of a sum then decides which it gets, and the logits differ
+    by what FP8Layout rounds.
     """
     return check.bound if layout == "fp8" and transformers_before("5.21") else 1e-5
 
@@ -130,14 +130,14 @@ def test_scales_of_another_expert_are_found_by_transformers(tmp_path, monkeypatc
     """A fault in the way there and in the way back: the layout is read as it was written, and is
     another than the package's.
     """
-    right = FP8.quantise
-    back = FP8.read
+    right = FP8Layout.quantise
+    back = FP8Layout.read
     monkeypatch.setattr(
-        FP8,
+        FP8Layout,
         "quantise",
         lambda self, weight: (lambda codes, scale: (codes, scale / 2))(*right(self, weight)),
     )
-    monkeypatch.setattr(FP8, "read", lambda self, found, name: 2 * back(self, found, name))
+    monkeypatch.setattr(FP8Layout, "read", lambda self, found, name: 2 * back(self, found, name))
     with pytest.raises(NotProved, match="same weights and inputs, transformers: FAILED"):
         export(of_experts(tmp_path, "mixtral"), "fp8")
 
@@ -146,24 +146,25 @@ def test_in_vllm_experts_round_their_inputs_too(tmp_path):
     """Beside the same model whose experts' inputs were rounded by hand: its experts have one
     matrix each.
     """
-    given = source.Source(SavedModel.find(of_experts(tmp_path, "qwen3_moe")), tmp_path)
-    compressed_tensors.write(given, tmp_path / "fp8", FP8())
+    given = source.SourceModel(SavedModel.find(of_experts(tmp_path, "qwen3_moe")), tmp_path)
+    layout = CompressedTensors("fp8", FP8Layout())
+    layout.write(given, tmp_path / "fp8")
     found = {
         stored.name: stored
         for stored in weight_files.tensors_in(tmp_path / "fp8" / "model.safetensors")
     }
-    names = compressed_tensors._quantised_names(given, FP8())
-    model = compressed_tensors._simulated(given, found, FP8(), names, in_vllm=True)
+    names = layout._quantised_names(given)
+    model = layout._simulated(given, found, names, in_vllm=True)
     experts = model.model.layers[1].mlp.experts
     x = torch.randn(5, 128)
     on = experts.down_proj.device
     got = experts(x.to(on), torch.tensor([[3]] * 5, device=on), torch.ones(5, 1, device=on)).cpu()
     gate, up, down = (
-        FP8().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight")
+        FP8Layout().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight")
         for role in ("gate", "up", "down")
     )
-    rounded = FP8().round_input(x)
-    inner = FP8().round_input(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))
+    rounded = FP8Layout().round_input(x)
+    inner = FP8Layout().round_input(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))
     assert torch.allclose(got, inner @ down.T, atol=1e-5)
 
 
@@ -181,7 +182,7 @@ def test_no_bars_are_shown(tmp_path, capfd):
 def test_fp8_by_hand():
     weight = torch.randn(5, 48) * torch.logspace(-3, 3, 5)[:, None]
     weight[2] = 0
-    codes, scale = FP8().quantise(weight)
+    codes, scale = FP8Layout().quantise(weight)
     assert scale.shape == (5, 1) and scale.dtype == torch.bfloat16
     assert torch.isfinite(codes.float()).all() and codes.float().abs().max() <= 448
     found = codes.float() * scale.float()
@@ -194,7 +195,7 @@ def test_fp8_by_hand():
 def test_four_bits_by_hand():
     """Eight codes of a row in an int32, the first in its lowest bits, 8 standing for zero."""
     weight = torch.randn(3, 256)
-    packed, scale = INT4().quantise(weight)
+    packed, scale = INT4Layout().quantise(weight)
     assert packed.shape == (3, 32) and packed.dtype == torch.int32 and scale.shape == (3, 2)
     for row in range(3):
         for column in (0, 5, 127, 128, 255):
@@ -221,10 +222,12 @@ def test_faults_are_found(layout, planted, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
 def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, monkeypatch):
-    right = compressed_tensors._quantization_config
-    monkeypatch.setattr(
-        compressed_tensors, "_quantization_config", lambda *given: {**right(*given), "ignore": []}
-    )
+    right = compressed_tensors.name_dtype
+
+    def name_dtype(folder, kind, quantization_config):
+        right(folder, kind, quantization_config={**quantization_config, "ignore": []})
+
+    monkeypatch.setattr(compressed_tensors, "name_dtype", name_dtype)
     with pytest.raises((NotProved, ValueError)):
         export(saved(tmp_path), "fp8")
 
@@ -239,7 +242,7 @@ def test_what_has_no_layout_is_refused(tmp_path):
         export(saved(tmp_path / "experts", "qwen3_moe"), "int4")
     with pytest.raises(
         NotExpressible,
-        match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8",
+        match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8Layout",
     ):
         export(saved(tmp_path / "narrow", intermediate_size=96), "int4")
 
@@ -269,8 +272,8 @@ def test_only_linear_layers_of_decoder_layers_are_in_nf4(name, tmp_path):
     """By their names; embeddings, a head, tied or not, norms, biases and routers are in 16 bits."""
     from chronicals.export import nf4
 
-    given = source.Source(SavedModel.find(saved(tmp_path / "model", name)), tmp_path / "model")
-    nf4.write(given, tmp_path / "ours")
+    given = source.SourceModel(SavedModel.find(saved(tmp_path / "model", name)), tmp_path / "model")
+    nf4.NF4Folder("nf4").write(given, tmp_path / "ours")
     stored = load_file(tmp_path / "ours" / "model.safetensors")
     linear = re.compile(r"model\.layers\.\d+\.(self_attn|mlp(\.shared_expert)?)\.\w+_proj\.weight")
     expected = {key for key in given.tensors if linear.fullmatch(key)}
@@ -324,8 +327,8 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
     from chronicals.export import nf4
     from chronicals.models.four_bits import linear_layers
 
-    given = source.Source(SavedModel.find(saved(tmp_path / "whole", name)), tmp_path / "whole")
-    nf4.write(given, tmp_path / "ours")
+    given = source.SourceModel(SavedModel.find(saved(tmp_path / "whole", name)), tmp_path / "whole")
+    nf4.NF4Folder("nf4").write(given, tmp_path / "ours")
     model, exact = (
         load_model(tmp_path / "whole", dtype) for dtype in (torch.bfloat16, torch.float32)
     )
@@ -339,7 +342,7 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
     )
     assert ours.keys() == theirs.keys() and sum(
         tensor.nbytes for tensor in ours.values()
-    ) == nf4.size(given)
+    ) == nf4.NF4Folder("nf4").size(given)
     for key, tensor in theirs.items():
         found = ours[key]
         if "quant_state" in key:

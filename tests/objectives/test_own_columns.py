@@ -33,8 +33,9 @@ from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.saving import SavedModel
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
-from chronicals.training.columns import StartColumns, config_digest, with_frozen_columns
+from chronicals.training.frozen import with_frozen_columns
 from chronicals.training.session import prepared
+from chronicals.training.start_columns import StartColumns, model_config_digest
 from distillations import fields
 from preferences import rows
 
@@ -240,7 +241,7 @@ def test_an_earlier_reference_is_read_and_its_run_goes_on(tmp_path, caplog):
         "weights": weights.values,
         "places": weights.places,
         "divided": 1,
-        "model": config_digest(model.config),
+        "model": model_config_digest(model.config),
         "scales": [],
         "active": [],
     }

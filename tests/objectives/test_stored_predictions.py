@@ -24,8 +24,9 @@ from chronicals.objectives import build_objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
-from chronicals.training.columns import _CachedColumns, _Source, with_frozen_columns
 from chronicals.training.evaluation import evaluate_data
+from chronicals.training.frozen import with_frozen_columns
+from chronicals.training.stored_columns import ColumnSource, StoredColumns
 from chronicals.verification import verify
 from distillations import SETTINGS, fields, refused, sharp, train
 
@@ -389,7 +390,7 @@ def test_what_cannot_be_stored_is_refused(teacher, tmp_path):
 
 def test_draws_are_not_verified_and_cost_no_pass_of_the_teacher(teacher, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        _CachedColumns, "_compute_targets", lambda *_: pytest.fail("the teacher ran")
+        StoredColumns, "_compute_targets", lambda *_: pytest.fail("the teacher ran")
     )
     with pytest.raises(
         ConfigurationError,
@@ -499,7 +500,7 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(
     teacher's.
     """
     _, expected, _ = stored(tmp_path / "alone", teacher, stored_tokens=9)
-    whole = _Source.values
+    whole = ColumnSource.values
     began = threading.Event()
     goes_on = threading.Event()
     others = []
@@ -512,7 +513,7 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(
             yield found
 
     def first(self, *given):
-        monkeypatch.setattr(_Source, "values", second)
+        monkeypatch.setattr(ColumnSource, "values", second)
         for number, found in enumerate(whole(self, *given)):
             if number == 1:
                 other.start()
@@ -528,7 +529,7 @@ def test_two_runs_that_compute_the_same_at_the_same_time_keep_apart(
         return all(np.array_equal(*both) for both in columns)
 
     other = threading.Thread(target=lambda: others.append(holds_all()))
-    monkeypatch.setattr(_Source, "values", first)
+    monkeypatch.setattr(ColumnSource, "values", first)
     assert holds_all()
     goes_on.set()
     other.join()

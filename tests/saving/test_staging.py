@@ -1,13 +1,14 @@
-"""Copies of a state: what they hold, where they begin, and when the update may go on."""
+"""Copies of a state: what they hold, where they begin, when the update may go on; work in a thread."""
 
 import mmap
+import threading
 
 import pytest
 import torch
 
 from chronicals.kernels import host_memory
 from chronicals.kernels.host_memory import PinnedMemory, available_memory
-from chronicals.saving import Staging, staging
+from chronicals.saving import Background, Staging, staging
 from comparison import equal
 
 CPU = torch.device("cpu")
@@ -132,3 +133,23 @@ def test_available_memory_of_machine_and_container(tmp_path, limit, expected):
         (group / "memory.stat").write_text("anon 2000\ninactive_file 1000\n")
     assert available_memory(tmp_path) == expected
     assert available_memory(tmp_path / "elsewhere") is None
+
+
+def test_one_piece_of_work_at_a_time_and_its_error_once():
+    background = Background()
+    go = threading.Event()
+    background.start(go.wait)
+    assert background.busy and background.error is None
+    with pytest.raises(AssertionError):
+        background.start(go.wait)
+    go.set()
+    background.wait()
+
+    def fail():
+        raise OSError("no room")
+
+    background.start(fail)
+    with pytest.raises(OSError, match="no room"):
+        background.wait()
+    background.wait()
+    assert not background.busy and background.error is None

@@ -28,7 +28,7 @@ from chronicals.policies.cuda_graphs import CudaGraphs
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.policy import Decision
 from chronicals.policies.sharding import Sharding
-from chronicals.training import gathered_step, graphs, session
+from chronicals.training import graphs, session, step
 
 STEPS = 9
 EVALUATED = 4
@@ -90,14 +90,14 @@ def gives_up_on_one() -> Any:
 
 def poisoned() -> Any:
     """Whatever stands in the buffers before a micro-step is of no layer."""
-    usual = gathered_step.FrozenGatheredStep.micro
+    usual = step.FrozenGatheredStep.micro
 
     def micro(self: Any, *given: Any) -> Any:
         for buffer in self.gathers._buffers:
             buffer.fill_(255)
         return usual(self, *given)
 
-    return patch.object(gathered_step.FrozenGatheredStep, "micro", micro)
+    return patch.object(step.FrozenGatheredStep, "micro", micro)
 
 
 ARMS: dict[str, Callable[[], Any] | None] = {

@@ -32,7 +32,7 @@ from chronicals.distributed import Mesh
 from chronicals.models import load_model, quantise_layers
 from chronicals.training import ChronicalsTrainer, precision
 from chronicals.training.callbacks import read_metrics
-from chronicals.training.report import STEP_FIELDS
+from chronicals.training.report import STEP_METRIC_NAMES
 
 OBJECTIVES = tuple(preferences.IN_TREE)
 """Every registered objective; ``preferences.rows_of`` makes its rows."""
@@ -200,7 +200,7 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
         return {"refused": str(refusal), "begun": (place / "run" / "metrics.jsonl").exists()}
     lines = [line for line in read_metrics(place / "run" / "metrics.jsonl") if "loss" in line]
     metrics = [
-        {name: line[name] for name in line.keys() - STEP_FIELDS - {"time"}} for line in lines
+        {name: line[name] for name in line.keys() - STEP_METRIC_NAMES - {"time"}} for line in lines
     ]
     return {
         "steps": runs.trajectory(place) if ranks.writer else [],

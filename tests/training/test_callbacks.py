@@ -15,9 +15,8 @@ import pytest
 import runs
 import tiny
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
-from chronicals.training.default_logging import PACKAGE_LOGGER, heard
 from chronicals.training.metrics import StepMetrics
-from chronicals.training.progress import ProgressBar
+from chronicals.training.progress import PACKAGE_LOGGER, ProgressBar, heard
 from chronicals.training.run import Run
 
 TESTS = Path(__file__).parent.parent

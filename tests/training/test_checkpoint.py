@@ -16,7 +16,7 @@ import tiny
 from chronicals.config.config import laid_over
 from chronicals.data import TokenStore
 from chronicals.data.reading.sources import source_fingerprint
-from chronicals.saving import check_folder, describe, folders, write_folder
+from chronicals.saving import check_folder, folders, manifest_entry, write_folder
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.callbacks import Callback, read_metrics
@@ -286,7 +286,7 @@ def rewrite_state(folder, **changes):
     (folder / "state.json").write_text(json.dumps(state | changes))
     described = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(
-        json.dumps(described | {"state.json": describe(folder / "state.json")})
+        json.dumps(described | {"state.json": manifest_entry(folder / "state.json")})
     )
 
 
@@ -482,5 +482,5 @@ def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):
     other.save_pretrained(tmp_path / "model")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match="the model has no"):
-        module.load_weights(tmp_path, model)
+        module.load_checkpoint_weights(tmp_path, model)
     assert all(equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -17,7 +17,7 @@ from chronicals.objectives import build_objective
 from chronicals.policies import Facts, decide
 from chronicals.policies.divided_weights import check_divisible
 from chronicals.policies.sharding import choose_sharding
-from chronicals.training.session import prepare
+from chronicals.training.session import prepare_session
 
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_ranks
@@ -141,7 +141,7 @@ def test_weights_that_a_run_before_divided_are_not_taken_for_whole_ones(tmp_path
         ConfigurationError,
         match="sharding='optimizer': a run before divided.* set sharding='weights'",
     ):
-        prepare(model, config, build_objective(config))
+        prepare_session(model, config, build_objective(config))
 
 
 def test_memory_chooses(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import tiny
 from chronicals.distributed import rank_agreement
 from chronicals.distributed.rank_agreement import fingerprint_here, fingerprint_over
-from chronicals.training.columns import config_digest
+from chronicals.training.start_columns import model_config_digest
 
 DTYPES = [
     torch.float32,
@@ -114,21 +114,21 @@ def test_a_part_of_a_configuration_is_told_so_too():
     ]
     parts.append({**parts[0], "rms_norm_eps": 1e-5})
     whole = [SimpleNamespace(to_dict=lambda part=part: {"text_config": part}) for part in parts]
-    here, there, other = map(config_digest, whole)
+    here, there, other = map(model_config_digest, whole)
     assert here == there != other
 
 
 def test_a_configuration_is_told_by_what_changes_predictions():
     config = tiny.llama().config
-    told = config_digest(config)
+    told = model_config_digest(config)
     config._name_or_path = "elsewhere"
     config.use_cache = False
     config.eos_token_id = 7
-    assert config_digest(config) == told
+    assert model_config_digest(config) == told
     for name, value in (("rope_theta", 123.0), ("rms_norm_eps", 1e-2), ("num_attention_heads", 8)):
         other = tiny.llama().config
         if name == "rope_theta" and not hasattr(other, name):
             other.rope_parameters = {**other.rope_parameters, name: value}
         else:
             setattr(other, name, value)
-        assert config_digest(other) != told, name
+        assert model_config_digest(other) != told, name

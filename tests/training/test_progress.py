@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from chronicals.training import progress
-from chronicals.training.default_logging import heard
 from chronicals.training.metrics import StepMetrics
-from chronicals.training.progress import Progress, ProgressBar
+from chronicals.training.progress import Progress, ProgressBar, heard
 from chronicals.training.run import Run
 
 REWARDS = (

@@ -11,7 +11,7 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training import report, samples
+from chronicals.training import report
 
 
 def cells(page: str, table: str) -> dict[str, list[str]]:
@@ -51,7 +51,7 @@ def test_the_report_of_a_run(tmp_path):
 
 
 def test_answers_before_and_after(tmp_path, monkeypatch):
-    monkeypatch.setattr(samples, "SECONDS", 60.0)  # other tests use the same cores and card
+    monkeypatch.setattr(report, "SECONDS", 60.0)  # other tests use the same cores and card
     result = runs.train(
         tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=30, learning_rate=1e-2
     )
@@ -86,14 +86,14 @@ def test_answers_that_are_compared_are_asked_for_by_their_whole_prompt(objective
 def test_prompts_for_which_no_time_is_left_have_no_answer(tmp_path, monkeypatch):
     times = iter([0.0, 0.4, 1.1, 0.0, 0.0])
     given = []
-    inner = samples.generate
+    inner = report.generate
 
     def generate(*asked, seconds):
         given.append(seconds)
         return inner(*asked, seconds=None)
 
-    monkeypatch.setattr(samples, "generate", generate)
-    monkeypatch.setattr(samples, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(report, "generate", generate)
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(times)))
     page = runs.train(
         tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=1
     ).report.read_text()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.saving import describe
+from chronicals.saving import manifest_entry
 from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, loop
 from chronicals.training.checkpoint import checkpoints
 from chronicals.training.run import Run
@@ -156,7 +156,7 @@ def without_the_best_step(folder):
     (newest / "state.json").write_text(json.dumps(kept))
     described = json.loads((newest / "manifest.json").read_text())
     (newest / "manifest.json").write_text(
-        json.dumps(described | {"state.json": describe(newest / "state.json")})
+        json.dumps(described | {"state.json": manifest_entry(newest / "state.json")})
     )
 
 
@@ -190,7 +190,7 @@ def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, 
         raise CheckpointError("does not belong to this model")
 
     losses(1.0, 2.0)
-    monkeypatch.setattr(checkpoint, "load_weights", refuse)
+    monkeypatch.setattr(checkpoint, "load_checkpoint_weights", refuse)
     result = runs.train(tmp_path, max_steps=2, **OPTIONS)
     assert result.model_step == 2 and "the model of the last step is written instead" in caplog.text
     last = best_weights(tmp_path, 2)

@@ -478,7 +478,7 @@ def test_one_that_hangs_is_left_to_itself(tmp_path, monkeypatch, caplog):
     need("tensorboard")
     released = threading.Event()
     monkeypatch.setattr(TRACKERS["tensorboard"], "store", lambda self, points: released.wait())
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "SECONDS_TO_STORE_THE_REST", 0.05)
     try:
         result = train(tmp_path, "tensorboard")
         assert result.report.exists() and "tensorboard: still not done" in caplog.text

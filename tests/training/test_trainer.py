@@ -731,7 +731,7 @@ def test_settings_of_adapters_that_are_not_asked_for_are_told(caplog):
     told = "lora_rank, lora_alpha: set, but use_lora is off"
     for changes in ({}, {"use_lora": True, "lora_rank": 4}, {"lora_rank": 4, "lora_alpha": 8}):
         with caplog.at_level(logging.WARNING):
-            session.prepare(tiny.llama(), ChronicalsConfig(**changes), NextToken())
+            session.prepare_session(tiny.llama(), ChronicalsConfig(**changes), NextToken())
         assert (told in caplog.text) == ("lora_alpha" in changes)
 
 
@@ -822,7 +822,7 @@ def test_adapters_that_are_there_are_as_asked_for(changes, named, use_lora):
     )
     config = ChronicalsConfig(use_lora=use_lora, **changes)
     with pytest.raises(ConfigurationError, match=named) if named else contextlib.nullcontext():
-        session.prepare(model, config, NextToken())
+        session.prepare_session(model, config, NextToken())
     assert {layer.dropout for _, layer in adapters(model)} == {0.2}
 
 
@@ -833,7 +833,9 @@ def test_of_many_adapted_layers_an_error_tells_some(tmp_path):
     with pytest.raises(
         ConfigurationError, match=r"with model\.layers\.0\S+(, \S+){3} and 10 others; leave"
     ):
-        session.prepare(model, ChronicalsConfig(lora_target_modules=["q_proj"]), NextToken())
+        session.prepare_session(
+            model, ChronicalsConfig(lora_target_modules=["q_proj"]), NextToken()
+        )
 
 
 def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):

@@ -16,7 +16,7 @@ from chronicals.formats.gguf.tokenizer import vocabulary_of
 from chronicals.models import embedding_table, load_model, load_tokenizer
 from chronicals.saving import SavedModel
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.vocabulary import rows_needed
+from chronicals.training.preparation import rows_needed
 
 ROWS = 300
 """Of the tiny model's embedding."""
@@ -108,7 +108,7 @@ def test_rows_are_the_same_each_time_and_go_with_tokens_that_are_named(tmp_path)
     too.
     """
     from chronicals.distributed import Mesh
-    from chronicals.training.vocabulary import fit_vocabulary
+    from chronicals.training.preparation import fit_vocabulary
 
     tables = []
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_rows_are_the_same_each_time_and_go_with_tokens_that_are_named(tmp_path)
 def test_adapters_that_are_there_are_not_resized(tmp_path):
     from chronicals.distributed import Mesh
     from chronicals.lora import LoRAConfig, apply_lora
-    from chronicals.training.vocabulary import fit_vocabulary
+    from chronicals.training.preparation import fit_vocabulary
 
     model = apply_lora(tiny.llama(), LoRAConfig(rank=2))
     with pytest.raises(

@@ -14,7 +14,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import describe_packed, load_model
 from chronicals.quantization import nf4
 from chronicals.verification import bitsandbytes_arm, verify
-from chronicals.verification.verify import Beside
+from chronicals.verification.comparison import Beside
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32}
 SHAPE = {"attention_bias": True, "intermediate_size": 128}

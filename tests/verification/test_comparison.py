@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from chronicals.verification.comparison import (
+    Modules,
     StepLoss,
     Tally,
     decided,
@@ -15,7 +16,6 @@ from chronicals.verification.comparison import (
     update_floors,
     wrong_losses,
 )
-from chronicals.verification.modules import Modules
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -708,7 +708,7 @@ def test_a_class_without_eager_attention_is_named(tmp_path, monkeypatch):
             super().__init__(config)
 
     with pytest.raises(ConfigurationError, match="Stubborn cannot be made with eager attention"):
-        reference._fresh(Stubborn(tiny.llama().config), torch.device("cpu"), sdpa=False)
+        reference._fresh(Stubborn(tiny.llama().config), torch.device("cpu"), usual_attention=False)
 
 
 @pytest.mark.gpu

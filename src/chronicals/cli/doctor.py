@@ -41,7 +41,7 @@ def doctor_command(
         results = self_test()
     failed = [result for result in results if not result.passed]
     if as_json:
-        kernels = [result.to_dict() for result in results]
+        kernels = [vars(result) for result in results]
         found = {
             "machine": machine,
             "missing_extras": extras,

@@ -134,7 +134,7 @@ def _require_ours(folder: Path) -> None:
     Those that may be there are of a quickstart, or of an export of its model.
     """
     from chronicals.config import ConfigurationError
-    from chronicals.export.workspace import EXPORTS, files_of_others
+    from chronicals.export.artefact import EXPORTS, files_of_others
     from chronicals.training.quickstart import WRITTEN
 
     if not (folder / "untrained").exists():

@@ -155,9 +155,8 @@ def _check_data(
     from chronicals.data.packs.loader import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
     from chronicals.training.length import fit_batch, fit_learning_rate
-    from chronicals.training.preparation import open_stores
+    from chronicals.training.preparation import open_stores, rows_needed
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run
-    from chronicals.training.vocabulary import rows_needed
 
     embedding_rows = rows_needed(tokenizer, saved.embedding_rows(plan.trust_remote_code), config)
     reports = None if holds_a_run(config.output_dir) else config.output_dir

@@ -9,26 +9,25 @@ from types import ModuleType
 from typing import Any
 
 from chronicals.export.export import FORMATS, Exported, ExportError, export
-from chronicals.export.hub import UploadError
-from chronicals.export.merge import Merged, MergeError, merge
-from chronicals.export.proof import Check, NotProved, Proof
-from chronicals.export.saved_upload import Pushed, push_saved
+from chronicals.export.hub import Pushed, UploadError, push_saved
+from chronicals.export.merge import MergedModel, MergeError, merge_adapter
+from chronicals.export.proof import ArtefactProof, Check, NotProved
 from chronicals.formats.gguf.reader import NotExpressible
 
 __all__ = [
     "FORMATS",
+    "ArtefactProof",
     "Check",
     "ExportError",
     "Exported",
     "MergeError",
-    "Merged",
+    "MergedModel",
     "NotExpressible",
     "NotProved",
-    "Proof",
     "Pushed",
     "UploadError",
     "export",
-    "merge",
+    "merge_adapter",
     "push_saved",
 ]
 
@@ -38,9 +37,7 @@ def __dir__() -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """Let ``chronicals.export`` be both this package and the function that scripts look for
-    under that name.
-    """
+    """Both the package ``chronicals.export`` and the function that scripts call by that name."""
 
     def __call__(self, *args: Any, **options: Any) -> list[Exported]:
         return export(*args, **options)

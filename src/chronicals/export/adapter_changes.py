@@ -17,8 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from chronicals.export.additions import Addition, Additions
-from chronicals.export.dequantised_experts import DequantisedExperts
+from chronicals.export.additions import AddedProduct, AddedProducts, DequantisedExperts
 from chronicals.formats.tensor_names import StoredNames
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor
 from chronicals.lora.loading import describe_adapter, described_config
@@ -75,19 +74,19 @@ class Change:
         """Compute the ratios for the sum of a weight and what an adapter adds, all fp32.
 
         Args:
+            weight: that the adapter was trained over.
+            added: by the adapter.
+            total: the exact sum.
             dtype: that the sum is written in.
             norms: of the whole weight and of the whole sum; the tensors may be some of their rows.
             from_files: the attribute.
         """
-
-        def rounding_error(dtype: torch.dtype) -> Tensor:
-            return (total.to(dtype).float() - weight - added).norm()
-
-        error = rounding_error(dtype)
+        error = (total.to(dtype).float() - weight - added).norm()
         change = added.norm()
-        lost_in = {
-            name: _ratio(rounding_error(FLOAT_DTYPES[name]), change) for name in ("BF16", "F16")
-        }
+        lost_in = {}
+        for name in ("BF16", "F16"):
+            lost = (total.to(FLOAT_DTYPES[name]).float() - weight - added).norm()
+            lost_in[name] = _ratio(lost, change)
         return cls(
             _ratio(change, norms[0]),
             _ratio(error, norms[1]),
@@ -128,7 +127,8 @@ class AdapterChanges:
         self.quantised = quantised
         self._read = functools.lru_cache(CACHED_MATRICES)(self._load)
         self.shape = described_config(self.described, self.described["target_modules"])
-        if whole := [name for name in self.shape.modules_to_save or () if not is_of_head(name)]:
+        whole = [name for name in self.shape.modules_to_save or () if not is_of_head(name)]
+        if whole:
             raise MergeError(
                 f"{folder}: modules_to_save={whole}: load it, and call its merge_and_unload()"
             )
@@ -150,7 +150,7 @@ class AdapterChanges:
                 if ".lora_" not in path and not path.endswith(FILE_NAME):
                     self.shapes[plain] = torch.Size(file.get_slice(name).get_shape())
         self.tokens: dict[str, tuple[list[int], str]] = {}
-        self.additions: dict[str, Addition] = {}
+        self.additions: dict[str, AddedProduct] = {}
         self.base_names = StoredNames()
         self.tensors: dict[str, StoredTensor] = {}
         self.dequantised: dict[str, tuple[FourBits, bool]] = {}
@@ -171,12 +171,28 @@ class AdapterChanges:
         paths = {path.rpartition(".lora_")[0] for path in self._names if ".lora_" in path}
         if not paths:
             raise MergeError(f"{self.folder}: holds no matrices of an adapter")
-        additions = Additions(self.folder, self.described, self.shape, self._read, self._names)
+        products = AddedProducts(self.folder, self.described, self.shape, self._read, self._names)
         try:
-            self.additions = additions.by_weight(sorted(paths), self.base_names, base)
+            self.additions = products.by_weight(sorted(paths), self.base_names, base)
         except ValueError as error:
             raise MergeError(str(error)) from error
-        self._place_tokens()
+        indices = self.shape.trainable_token_indices
+        absent = []
+        for row_path in [path for path in self._names if path.endswith(FILE_NAME)]:
+            path = row_path.removesuffix(f".{FILE_NAME}")
+            named = indices if isinstance(indices, Mapping) else {path: indices or ()}
+            fitting = [ids for name, ids in named.items() if f".{path}".endswith(f".{name}")]
+            weight = self.base_names.find(f"{path}.weight")
+            if not fitting or weight is None:
+                absent.append(row_path)
+            else:
+                self.tokens[weight] = list(fitting[0]), self._names[row_path]
+        # With a list of ids, PEFT may store the rows again for a tied head, which has no weight.
+        if absent and (isinstance(indices, Mapping) or not self.tokens):
+            raise MergeError(
+                f"{self.folder}: {absent[0]} fits no trainable_token_indices, or no weight of the "
+                "base"
+            )
         for path in list(self.shapes):
             name = self.base_names.find(path.replace(".base_layer.", "."))
             if name is None:
@@ -186,28 +202,6 @@ class AdapterChanges:
                 )
             self._names[name] = self._names[path]
             self.shapes[name] = self.shapes.pop(path)
-
-    def _place_tokens(self) -> None:
-        """Find the weights with rows of trained tokens."""
-        indices = self.shape.trainable_token_indices
-        absent = []
-        for row_path in [path for path in self._names if path.endswith(FILE_NAME)]:
-            path = row_path.removesuffix(f".{FILE_NAME}")
-            named = indices if isinstance(indices, Mapping) else {path: indices or ()}
-            ids = next(
-                (list(ids) for name, ids in named.items() if f".{path}".endswith(f".{name}")), None
-            )
-            weight = self.base_names.find(f"{path}.weight")
-            if ids is None or weight is None:
-                absent.append(row_path)
-            else:
-                self.tokens[weight] = ids, self._names[row_path]
-        # With a list of ids, PEFT may store the rows again for a tied head, which has no weight.
-        if absent and (isinstance(indices, Mapping) or not self.tokens):
-            raise MergeError(
-                f"{self.folder}: {absent[0]} fits no trainable_token_indices, or no weight of the "
-                "base"
-            )
 
     def place_quantised(self, model: Any) -> None:
         """Find the weights that were in 4 bits under the adapter and are not in the files.
@@ -253,23 +247,17 @@ class AdapterChanges:
         """True if the base's files hold weights in 4 bits, which are dequantised when read."""
         return any(tensor.is_packed for tensor in self.tensors.values())
 
-    def values_of(self, base: str) -> str:
-        """Name the values that the adapter is added to, for a report."""
-        if self.base_is_packed:
-            return f"the dequantised values of {base}, which is in 4 bits,"
-        if self.quantised is None:
-            return base
-        return f"the dequantised {self.quantised.code} values of {base}"
-
-    def replaces(self, name: str) -> bool:
-        """Return whether a tensor of the base is replaced by another."""
+    def replaces(self, stored: StoredTensor) -> bool:
+        """Return whether the merged model has another tensor than the base's files hold."""
         changed: tuple[Container[str], ...] = (self.shapes, self.tokens, self.additions)
-        return any(name in names for names in changed) or self._is_dequantised(name)
+        is_changed = any(stored.name in names for names in changed)
+        return stored.is_packed or is_changed or self._is_dequantised(stored.name)
 
     def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
         """Return the tensor that replaces one of the base, fp32; None where that stays.
 
         Args:
+            stored: tensor of the base's files.
             changes: gets the change of the weight by its name.
         """
         replaced = None
@@ -287,7 +275,16 @@ class AdapterChanges:
             raise MergeError(
                 f"{error}: the base is quantised; give base_model (--base-model) in 16 or 32 bits"
             ) from None
-        exact = self._as_trained(weight, stored.name).float() if replaced is None else replaced
+        # The weight as the adapter saw it: the values of its 4 bits, if it had any.
+        if replaced is not None:
+            exact = replaced
+        elif self.experts is not None and stored.name in self.experts:
+            exact = self.experts.read(stored.name)
+        elif stored.name in self.dequantised:
+            kind, transposed = self.dequantised[stored.name]
+            exact = (kind.values(weight.t()).t() if transposed else kind.values(weight)).float()
+        else:
+            exact = weight.float()
         if addition is None:
             nothing = torch.zeros_like(exact)
             changes[stored.name] = self._change(stored, weight, exact, nothing, exact)
@@ -301,8 +298,11 @@ class AdapterChanges:
             )
         total = exact + update
         if self.described.get("use_dora"):
+            # The rows, which lie along this dimension, get DoRA's magnitudes.
             along = 0 if self.described.get("fan_in_fan_out") else 1
-            total = self._with_magnitudes(addition.path, total, along)
+            name = f"{ADAPTER_PREFIX}{addition.path}.lora_magnitude_vector"
+            norms = torch.linalg.vector_norm(total, dim=along).clamp_(min=SHORTEST)
+            total = total * (self._read(name).float() / norms).unsqueeze(along)
             update = total - exact
             if update.norm() <= MAGNITUDE_ROUNDING * exact.norm():
                 update = torch.zeros_like(update)
@@ -322,7 +322,7 @@ class AdapterChanges:
                 "base_model (--base-model)"
             )
         total = whole.index_copy(0, torch.tensor(ids), rows)
-        dtype = self._written_dtype(stored)
+        dtype = FLOAT_DTYPES.get(self._dtype_of(stored), torch.float32)
         from_files = _ratio((total.to(dtype).float() - whole).norm(), whole.norm())
         norms = whole.norm(), total.norm()
         changes[stored.name] = Change.of(
@@ -334,30 +334,19 @@ class AdapterChanges:
         """Return whether a weight is replaced by the values of its codes."""
         return name in self.dequantised or (self.experts is not None and name in self.experts)
 
-    def _as_trained(self, weight: Tensor, name: str) -> Tensor:
-        """Return a weight of the base as the adapter saw it: the values of its 4 bits, if any."""
-        if self.experts is not None and name in self.experts:
-            return self.experts.read(name)
-        if name not in self.dequantised:
-            return weight
-        kind, transposed = self.dequantised[name]
-        return kind.values(weight.t()).t() if transposed else kind.values(weight)
-
-    def _written_dtype(self, stored: StoredTensor) -> torch.dtype:
-        return FLOAT_DTYPES.get(self._dtype_of(stored), torch.float32)
-
     def _change(
         self, stored: StoredTensor, weight: Tensor, exact: Tensor, update: Tensor, total: Tensor
     ) -> Change:
         """Return the change of a weight.
 
         Args:
+            stored: tensor of the base's files.
             weight: in the file.
             exact: that the adapter was trained over, fp32.
             update: that is added to it.
             total: their sum, which is rounded to the dtype that is written.
         """
-        dtype = self._written_dtype(stored)
+        dtype = FLOAT_DTYPES.get(self._dtype_of(stored), torch.float32)
         from_files = 0.0
         written = total.to(dtype).float()
         original = weight.float()
@@ -365,12 +354,6 @@ class AdapterChanges:
             from_files = _ratio((written - original).norm(), original.norm())
         norms = exact.norm(), total.norm()
         return Change.of(exact, update, total, dtype, norms, from_files)
-
-    def _with_magnitudes(self, path: str, weight: Tensor, along: int) -> Tensor:
-        """Scale the rows of a weight to DoRA's magnitudes; a row lies along a dimension."""
-        magnitude = self._read(f"{ADAPTER_PREFIX}{path}.lora_magnitude_vector").float()
-        norms = torch.linalg.vector_norm(weight, dim=along).clamp_(min=SHORTEST)
-        return weight * (magnitude / norms).unsqueeze(along)
 
     def _load(self, name: str) -> Tensor:
         with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:

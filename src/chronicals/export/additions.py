@@ -1,4 +1,6 @@
-"""Products ``s · B A`` that an adapter adds to the tensors of its base's files, or parts of them.
+"""Products that an adapter adds to the tensors of its base's files, and the experts that it saw.
+
+It adds a product ``s · B A`` to a tensor, or to a part of one.
 
 A class may make one weight of several tensors: the experts of a layer are one parameter of the
 model, and a file has the matrices of each expert. transformers tells which part of the parameter
@@ -8,9 +10,9 @@ its values tell where each of them went.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ import torch
 from torch import Tensor
 
 from chronicals.formats.tensor_names import StoredNames
+from chronicals.formats.weight_files import StoredTensor
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.layers import LoRAEmbedding
 from chronicals.lora.parameter_layer import is_transposed
 from chronicals.lora.targets import Target, targets_of
+from chronicals.models.base_format import BaseFormat, FourBits
+from chronicals.models.four_bits import stacked_experts
 from chronicals.models.loading import load_without_weights
 
 STAND_IN_SIZE = 24
@@ -29,6 +34,8 @@ STAND_IN_SIZE = 24
 into.
 """
 
+CACHED_STACKS = 2
+"""Stacks of a decoder layer, whose tensors alternate in files."""
 
 NO_BLOCK_REMEDY = (
     "is no block of the model's weight; load the adapter, call model.merge_and_unload(), "
@@ -37,7 +44,7 @@ NO_BLOCK_REMEDY = (
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """The part of a stacked weight that a tensor of a file holds.
 
     Attributes:
@@ -64,7 +71,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Addition:
+class AddedProduct:
     """A product that is added to a tensor of a file.
 
     Attributes:
@@ -77,7 +84,7 @@ class Addition:
 
 
 @dataclass(frozen=True)
-class Additions:
+class AddedProducts:
     """The products that an adapter adds.
 
     Attributes:
@@ -96,7 +103,7 @@ class Additions:
 
     def by_weight(
         self, paths: Collection[str], there: StoredNames, base: Path
-    ) -> dict[str, Addition]:
+    ) -> dict[str, AddedProduct]:
         """Return the products by the names of the tensors in the base's files.
 
         Args:
@@ -114,16 +121,23 @@ class Additions:
         if has_parameters:
             parameters_only = replace(self.shape, target_modules=[])
             targets = {target.path: target for target in targets_of(model, parameters_only)}
-        additions: dict[str, Addition] = {}
+        additions: dict[str, AddedProduct] = {}
         for path in paths:
             target = targets.get(path)
             if target is not None:
                 additions |= self._of_parameter(model, target, there)
                 continue
-            if path in embeddings:
-                self._refuse_a_tied_head(model, path)
+            head = model.get_output_embeddings() if path in embeddings else None
+            if head is not None and head.weight is model.get_submodule(path).weight:
+                raise ValueError(
+                    f"{self.folder}: {path} has an adapter, and its weight is that of the head, "
+                    "too, which has none; load the adapter, call model.merge_and_unload(), which "
+                    "gives the head a weight of its own, and save that"
+                )
             name = self._find(f"{path}.weight", there)
-            additions[name] = Addition(path, partial(self._of_layer, path, path in embeddings))
+            additions[name] = AddedProduct(
+                path, functools.partial(self._of_layer, path, path in embeddings)
+            )
         return additions
 
     def _find(self, weight: str, there: StoredNames) -> str:
@@ -137,36 +151,24 @@ class Additions:
             )
         return name
 
-    def _refuse_a_tied_head(self, model: Any, path: str) -> None:
-        """Raise ValueError if the head has the embedding's weight, and would be changed with it."""
-        head = model.get_output_embeddings()
-        if head is not None and head.weight is model.get_submodule(path).weight:
-            raise ValueError(
-                f"{self.folder}: {path} has an adapter, and its weight is that of the head, too, "
-                "which has none; load the adapter, call model.merge_and_unload(), which gives the "
-                "head a weight of its own, and save that"
-            )
-
-    def _pair(self, path: str, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
-        """Read the two matrices of an adapter, fp32."""
-        a, b = (self.read(self.names[f"{path}.{name}"]).float() for name in names)
-        return a, b
-
     def _of_layer(self, path: str, is_embedding: bool) -> Tensor:
         """Compute the product of a layer or an embedding."""
         names = LoRAEmbedding.MATRICES if is_embedding else ("lora_A.weight", "lora_B.weight")
-        down, up = self._pair(path, names)
+        down, up = (self.read(self.names[f"{path}.{name}"]).float() for name in names)
         update = self.shape.at(path).scale * (up @ down)
         return update.t() if is_embedding or self.described.get("fan_in_fan_out") else update
 
-    def _of_parameter(self, model: Any, target: Target, there: StoredNames) -> dict[str, Addition]:
+    def _of_parameter(
+        self, model: Any, target: Target, there: StoredNames
+    ) -> dict[str, AddedProduct]:
         """Return the products of a parameter's tensor, or of all tensors that it is made of."""
         parameter: Tensor = model.get_parameter(target.named)
         transposed = parameter.ndim == 3 and is_transposed(model.get_submodule(target.layer))
         experts = len(parameter) if parameter.ndim == 3 else 1
 
-        def update(part: Part) -> Tensor:
-            down, up = self._pair(target.path, ("lora_A.weight", "lora_B.weight"))
+        def update(part: StoredPart) -> Tensor:
+            down = self.read(self.names[f"{target.path}.lora_A.weight"]).float()
+            up = self.read(self.names[f"{target.path}.lora_B.weight"]).float()
             down_ERK = down.view(experts, -1, down.shape[1])
             up_ENR = up.view(len(up), -1, experts).permute(2, 0, 1)
             scale = self.shape.at(target.named).scale
@@ -178,14 +180,17 @@ class Additions:
             matrix = scale * (up_ENR[part.expert] @ down_ERK[part.expert])
             return part.of(matrix.t() if transposed else matrix)
 
-        parts = {target.named: Part()}
+        parts = {target.named: StoredPart()}
         if target.named not in there:
             parts = parts_in_files(model, target.named, parameter.shape)
         names = {self._find(name, there): part for name, part in parts.items()}
-        return {name: Addition(target.path, partial(update, part)) for name, part in names.items()}
+        return {
+            name: AddedProduct(target.path, functools.partial(update, part))
+            for name, part in names.items()
+        }
 
 
-def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
+def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, StoredPart]:
     """Return the parts of a parameter by the names of the tensors in which it is saved.
 
     Args:
@@ -206,7 +211,7 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
     parts = {}
     for written, tensor in revert_weight_conversion(model, {name: stand_in}).items():
         if torch.equal(tensor, stand_in):
-            parts[written] = Part()
+            parts[written] = StoredPart()
             continue
         if tensor.ndim != 2:
             raise ValueError(f"{written} {NO_BLOCK_REMEDY}")
@@ -223,10 +228,107 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
         block = places[expert, top:bottom, left:right]
         if not torch.equal(tensor, block.t() if transposed else block):
             raise ValueError(f"{written} {NO_BLOCK_REMEDY}")
-        parts[written] = Part(
+        parts[written] = StoredPart(
             expert,
             (top / STAND_IN_SIZE, bottom / STAND_IN_SIZE),
             (left / STAND_IN_SIZE, right / STAND_IN_SIZE),
             transposed,
         )
     return parts
+
+
+class DequantisedExperts:
+    """Stacked experts of a base with the values that an adapter over 4 bits saw.
+
+    They are read by the tensors of the base's files.
+
+    The scales of a stack are quantised together. So a stack is quantised whole, from all its
+    tensors, when one of them is asked for; the stacks of a decoder layer stay in memory meanwhile.
+
+    Args:
+        stacks: their shapes ``(E, N, K)``, by their names in the model.
+        parts: of each stack, by the names of the tensors that hold it.
+        stored: tensors of files, by name.
+        kinds: quantisation of each stack, by its name in the model.
+    """
+
+    def __init__(
+        self,
+        stacks: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, Mapping[str, StoredPart]],
+        stored: Mapping[str, StoredTensor],
+        kinds: Mapping[str, FourBits],
+    ):
+        self.stacks = stacks
+        self.parts = parts
+        self.stored = stored
+        self.kinds = kinds
+        self._owners = {name: stack for stack, inside in parts.items() for name in inside}
+        self._values = functools.lru_cache(CACHED_STACKS)(self._dequantised)
+
+    @classmethod
+    def of(
+        cls, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], form: BaseFormat
+    ) -> DequantisedExperts:
+        """Find the stacks of a base that were quantised.
+
+        Args:
+            model: the base, on the meta device.
+            there: names of the tensors of its files.
+            stored: these tensors.
+            form: quantisation of the base.
+
+        Raises:
+            ValueError: a stack is not in the files, or not made of blocks of their tensors.
+        """
+        stacks = {}
+        parts: dict[str, dict[str, StoredPart]] = {}
+        kinds = {}
+        for path, module in stacked_experts(model).items():
+            kind = form.kind_of(path)
+            for own, parameter in module.named_parameters(recurse=False):
+                if kind is None or parameter.ndim != 3:
+                    continue
+                name = f"{path}.{own}"
+                stacks[name] = tuple(parameter.shape)
+                kinds[name] = kind
+                written = {name: StoredPart()}
+                if there.find(name) is None:
+                    written = parts_in_files(model, name, parameter.shape)
+                parts[name] = {}
+                for part_name, part in written.items():
+                    found = there.find(part_name)
+                    if found is None:
+                        raise ValueError(
+                            f"the base was in 4 bits, and its files have no weight {name}, nor "
+                            "the parts that it is saved as"
+                        )
+                    parts[name][found] = part
+        return cls(stacks, parts, stored, kinds)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owners
+
+    def read(self, name: str) -> Tensor:
+        """Return the values of a tensor of the files, fp32, in its shape.
+
+        Raises:
+            ValueError: a tensor of its stack is quantised in the files, or of another shape.
+        """
+        stack = self._owners[name]
+        part = self.parts[stack][name]
+        values = self._values(stack)
+        return (values if part.expert is None else part.of(values[part.expert])).float()
+
+    def _dequantised(self, stack: str) -> Tensor:
+        kind = self.kinds[stack]
+        source = next(self.stored[name].read().dtype for name in self.parts[stack])
+        whole = torch.empty(self.stacks[stack], dtype=source)
+        for name, part in self.parts[stack].items():
+            value = self.stored[name].read()
+            place = whole if part.expert is None else part.of(whole[part.expert])
+            if value.shape != place.shape:
+                shapes = f"{list(value.shape)} there, {list(place.shape)} here"
+                raise ValueError(f"{name} ({shapes}): of another shape than config.json says")
+            place.copy_(value)
+        return kind.values(whole.reshape(-1, whole.shape[-1])).view(whole.shape)

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from chronicals.export.proof import Proof
-from chronicals.export.source import Source
+from chronicals.export.proof import ArtefactProof
+from chronicals.export.source import SourceModel
 
 CURVE_POINTS = 8
 """Steps of the curve of losses that are shown."""
@@ -31,12 +31,14 @@ SHOWN_FIELDS = (
 """Fields of a recipe that the card names."""
 
 
-def card(source: Source, name: str, kind: str, proof: Proof) -> str:
+def card(source: SourceModel, name: str, kind: str, proof: ArtefactProof) -> str:
     """Return a card in Markdown, with the front matter that the hub reads.
 
     Paths of this machine are not in it; data in files have only their names.
     """
-    recipe = _recipe(source)
+    recipe: dict[str, Any] = {}  # of a run that was started from the command line
+    if source.run is not None and (source.run / "resume.yaml").exists():
+        recipe = yaml.safe_load((source.run / "resume.yaml").read_text()) or {}
     base = str(source.saved.base or recipe.get("model") or "")
     is_local = Path(base).exists()
     library = "gguf" if kind.startswith(("gguf", "mmproj")) else "transformers"
@@ -50,19 +52,7 @@ def card(source: Source, name: str, kind: str, proof: Proof) -> str:
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", f"Format: `{kind}`."]
     if base:
         parts.append(f"Trained from `{Path(base).name if is_local else base}` with chronicals.")
-    parts += [part for part in (_settings(recipe), _curve(source), _proof(proof)) if part]
-    return "\n\n".join(parts) + "\n"
-
-
-def _recipe(source: Source) -> dict[str, Any]:
-    """Return the recipe of a run that was started from the command line; else an empty one."""
-    if source.run is None or not (source.run / "resume.yaml").exists():
-        return {}
-    return yaml.safe_load((source.run / "resume.yaml").read_text()) or {}
-
-
-def _settings(recipe: dict[str, Any]) -> str:
-    """Return a table of the recipe's data and main settings; empty without a recipe."""
+    # The recipe's data, without folders of this machine, and its main settings.
     data = recipe.get("data") or []
     names = []
     for entry in [data] if isinstance(data, str) else data:
@@ -72,10 +62,26 @@ def _settings(recipe: dict[str, Any]) -> str:
     for field in SHOWN_FIELDS:
         if recipe.get(field) is not None:
             lines.append(f"| {field} | {recipe[field]} |")
-    return "\n".join(["## Training", "", "| | |", "|---|---|", *lines]) if lines else ""
+    if lines:
+        parts.append("\n".join(["## Training", "", "| | |", "|---|---|", *lines]))
+    curve = _curve(source)
+    if curve:
+        parts.append(curve)
+    if proof.checks:
+        lines = ["## Compared with the trained model", ""]
+        lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
+        for check in proof.checks:
+            if check.passed is None:
+                result = "not run" if check.value is None else "reported"
+            else:
+                result = "equal" if check.passed else "differs"
+            numbers = ["" if x is None else f"{x:.2e}" for x in (check.value, check.bound)]
+            lines.append(f"| {' | '.join([check.name, check.client, result, *numbers])} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
-def _curve(source: Source) -> str:
+def _curve(source: SourceModel) -> str:
     """Return a table of training losses, and the last held-out loss; empty without a run."""
     run = source.run
     if run is None or not (run / "metrics.jsonl").exists():
@@ -94,19 +100,3 @@ def _curve(source: Source) -> str:
         last = evaluations[-1]
         rows += ["", f"Held-out loss after step {last['step']}: {last['eval_loss']:.4f}."]
     return "\n".join(rows)
-
-
-def _proof(proof: Proof) -> str:
-    """Return a table of the comparisons; empty if there are none."""
-    if not proof.checks:
-        return ""
-    lines = ["## Compared with the trained model", ""]
-    lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
-    for check in proof.checks:
-        if check.passed is None:
-            result = "not run" if check.value is None else "reported"
-        else:
-            result = "equal" if check.passed else "differs"
-        numbers = ["" if x is None else f"{x:.2e}" for x in (check.value, check.bound)]
-        lines.append(f"| {' | '.join([check.name, check.client, result, *numbers])} |")
-    return "\n".join(lines)

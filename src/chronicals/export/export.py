@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-import math
+import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chronicals.export import (
-    adapter,
-    compressed_tensors,
-    gguf,
-    gguf_adapter,
-    gguf_proof,
-    gguf_vision,
-    nf4,
-    serving,
-    vision_proof,
-    whole,
-)
+from chronicals.export.adapter import AdapterFolder
+from chronicals.export.artefact import EXPORTS, ArtefactFormat, proof_of, workspace
 from chronicals.export.card import card
-from chronicals.export.hub import push
+from chronicals.export.compressed_tensors import LAYOUTS, CompressedTensors
+from chronicals.export.gguf import GGUFModel
+from chronicals.export.gguf_adapter import GGUFAdapter
+from chronicals.export.gguf_vision import GGUFProjector, projector_settings
+from chronicals.export.hub import upload
 from chronicals.export.merge import reward_model_refusal
+from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
-from chronicals.export.progress import without_bars
-from chronicals.export.proof import Proof
-from chronicals.export.source import Source, opened
-from chronicals.export.workspace import EXPORTS, PROOF, workspace
+from chronicals.export.proof import ArtefactProof, NotProved
+from chronicals.export.source import SourceModel, opened
+from chronicals.export.whole import WholeModel
 from chronicals.formats.gguf.vision import PROJECTOR_TYPES
 from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
 from chronicals.formats.tensor_names import reads_images
@@ -39,80 +36,16 @@ from chronicals.saving import SavedModel, save_model, text_files
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Format:
-    """A way to write a model.
-
-    Attributes:
-        suffix: of the artefact's name.
-        write: writes the artefact to a path.
-        prove: adds the checks of an artefact to a proof.
-        size: returns about how many bytes it takes.
-        prefix: of the artefact's name.
-    """
-
-    suffix: str
-    write: Callable[[Source, Path], None]
-    prove: Callable[[Source, Path, Proof], None]
-    size: Callable[[Source], int]
-    prefix: str = ""
-
-    def name(self, model: str) -> str:
-        """Return the name of a model's artefact."""
-        return f"{self.prefix}{model}{self.suffix}"
-
-
-def _whole(kind: str) -> Format:
-    width = {"bf16": 2, "fp16": 2, "fp32": 4}[kind]
-    return Format(
-        f"-{kind}",
-        lambda source, aside: whole.write(source, aside, kind),
-        lambda source, aside, proof: whole.prove(source, aside, kind, proof),
-        lambda source: width * sum(math.prod(x.shape) for x in source.tensors.values()),
-    )
-
-
-def _gguf(kind: str) -> Format:
-    return Format(
-        f"-{kind}.gguf",
-        lambda source, aside: gguf.write(source, aside, kind),
-        lambda source, aside, proof: gguf_proof.prove(source, aside, kind, proof),
-        lambda source: gguf.size(source, kind),
-    )
-
-
-def _mmproj(kind: str) -> Format:
-    return Format(
-        f"-{kind}.gguf",
-        lambda source, aside: gguf_vision.write(source, aside, kind),
-        lambda source, aside, proof: vision_proof.prove(source, aside, kind, proof),
-        lambda source: gguf_vision.size(source, kind),
-        "mmproj-",
-    )
-
-
-def _compressed(name: str) -> Format:
-    layout = compressed_tensors.LAYOUTS[name]
-    return Format(
-        f"-{name}",
-        lambda source, aside: compressed_tensors.write(source, aside, layout),
-        lambda source, aside, proof: compressed_tensors.prove(source, aside, layout, proof),
-        lambda source: compressed_tensors.size(source, layout),
-    )
-
-
-FORMATS: dict[str, Format] = {
-    "merged": _whole("bf16"),
-    "merged-fp16": _whole("fp16"),
-    "merged-fp32": _whole("fp32"),
-    "adapter": Format("-adapter", adapter.write, adapter.prove, adapter.size),
-    "gguf-adapter": Format(
-        "-adapter.gguf", gguf_adapter.write, gguf_adapter.prove, gguf_adapter.size
-    ),
-    "nf4": Format("-nf4", nf4.write, nf4.prove, nf4.size),
-    **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
-    **{f"gguf-{kind}": _gguf(kind) for kind in (*WEIGHT_TYPES, *LLAMA_CPP_KINDS)},
-    **{f"mmproj-{kind}": _mmproj(kind) for kind in PROJECTOR_TYPES},
+FORMATS: dict[str, ArtefactFormat] = {
+    "merged": WholeModel("bf16"),
+    "merged-fp16": WholeModel("fp16"),
+    "merged-fp32": WholeModel("fp32"),
+    "adapter": AdapterFolder("adapter"),
+    "gguf-adapter": GGUFAdapter("adapter"),
+    "nf4": NF4Folder("nf4"),
+    **{kind: CompressedTensors(kind, layout) for kind, layout in LAYOUTS.items()},
+    **{f"gguf-{kind}": GGUFModel(kind) for kind in (*WEIGHT_TYPES, *LLAMA_CPP_KINDS)},
+    **{f"mmproj-{kind}": GGUFProjector(kind) for kind in PROJECTOR_TYPES},
 }
 """Formats by the names that ``--to`` takes."""
 
@@ -134,7 +67,7 @@ class Exported:
 
     format: str
     path: Path
-    proof: Proof
+    proof: ArtefactProof
     card: str
     serve: str | None
 
@@ -209,30 +142,51 @@ def export(
     fields = {"data": data, "importance": importance, "vllm_python": vllm_python}
     paths = {key: None if path is None else str(path) for key, path in fields.items()}
     apart = set(formats) == {"adapter"}
-    with without_bars(), workspace(folder) as place:
-        saved = _saved(model, tokenizer, place)
-        with opened(saved, base_model, place, apart, **paths) as source:
+    with _without_bars(), workspace(folder) as place:
+        if not isinstance(model, (str, Path)):
+            save_model(place / "live", model, text_files(model, tokenizer), {})
+            model = place / "live"
+        with opened(model, base_model, place, apart, **paths) as source:
             projector = None
             projector_format = _projector_format(source, formats)
             if projector_format is not None:
                 projector = folder / FORMATS[projector_format].name(stem)
                 if projector.exists():
-                    _check_projector(source, projector_format, projector)
+                    proof = ArtefactProof({})
+                    FORMATS[projector_format].prove(source, projector, proof)
+                    if proof.failed:
+                        raise ExportError(
+                            f"{projector}: is there already and is not this model's "
+                            f"({proof.failed[0]}); delete it"
+                        )
+                    logger.info(
+                        "%s: is there already, and is still what reads this model's images",
+                        projector,
+                    )
                 else:
                     targets[projector_format] = projector
-            _check_room(source, list(targets), folder)
+            needed = sum(FORMATS[format_name].size(source) for format_name in targets)
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                raise ExportError(
+                    f"output={str(folder)!r}: {', '.join(targets)} take {needed / 2**30:.2f} GiB, "
+                    f"the disk has {free / 2**30:.2f}; free some, or give a folder on another one "
+                    "(--output)"
+                )
             artefacts = [
                 _export_one(format_name, target, source, place, ollama, projector)
                 for format_name, target in targets.items()
             ]
     if push_to_hub is not None:
         paths_to_push = [artefact.path for artefact in artefacts]
-        logger.info("uploaded to %s", push(push_to_hub, paths_to_push, artefacts[0].card))
+        logger.info("uploaded to %s", upload(push_to_hub, paths_to_push, artefacts[0].card))
     return artefacts
 
 
-def _projector_format(source: Source, formats: Sequence[str]) -> str | None:
-    """Return the format of the file that llama.cpp needs to read images, if GGUF files are asked for.
+def _projector_format(source: SourceModel, formats: Sequence[str]) -> str | None:
+    """Return the format of the file by which llama.cpp reads images beside those asked for.
+
+    None if no GGUF file of the model is asked for, or it reads no images.
 
     Raises:
         NotExpressible: it has no form for this model.
@@ -243,22 +197,11 @@ def _projector_format(source: Source, formats: Sequence[str]) -> str | None:
             kinds.add(name.removeprefix("gguf-"))
     if not kinds or not reads_images(source.config):
         return None
-    gguf_vision.projector_settings(source)  # refuses a model before anything is written
+    projector_settings(source)  # refuses a model before anything is written
     for name in formats:
         if name.startswith("mmproj-"):
             return name
     return "mmproj-f32" if kinds == {"f32"} else "mmproj-f16"
-
-
-def _check_projector(source: Source, format_name: str, target: Path) -> None:
-    """Raise ExportError if a file that reads images is not this model's."""
-    proof = Proof({})
-    FORMATS[format_name].prove(source, target, proof)
-    if proof.failed:
-        raise ExportError(
-            f"{target}: is there already and is not this model's ({proof.failed[0]}); delete it"
-        )
-    logger.info("%s: is there already, and is still what reads this model's images", target)
 
 
 def _stem_and_folder(model: Any, name: str | None, output: str | Path | None) -> tuple[str, Path]:
@@ -287,29 +230,10 @@ def _check_no_score(model: Any, base_model: str | None) -> None:
         raise ExportError(reward_model_refusal(saved))
 
 
-def _saved(model: Any, tokenizer: Any, place: Path) -> str | Path:
-    """Return the name or folder of the model; one in memory is saved to ``place``."""
-    if isinstance(model, (str, Path)):
-        return model
-    save_model(place / "live", model, text_files(model, tokenizer), {})
-    return place / "live"
-
-
-def _check_room(source: Source, formats: Sequence[str], folder: Path) -> None:
-    """Raise ExportError if the disk has too little room."""
-    needed = sum(FORMATS[name].size(source) for name in formats)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ExportError(
-            f"output={str(folder)!r}: {', '.join(formats)} take {needed / 2**30:.2f} GiB, the disk "
-            f"has {free / 2**30:.2f}; free some, or give a folder on another one (--output)"
-        )
-
-
 def _export_one(
     format_name: str,
     target: Path,
-    source: Source,
+    source: SourceModel,
     place: Path,
     ollama: bool,
     projector: Path | None,
@@ -317,6 +241,11 @@ def _export_one(
     """Write an artefact aside, prove it, and give it its name.
 
     Args:
+        format_name: a key of ``FORMATS``.
+        target: its path.
+        source: the exported model.
+        place: folder in which it is made.
+        ollama: also write a Modelfile for a GGUF file.
         projector: file that reads images, for the command that serves the artefact.
     """
     chosen = FORMATS[format_name]
@@ -326,11 +255,15 @@ def _export_one(
         "model": str(source.saved.place),
         "base": source.saved.base,
     }
-    proof = Proof(about)
+    proof = ArtefactProof(about)
     try:
         chosen.write(source, aside)
         chosen.prove(source, aside, proof)
-        proof.require(target)
+        if proof.failed:
+            raise NotProved(
+                f"{target}: is not the trained model, and was not kept: "
+                f"{'; '.join(map(str, proof.failed))}"
+            )
     except Exception:
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
         raise
@@ -340,11 +273,36 @@ def _export_one(
     if aside.is_dir():
         (aside / "README.md").write_text(text)
     aside.rename(target)
-    proof.write(target.with_name(f"{target.name}{PROOF}"))
+    proof.write(proof_of(target))
     if ollama and format_name.startswith("gguf"):
         content, guessed = modelfile(source, target)
         target.with_name(f"{target.stem}.Modelfile").write_text(content)
         if guessed:
             logger.warning("%s: %s", target.stem, guessed)
-    serve = serving.command(format_name, target, source, projector)
+    serve = chosen.command(source, target)
+    if serve is not None and projector is not None and chosen.takes_projector:
+        serve += f" --mmproj {shlex.quote(str(projector))}"
     return Exported(format_name, target, proof, text, serve)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers and compressed-tensors inside the context."""
+    from transformers.utils import logging as transformers_logging
+
+    were_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    model_compressor = None
+    if importlib.util.find_spec("compressed_tensors") is not None:
+        from compressed_tensors.compressors.model_compressors import model_compressor
+    # compressed-tensors 0.17 has no setting for its bars.
+    tqdm = getattr(model_compressor, "tqdm", None)
+    try:
+        if tqdm is not None:
+            model_compressor.tqdm = partial(tqdm, disable=True)
+        yield
+    finally:
+        if tqdm is not None:
+            model_compressor.tqdm = tqdm
+        if were_shown:
+            transformers_logging.enable_progress_bar()

@@ -14,23 +14,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from chronicals.export import gguf, llama_cpp
-from chronicals.export.gguf_proof import (
+from chronicals.export import llama_cpp
+from chronicals.export.artefact import ArtefactFormat
+from chronicals.export.base_files import folder_of
+from chronicals.export.gguf import (
     GGUF_READER,
     LOGIT_BOUNDS,
-    QUANTISED_LOGIT_BOUND,
-    ROUNDING_FACTOR,
-    TABLE_LOGIT_BOUND,
-    as_rounded,
-    is_tabulated,
+    GGUFModel,
+    llama_cpp_bound,
     prove_epsilon,
 )
-from chronicals.export.merge import folder_of
-from chronicals.export.proof import Proof, largest_error, relative_error
-from chronicals.export.source import Source, logits_of
+from chronicals.export.proof import ArtefactProof, largest_error, relative_error
+from chronicals.export.source import SourceModel, logits_of
 from chronicals.formats.gguf.families import family_of
 from chronicals.formats.gguf.reader import GGUFFile, NotExpressible, gguf_of, require_gguf
 from chronicals.formats.gguf.tensors import TensorPiece
+from chronicals.formats.gguf.writer import plan_gguf
 from chronicals.formats.tensor_names import language_name
 from chronicals.lora.loading import describe_adapter, described_config
 from chronicals.lora.peft_format import ADAPTER_PREFIX, WEIGHTS_FILE
@@ -61,40 +60,100 @@ class LoraPair:
     scale: float
 
 
-def write(source: Source, target: Path) -> None:
-    """Write the file.
+class GGUFAdapter(ArtefactFormat):
+    """A file in GGUF that holds an adapter."""
 
-    Raises:
-        NotExpressible: the adapter does more than add ``B A`` to linear layers.
-        ValueError: the model is no adapter, or the package gguf is missing.
-    """
-    require_gguf()
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, Keys
+    extension = ".gguf"
+    served_by = "llama-server -m BASE.gguf --lora {artefact}"
 
-    pairs = _read_pairs(source).values()
-    alpha = max(pair.scale * len(pair.a) for pair in pairs)
-    architecture = MODEL_ARCH[family_of(source.text_config).architecture]
-    writer = GGUFWriter(target, MODEL_ARCH_NAMES[architecture])
-    writer.add_type(GGUFType.ADAPTER)
-    writer.add_string(Keys.Adapter.TYPE, "lora")
-    writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
-    for pair in pairs:
-        # llama.cpp scales by alpha / rank; the rest of a pair's scale goes into B.
-        b = pair.piece.forward([pair.b * (pair.scale * len(pair.a) / alpha)])
-        writer.add_tensor(f"{pair.piece.name}.lora_a", pair.a.contiguous().numpy())
-        writer.add_tensor(f"{pair.piece.name}.lora_b", b.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    def size(self, source: SourceModel) -> int:
+        """Return the bytes of the file's tensors."""
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in _read_pairs(source).values())
+
+    def write(self, source: SourceModel, aside: Path) -> None:
+        """Write the file.
+
+        Raises:
+            NotExpressible: the adapter does more than add ``B A`` to linear layers.
+            ValueError: the model is no adapter, or the package gguf is missing.
+        """
+        require_gguf()
+        from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, Keys
+
+        pairs = _read_pairs(source).values()
+        alpha = max(pair.scale * len(pair.a) for pair in pairs)
+        architecture = MODEL_ARCH[family_of(source.text_config).architecture]
+        writer = GGUFWriter(aside, MODEL_ARCH_NAMES[architecture])
+        writer.add_type(GGUFType.ADAPTER)
+        writer.add_string(Keys.Adapter.TYPE, "lora")
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
+        for pair in pairs:
+            # llama.cpp scales by alpha / rank; the rest of a pair's scale goes into B.
+            b = pair.piece.forward([pair.b * (pair.scale * len(pair.a) / alpha)])
+            writer.add_tensor(f"{pair.piece.name}.lora_a", pair.a.contiguous().numpy())
+            writer.add_tensor(f"{pair.piece.name}.lora_b", b.contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+        """Read the file back; and run it by llama.cpp over the base, if llama.cpp is installed."""
+        pairs = _read_pairs(source)
+        written = GGUFFile(aside)
+        alpha = written.value("adapter.lora.alpha")
+        proof.equal("every pair is there", GGUF_READER, 2 * len(pairs), len(written.tensors))
+        errors = {}
+        for path, pair in pairs.items():
+            a = written.read(f"{pair.piece.name}.lora_a")
+            ((_, _, b),) = pair.piece.backward(written.read(f"{pair.piece.name}.lora_b"))
+            errors[path] = relative_error((alpha / len(a)) * b @ a, pair.scale * pair.b @ pair.a)
+        worst = max(errors, key=lambda path: errors[path])
+        proof.bounded("what is added", GGUF_READER, errors[worst], PRODUCT_ERROR, worst)
+        reason = None
+        if not llama_cpp.is_there():
+            reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
+        elif source.saved.about.get("base"):
+            reason = "the base was in 4 bits, which no file in GGUF holds exactly"
+        if reason is not None:
+            proof.not_run("logits", "llama.cpp", reason)
+            return
+        # Compared over the GGUF file that the adapter was trained over, or over the base in fp32.
+        assert source.saved.base is not None
+        trained_over = gguf_of(source.saved.base)
+        with tempfile.TemporaryDirectory(dir=aside.parent) as place:
+            base = trained_over
+            if base is None:
+                base = Path(place) / "base.gguf"
+                whole = SourceModel(source.saved, folder_of(source.saved.base))
+                GGUFModel("f32").write(whole, base)
+            tokens = max(map(len, source.documents)) + 1
+            adapted = llama_cpp.LlamaCpp(base, tokens, adapter=aside)
+            plain = llama_cpp.LlamaCpp(base, tokens, adapter=None)
+            theirs = [torch.from_numpy(adapted.logits(ids)) for ids in source.documents]
+            unadapted = [torch.from_numpy(plain.logits(ids)) for ids in source.documents]
+        model = source.trained()
+        expected = logits_of(model, source.documents)
+        # The kind of the file's weights, by which llama.cpp rounds what they multiply.
+        kind = "f32"
+        if trained_over is not None:
+            base_file = GGUFFile(trained_over)
+            types = {base_file.type_of(name) for name in base_file.tensors}
+            if types - {"F32", "F16", "BF16"}:
+                kind = "quantised"
+            elif "BF16" in types:
+                kind = "bf16"
+            elif "F16" in types:
+                kind = "f16"
+        error = prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
+        bounds = LOGIT_BOUNDS | {"f32": ADAPTED_LOGIT_BOUND}
+        bound = llama_cpp_bound(source, model, kind, expected, bounds)
+        proof.bounded("logits beside the trained model's", "llama.cpp", error, bound)
+        change = largest_error(theirs, unadapted)
+        proof.equal("the adapter changes logits", "llama.cpp", True, change > SMALLEST_CHANGE)
 
 
-def size(source: Source) -> int:
-    """Return the bytes of the file's tensors."""
-    return sum(pair.a.nbytes + pair.b.nbytes for pair in _read_pairs(source).values())
-
-
-def _read_pairs(source: Source) -> dict[str, LoraPair]:
+def _read_pairs(source: SourceModel) -> dict[str, LoraPair]:
     """Read the matrices of an adapter, by the paths of the layers.
 
     Raises:
@@ -120,7 +179,7 @@ def _read_pairs(source: Source) -> dict[str, LoraPair]:
                 f"{folder}: {name}: GGUF has no place for it in an adapter; export it merged "
                 "(--to gguf-f16)"
             )
-    planned = gguf.plan_of(source, "f32")
+    planned = plan_gguf(source.text_config, source.language, "f32")
     pieces = {piece.sources[0]: piece for piece in planned.pieces if len(piece.sources) == 1}
     ends = (".lora_A.weight", ".lora_B.weight")
     pairs = {}
@@ -145,66 +204,3 @@ def _read_pairs(source: Source) -> dict[str, LoraPair]:
             a, b = (file.get_tensor(f"{ADAPTER_PREFIX}{path}{end}").float() for end in ends)
             pairs[path] = LoraPair(piece, a, b, shape.at(path).scale)
     return pairs
-
-
-def prove(source: Source, file: Path, proof: Proof) -> None:
-    """Read the file back; and run it by llama.cpp over the base, if llama.cpp is installed."""
-    pairs = _read_pairs(source)
-    written = GGUFFile(file)
-    alpha = written.value("adapter.lora.alpha")
-    proof.equal("every pair is there", GGUF_READER, 2 * len(pairs), len(written.tensors))
-    errors = {}
-    for path, pair in pairs.items():
-        a = written.read(f"{pair.piece.name}.lora_a")
-        ((_, _, b),) = pair.piece.backward(written.read(f"{pair.piece.name}.lora_b"))
-        errors[path] = relative_error((alpha / len(a)) * b @ a, pair.scale * pair.b @ pair.a)
-    worst = max(errors, key=lambda path: errors[path])
-    proof.bounded("what is added", GGUF_READER, errors[worst], PRODUCT_ERROR, worst)
-    if not llama_cpp.is_there():
-        reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
-        proof.not_run("logits", "llama.cpp", reason)
-    elif source.saved.about.get("base"):
-        reason = "the base was in 4 bits, which no file in GGUF holds exactly"
-        proof.not_run("logits", "llama.cpp", reason)
-    else:
-        _prove_logits(source, file, proof)
-
-
-def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
-    """Compare logits over the GGUF file that the adapter was trained over, or the base in fp32."""
-    assert source.saved.base is not None
-    trained_over = gguf_of(source.saved.base)
-    with tempfile.TemporaryDirectory(dir=file.parent) as place:
-        base = trained_over
-        if base is None:
-            base = Path(place) / "base.gguf"
-            gguf.write(Source(source.saved, folder_of(source.saved.base)), base, "f32")
-        tokens = max(map(len, source.documents)) + 1
-        adapted = llama_cpp.LlamaCpp(base, tokens, adapter=file)
-        plain = llama_cpp.LlamaCpp(base, tokens, adapter=None)
-        theirs = [torch.from_numpy(adapted.logits(ids)) for ids in source.documents]
-        unadapted = [torch.from_numpy(plain.logits(ids)) for ids in source.documents]
-    model = source.trained()
-    expected = logits_of(model, source.documents)
-    kind = "f32" if trained_over is None else _weight_kind(trained_over)
-    with as_rounded(model, kind):
-        rounded = largest_error(logits_of(model, source.documents), expected)
-    error = prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
-    bounds = LOGIT_BOUNDS | {"f32": ADAPTED_LOGIT_BOUND}
-    bound = max(
-        bounds.get(kind, QUANTISED_LOGIT_BOUND),
-        TABLE_LOGIT_BOUND if is_tabulated(source.text_config) else 0.0,
-        ROUNDING_FACTOR * rounded,
-    )
-    proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(bound))
-    change = largest_error(theirs, unadapted)
-    proof.equal("the adapter changes logits", "llama.cpp", True, change > SMALLEST_CHANGE)
-
-
-def _weight_kind(base: Path) -> str:
-    """Return the kind of a file's weights, by which llama.cpp rounds what they multiply."""
-    file = GGUFFile(base)
-    types = {file.type_of(name) for name in file.tensors}
-    if types - {"F32", "F16", "BF16"}:
-        return "quantised"
-    return next((kind.lower() for kind in ("BF16", "F16") if kind in types), "f32")

@@ -1,17 +1,24 @@
-"""Upload of artefacts to the hub, with the user's login, which only huggingface_hub reads."""
+"""Upload of artefacts and stored models to the hub.
+
+Only huggingface_hub reads the user's login.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from chronicals.export.artefact import EXPORTS, PROOF, proof_of
+from chronicals.export.card import card
 from chronicals.export.merge import REPORT
-from chronicals.export.workspace import EXPORTS, PROOF
+from chronicals.export.proof import ArtefactProof, Check
+from chronicals.export.source import SourceModel
 from chronicals.lora.peft_format import CONFIG_FILE
-from chronicals.saving import MANIFEST
+from chronicals.saving import MANIFEST, SavedModel
 from chronicals.standard_json import to_json
 
 CARD_FILE = "README.md"
@@ -30,10 +37,25 @@ class UploadError(ValueError):
     """The upload was ended; the artefacts are where they were written."""
 
 
-def push(
+@dataclass(frozen=True)
+class Pushed:
+    """An upload that is done.
+
+    Attributes:
+        address: of the repository.
+        paths: folders and files that were uploaded.
+        local_base: folder that an adapter names as its base, which others do not have, if any.
+    """
+
+    address: str
+    paths: list[Path]
+    local_base: Path | None = None
+
+
+def upload(
     name: str,
     artefacts: Sequence[Path],
-    card: str,
+    text: str,
     private: bool | None = None,
     *,
     called: str | None = None,
@@ -47,7 +69,7 @@ def push(
         name: ``owner/name``, or a name of the user's own.
         artefacts: a folder's files go to the top of the repository if it is the only one, else into
             a folder of its name.
-        card: content of README.md.
+        text: content of README.md, the model card.
         private: the repository must be private (True) or public (False); None makes a new one
             private and leaves an existing one unchanged.
         called: beginning of errors; by default the argument of ``export``.
@@ -63,19 +85,97 @@ def push(
 
     api = HfApi()
     with _errors_in_one_line(called or f"push_to_hub={name!r}"):
-        _check_owner(api, name)
+        login = api.whoami()
+        owner, sign, short = name.partition("/")
+        owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
+        if sign and owner.lower() not in [one.lower() for one in owners]:
+            raise UploadError(
+                f"belongs to {owner!r}, and the login is of {login['name']!r}; give "
+                f"{login['name']}/{short}, or log in as somebody who may write there ('hf auth "
+                "login')"
+            )
         address = api.create_repo(name, private=private is not False, exist_ok=True)
         if private is not None:
-            _check_visibility(api, address.repo_id, private)
+            # An existing repository stays as it is.
+            is_private = bool(api.repo_info(address.repo_id).private)
+            if private and not is_private:
+                raise UploadError(
+                    "is there already and is public; give public=True, or another name"
+                )
+            if is_private and not private:
+                raise UploadError(
+                    "is there already and is private; make it public in the hub's settings, or "
+                    "leave public=True out"
+                )
         for artefact in artefacts:
-            _upload(api, address.repo_id, artefact, len(artefacts) == 1, base)
+            _upload_artefact(api, address.repo_id, artefact, len(artefacts) == 1, base)
         api.upload_file(
-            repo_id=address.repo_id, path_or_fileobj=card.encode(), path_in_repo=CARD_FILE
+            repo_id=address.repo_id, path_or_fileobj=text.encode(), path_in_repo=CARD_FILE
         )
     return str(address)
 
 
-def _upload(api: Any, repository: str, artefact: Path, alone: bool, base: str | None) -> None:
+def push_saved(
+    folder: str | Path, name: str, public: bool = False, base_model: str | None = None
+) -> Pushed:
+    """Upload a model or the artefacts of an export as they are stored, with a model card.
+
+    Args:
+        folder: of a run, a checkpoint, an adapter, a model, or of artefacts of an export; or one
+            artefact.
+        name: ``owner/name`` on the hub, or a name of the user's own.
+        public: everybody may read it; an existing repository must be public or private
+            accordingly.
+        base_model: name on the hub of the base of an adapter that was trained over a folder.
+
+    Raises:
+        UploadError: the folder holds nothing to upload, there is no login, the name cannot be had,
+            or the upload failed.
+    """
+    place = Path(folder)
+    if not place.exists():
+        raise UploadError(
+            f"{folder}: there is no such folder; name that of a run, an adapter, a model or an "
+            "export"
+        )
+    artefacts = [place] if proof_of(place).exists() else []
+    saved = None if artefacts else _saved_in(place, base_model)
+    if saved is not None:
+        weights = saved.beside or Path(saved.place)
+        kind = "adapter" if saved.adapted else "model"
+        text = card(_card_source(saved), name.rpartition("/")[2], kind, ArtefactProof({}))
+        address = upload(name, [weights], text, not public, called=name, base=base_model)
+        names_folder = saved.adapted and saved.base and Path(saved.base).exists()
+        return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
+    if not artefacts and place.is_dir():
+        proofs = sorted(place.glob(f"*{PROOF}"))
+        named = [proof.with_name(proof.name.removesuffix(PROOF)) for proof in proofs]
+        artefacts = [artefact for artefact in named if artefact.exists()]
+    if not artefacts:
+        raise UploadError(
+            f"{folder}: holds neither a model nor an artefact of an export; name the folder of a "
+            "run, or write one: chronicals export RUN --to merged"
+        )
+    if base_model is not None:
+        raise UploadError(
+            f"base_model={base_model!r}: an artefact names its base already; leave it out"
+        )
+    # The card that an export wrote into its folder, or one made of a file's proof.
+    card_file = artefacts[0] / CARD_FILE
+    if card_file.exists():
+        text = card_file.read_text()
+    else:
+        about = json.loads(proof_of(artefacts[0]).read_text())
+        checks = [Check(**check) for check in about.pop("checks")]
+        source = _card_source(replace(SavedModel.find(about["model"]), base=about["base"]))
+        text = card(source, artefacts[0].name, about["format"], ArtefactProof(about, checks))
+    address = upload(name, artefacts, text, not public, called=name)
+    return Pushed(address, artefacts)
+
+
+def _upload_artefact(
+    api: Any, repository: str, artefact: Path, alone: bool, base: str | None
+) -> None:
     """Upload a file or a folder, and the proof beside it."""
     if artefact.is_dir():
         place = "" if alone else artefact.name
@@ -97,7 +197,7 @@ def _upload(api: Any, repository: str, artefact: Path, alone: bool, base: str | 
                 )
     else:
         api.upload_file(repo_id=repository, path_or_fileobj=artefact, path_in_repo=artefact.name)
-    proof = artefact.with_name(f"{artefact.name}{PROOF}")
+    proof = proof_of(artefact)
     if proof.exists():
         api.upload_file(
             repo_id=repository, path_or_fileobj=_without_paths(proof), path_in_repo=proof.name
@@ -108,6 +208,7 @@ def _without_paths(file: Path, base: str | None = None) -> bytes:
     """Return a JSON file's content with the last part of absolute paths.
 
     Args:
+        file: the JSON file.
         base: replaces the base of an adapter.
     """
     content = _with_last_parts(json.loads(file.read_text()))
@@ -124,30 +225,6 @@ def _with_last_parts(value: Any) -> Any:
     if isinstance(value, str) and Path(value).is_absolute():
         return Path(value).name
     return value
-
-
-def _check_owner(api: Any, name: str) -> None:
-    """Raise UploadError if the owner is neither the user nor one of their organisations."""
-    login = api.whoami()
-    owner, sign, short = name.partition("/")
-    owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
-    if sign and owner.lower() not in [one.lower() for one in owners]:
-        raise UploadError(
-            f"belongs to {owner!r}, and the login is of {login['name']!r}; give "
-            f"{login['name']}/{short}, or log in as somebody who may write there ('hf auth login')"
-        )
-
-
-def _check_visibility(api: Any, repository: str, private: bool) -> None:
-    """Raise UploadError if an existing repository is public or private against ``private``."""
-    is_private = bool(api.repo_info(repository).private)
-    if private and not is_private:
-        raise UploadError("is there already and is public; give public=True, or another name")
-    if is_private and not private:
-        raise UploadError(
-            "is there already and is private; make it public in the hub's settings, or leave "
-            "public=True out"
-        )
 
 
 @contextmanager
@@ -171,26 +248,21 @@ def _errors_in_one_line(called: str) -> Iterator[None]:
             f"{called}: {_first_line(error)}; give another name, as OWNER/NAME"
         ) from None
     except HfHubHTTPError as error:
-        raise UploadError(f"{called}: {_refusal(error)}") from None
+        reason = f"the upload failed: {_first_line(error)}"
+        if error.response.status_code == 401:
+            reason = (
+                "the hub does not accept the token of the login; log in anew with 'hf auth "
+                "login', or renew HF_TOKEN"
+            )
+        elif error.response.status_code == 403:
+            reason = (
+                "the login may not write there: the name is somebody else's, or the token may "
+                "only read; give another name, or log in with a token that may write ('hf auth "
+                "login')"
+            )
+        raise UploadError(f"{called}: {reason}") from None
     except (http_error, OSError) as error:
         raise UploadError(f"{called}: the upload failed: {_first_line(error)}") from None
-
-
-def _refusal(error: Any) -> str:
-    """Return the reason for which the hub refused a request, and a remedy."""
-    status = error.response.status_code
-    if status == 401:
-        return (
-            "the hub does not accept the token of the login; log in anew with 'hf auth login', "
-            "or renew HF_TOKEN"
-        )
-    if status == 403:
-        return (
-            "the login may not write there: the name is somebody else's, or the token may only "
-            "read; give another name, or "
-            "log in with a token that may write ('hf auth login')"
-        )
-    return f"the upload failed: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -202,3 +274,26 @@ def _first_line(error: Exception) -> str:
     if token:
         text = text.replace(token, "…")
     return text.strip().partition("\n")[0]
+
+
+def _saved_in(place: Path, base_model: str | None) -> SavedModel | None:
+    """Return the model or adapter in a folder; None without weights."""
+    if not place.is_dir():
+        return None
+    saved = SavedModel.find(place)
+    weights = saved.beside or Path(saved.place)
+    has_config = saved.adapted or (weights / "config.json").exists()
+    has_weights = any(weights.rglob("*.safetensors")) or any(weights.rglob("*.bin"))
+    if not has_config or not has_weights:
+        return None
+    return SavedModel.find(place, base_model) if base_model is not None else saved
+
+
+def _card_source(saved: SavedModel) -> SourceModel:
+    """Return the source of a card; a merged model has the base that its report names."""
+    place = Path(saved.place)
+    report = place / REPORT
+    if report.exists():
+        saved = replace(saved, base=json.loads(report.read_text())["base"])
+    base = Path(saved.base) if saved.base is not None else place
+    return SourceModel(saved, base if base.is_dir() else place)

@@ -26,16 +26,21 @@ MAX_MEASURED_TOKENS = 1 << 16
 
 
 class ColumnSquares:
-    """Sums of squares of inputs by column, of stacks of matrices; a linear layer is a stack of one."""
+    """Sums of squares of inputs by column, of stacks of matrices; a linear layer is a stack of one.
+
+    Attributes:
+        rows: how many inputs each matrix of a stack had, ``[matrices, 1]``, by stack.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Tensor] = {}
-        self._rows: dict[Hashable, Tensor] = {}
+        self.rows: dict[Hashable, Tensor] = {}
 
     def add(self, stack: Hashable, matrices: int, number: int, x: Tensor) -> None:
         """Add inputs of a matrix.
 
         Args:
+            stack: the stack's key.
             matrices: how many matrices the stack has.
             number: of the matrix in the stack.
             x: ``[..., in]``.
@@ -43,9 +48,9 @@ class ColumnSquares:
         flat = x.reshape(-1, x.shape[-1]).float()
         if stack not in self._sums:
             self._sums[stack] = torch.zeros(matrices, flat.shape[1], dtype=torch.float64)
-            self._rows[stack] = torch.zeros(matrices, 1, dtype=torch.float64)
+            self.rows[stack] = torch.zeros(matrices, 1, dtype=torch.float64)
         self._sums[stack][number] += flat.square().sum(0).double().cpu()
-        self._rows[stack][number] += len(flat)
+        self.rows[stack][number] += len(flat)
 
     def mean(self, stack: Hashable) -> np.ndarray | None:
         """Return the mean squares of a stack, fp32 ``[matrices, in]``.
@@ -56,12 +61,8 @@ class ColumnSquares:
         if stack not in self._sums:
             return None
         sums = self._sums[stack]
-        rows = self._rows[stack]
+        rows = self.rows[stack]
         return torch.where(rows > 0, sums / rows.clamp(min=1), 1.0).float().numpy()
-
-    def unseen(self) -> int:
-        """Count the matrices without inputs in stacks that had some."""
-        return sum(int((rows == 0).sum()) for rows in self._rows.values())
 
 
 @torch.no_grad()
@@ -75,6 +76,7 @@ def importance_of(
     Args:
         model: whose modules have the names of the pieces' sources, except for the prefix of a
             language part.
+        pieces: of the file, with the names of the model's weights that they are made of.
         documents: token ids; the first ``MAX_MEASURED_TOKENS`` are taken.
     """
     squares = ColumnSquares()
@@ -100,12 +102,20 @@ def importance_of(
     ]
     undo = watch_experts(model, partial(_add_experts, squares, model))
     try:
-        _run(model, documents)
+        tokens = 0
+        device = next(model.parameters()).device
+        for ids in documents:
+            model(torch.tensor([ids], device=device))
+            tokens += len(ids)
+            if tokens >= MAX_MEASURED_TOKENS:
+                break
     finally:
         undo()
         for hook in hooks:
             hook.remove()
-    if unseen := squares.unseen():
+    # Matrices in stacks of which others had inputs.
+    unseen = sum(int((rows == 0).sum()) for rows in squares.rows.values())
+    if unseen:
         logger.info(
             "importance: %d matrices of experts saw none of the rows; their columns count alike",
             unseen,
@@ -131,14 +141,3 @@ def _add_experts(
     if stack is not None:
         squares.add(stack, len(model.get_parameter(path)), expert, x)
     return x
-
-
-def _run(model: Any, documents: list[list[int]]) -> None:
-    """Run the model over documents until enough tokens are measured."""
-    tokens = 0
-    device = next(model.parameters()).device
-    for ids in documents:
-        model(torch.tensor([ids], device=device))
-        tokens += len(ids)
-        if tokens >= MAX_MEASURED_TOKENS:
-            return

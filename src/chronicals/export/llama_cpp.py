@@ -31,19 +31,6 @@ def is_there() -> bool:
     return importlib.util.find_spec("llama_cpp") is not None
 
 
-def require(what: str) -> None:
-    """Raise ValueError if the package is missing.
-
-    Args:
-        what: the beginning of the message, which says who needs it.
-    """
-    if not is_there():
-        raise ValueError(
-            f"{what} by llama.cpp itself, through {PACKAGE}, which is not installed: pip install "
-            f"{PACKAGE}"
-        )
-
-
 @functools.cache
 def log_lines() -> deque[str]:
     """Return the last log messages of llama.cpp, which it would print otherwise."""
@@ -69,6 +56,7 @@ def quantise(
 
     Args:
         source: a file in F32 or 16 bits.
+        target: the new file.
         file_type: of ``gguf.LlamaFileType``.
         importance: by the name of a tensor in the file, fp32 ``[in]``: the mean square of each
             column's inputs; ``[E, in]`` for a tensor of experts.
@@ -286,8 +274,11 @@ class ImageReader:
         """Read a text with an image in it.
 
         Args:
+            before: the text in front of the image.
             image: uint8 ``[height, width, 3]``.
+            after: the text behind the image.
         """
+        import llama_cpp
         from llama_cpp import mtmd_cpp
 
         marker = mtmd_cpp.mtmd_default_marker().decode()
@@ -307,47 +298,36 @@ class ImageReader:
             if failed:
                 size = f"{image.shape[1]} x {image.shape[0]} pixels"
                 raise ValueError(f"llama.cpp cannot read an image of {size}: error {failed}")
-            return self._seen(chunks)
+            texts: list[list[int]] = [[]]
+            images = []
+            for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks)):
+                chunk = mtmd_cpp.mtmd_input_chunks_get(chunks, n)
+                kind = mtmd_cpp.mtmd_input_chunk_get_type(chunk)
+                if kind == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                    failed = mtmd_cpp.mtmd_encode_chunk(self.context, chunk)
+                    if failed:
+                        raise ValueError(f"llama.cpp cannot encode an image: error {failed}")
+                    count = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
+                    width = llama_cpp.llama_model_n_embd(self.language.model._model.model)
+                    embeddings = mtmd_cpp.mtmd_get_output_embd(self.context)
+                    images.append(np.ctypeslib.as_array(embeddings, (count, width)).copy())
+                    texts.append([])
+                else:
+                    length = ctypes.c_size_t()
+                    ids = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(length))
+                    texts[-1] += [int(ids[i]) for i in range(length.value)]
+            # Evaluating a token that the vocabulary lacks would end the process.
+            is_whole = all(min(text, default=0) >= 0 for text in texts)
+            return Seen(texts, images, self._logits(chunks, iter(images)) if is_whole else None)
         finally:
             mtmd_cpp.mtmd_input_chunks_free(chunks)
             mtmd_cpp.mtmd_bitmap_free(bitmap)
-
-    def _seen(self, chunks: Any) -> Seen:
-        """Encode the images of a text in chunks, and evaluate it."""
-        from llama_cpp import mtmd_cpp
-
-        texts: list[list[int]] = [[]]
-        images = []
-        for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks)):
-            chunk = mtmd_cpp.mtmd_input_chunks_get(chunks, n)
-            if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE:
-                images.append(self._encoded(chunk))
-                texts.append([])
-            else:
-                count = ctypes.c_size_t()
-                ids = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
-                texts[-1] += [int(ids[i]) for i in range(count.value)]
-        # Evaluating a token that the vocabulary lacks would end the process.
-        is_whole = all(min(text, default=0) >= 0 for text in texts)
-        return Seen(texts, images, self._logits(chunks, iter(images)) if is_whole else None)
-
-    def _encoded(self, chunk: Any) -> np.ndarray:
-        """Return the embeddings of an image's chunk, fp32 ``[n, D]``."""
-        import llama_cpp
-        from llama_cpp import mtmd_cpp
-
-        failed = mtmd_cpp.mtmd_encode_chunk(self.context, chunk)
-        if failed:
-            raise ValueError(f"llama.cpp cannot encode an image: error {failed}")
-        count = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
-        width = llama_cpp.llama_model_n_embd(self.language.model._model.model)
-        embeddings = mtmd_cpp.mtmd_get_output_embd(self.context)
-        return np.ctypeslib.as_array(embeddings, (count, width)).copy()
 
     def _logits(self, chunks: Any, images: Iterator[np.ndarray]) -> np.ndarray | None:
         """Return the logits of the token behind everything, fp32 ``[V]``.
 
         Args:
+            chunks: of the text, as llama.cpp holds them.
             images: embeddings of the chunks that are images.
         """
         import llama_cpp

@@ -10,8 +10,7 @@ import functools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ import torch
 from torch import Tensor
 
 from chronicals.export.adapter_changes import AdapterChanges, Change, MergeError
-from chronicals.export.compatible import OLD_TEMPLATE
-from chronicals.export.gguf_base import dequantised
-from chronicals.export.packed_tensors import unpacked
+from chronicals.export.base_files import base_folder, unpacked
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.weight_files import (
     FLOAT_DTYPES,
@@ -43,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 REPORT = "merge.json"
 
+OLD_TEMPLATE = "chat_template.json"
+"""File in which processors of images look for a template before the tokenizer's."""
+
 LARGEST_CHANGE = 3.0
 """Ratio of a weight's norm: an adapter that changes a weight by more has diverged, or belongs to
 another base.
@@ -61,7 +61,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedModel:
     """A merged model.
 
     Attributes:
@@ -79,7 +79,9 @@ class Merged:
     summands: str = ""
 
 
-def merge(model: str | Path, output: str | Path, base_model: str | None = None) -> Merged:
+def merge_adapter(
+    model: str | Path, output: str | Path, base_model: str | None = None
+) -> MergedModel:
     """Write a model with the adapter merged into its base, for programs that know no adapters.
 
     Args:
@@ -108,50 +110,6 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         return Sums(saved, base).write(output)
 
 
-@contextmanager
-def summed(saved: SavedModel, output: Path) -> Iterator[tuple[Sums, Merged]]:
-    """Sum an adapter and its base in fp32, written to ``output``.
-
-    Yields:
-        The sums as they are computed from the two, and the written model.
-
-    Raises:
-        MergeError: see ``merge``.
-    """
-    with base_folder(saved, output) as base:
-        sums = Sums(saved, base, exact=True)
-        yield sums, sums.write(output)
-
-
-@contextmanager
-def base_folder(saved: SavedModel, place: Path) -> Iterator[Path]:
-    """Yield the folder of an adapter's base.
-
-    For a base in a GGUF file it is made beside ``place``, and removed afterwards.
-
-    Raises:
-        MergeError: there is no such model, or it computes with several adapters.
-    """
-    if saved.others:
-        raise MergeError(
-            f"{saved.beside or saved.place}: the model computes with the sum of "
-            f"{1 + len(saved.others)} adapters of PEFT; load it "
-            "(chronicals.saving.SavedModel.find(…).model), call model.merge_and_unload(), and "
-            "save that"
-        )
-    if not saved.base:
-        raise MergeError(
-            f"{saved.place}: an adapter that does not name its model; give base_model "
-            "(--base-model)"
-        )
-    file = gguf_of(saved.base)
-    if file is None:
-        yield folder_of(saved.base)
-        return
-    with dequantised(file, place) as folder:
-        yield folder
-
-
 def reward_model_refusal(saved: SavedModel) -> str:
     """Return why a reward model is neither merged nor exported, and what to do instead."""
     if not saved.adapted:
@@ -171,13 +129,17 @@ class SummedTensor(StoredTensor):
     """A weight of a base with its adapter, summed in fp32 whenever it is read; it is in no file.
 
     Attributes:
-        total: computes the sum.
+        adapter: the changes of the base by the adapter.
+        original: the weight of the base.
     """
 
-    total: Callable[[], Tensor] = field(kw_only=True)
+    adapter: AdapterChanges = field(kw_only=True)
+    original: StoredTensor = field(kw_only=True)
 
     def read(self) -> Tensor:
-        return self.total()
+        """Return the sum, fp32."""
+        merged = self.adapter.merged(self.original, {})
+        return self.original.read() if merged is None else merged
 
 
 class Sums:
@@ -210,9 +172,14 @@ class Sums:
         """The two values of the sums, in words."""
         base = str(self.saved.base)
         file = gguf_of(base)
-        values = self.adapter.values_of(base)
         if file is not None:
             values = f"the values of {file}, dequantised to fp32,"
+        elif self.adapter.base_is_packed:
+            values = f"the dequantised values of {base}, which is in 4 bits,"
+        elif self.adapter.quantised is not None:
+            values = f"the dequantised {self.adapter.quantised.code} values of {base}"
+        else:
+            values = base
         return f"{values} and the adapter {self.saved.place}"
 
     def stored(self) -> Iterator[StoredTensor]:
@@ -222,25 +189,23 @@ class Sums:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return every weight by name: summed when it is read, or that of the base if unchanged."""
-        return {
-            stored.name: self._summed(stored) if self._is_made(stored) else stored
-            for stored in self.stored()
-        }
-
-    def _summed(self, stored: StoredTensor) -> SummedTensor:
-        shape = tuple(self.adapter.shapes.get(stored.name, stored.shape))
-
-        def total() -> Tensor:
-            merged = self.adapter.merged(stored, {})
-            return stored.read() if merged is None else merged
-
-        return SummedTensor(
-            stored.file, stored.name, "F32", shape, 0, 4 * torch.Size(shape).numel(), total=total
-        )
-
-    def _is_made(self, stored: StoredTensor) -> bool:
-        """Return whether a weight is another than the base's files hold."""
-        return stored.is_packed or self.adapter.replaces(stored.name)
+        weights: dict[str, StoredTensor] = {}
+        for stored in self.stored():
+            weights[stored.name] = stored
+            if self.adapter.replaces(stored):
+                shape = tuple(self.adapter.shapes.get(stored.name, stored.shape))
+                size = 4 * torch.Size(shape).numel()
+                weights[stored.name] = SummedTensor(
+                    stored.file,
+                    stored.name,
+                    "F32",
+                    shape,
+                    0,
+                    size,
+                    adapter=self.adapter,
+                    original=stored,
+                )
+        return weights
 
     def dtype_of(self, stored: StoredTensor) -> str:
         """Return the dtype that a weight is written in, in the names of safetensors.
@@ -249,26 +214,10 @@ class Sums:
         which has many types.
         """
         if self.exact:
-            return "F32" if self._is_made(stored) else stored.dtype
+            return "F32" if self.adapter.replaces(stored) else stored.dtype
         return "BF16" if self.is_of_gguf and stored.dtype == "F32" else stored.dtype
 
-    @property
-    def base_bytes(self) -> int:
-        """Bytes of the base; weights in 4 bits count as dense."""
-        return sum(stored.bytes for stored in self.stored())
-
-    def _written_bytes(self) -> int:
-        total = 0
-        for stored in self.stored():
-            dtype = self.dtype_of(stored)
-            shape = torch.Size(self.adapter.shapes.get(stored.name, stored.shape))
-            if dtype in FLOAT_DTYPES:
-                total += shape.numel() * FLOAT_DTYPES[dtype].itemsize
-            else:
-                total += stored.bytes
-        return total
-
-    def write(self, output: Path) -> Merged:
+    def write(self, output: Path) -> MergedModel:
         """Write the whole model.
 
         Raises:
@@ -276,7 +225,22 @@ class Sums:
                 plausible.
             CheckpointError: the files cannot be written; nothing stays.
         """
-        _check_room(output, self._written_bytes())
+        needed = 0
+        for stored in self.stored():
+            dtype = self.dtype_of(stored)
+            shape = torch.Size(self.adapter.shapes.get(stored.name, stored.shape))
+            if dtype in FLOAT_DTYPES:
+                needed += shape.numel() * FLOAT_DTYPES[dtype].itemsize
+            else:
+                needed += stored.bytes
+        place = next(folder for folder in output.absolute().parents if folder.exists())
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise MergeError(
+                f"output={str(output)!r}: the merged model takes {needed / 2**30:.2f} GiB, the "
+                f"disk has {free / 2**30:.2f}; free some, or give a folder on another one "
+                "(--output)"
+            )
         changes: dict[str, Change] = {}
         adapter = self.adapter
 
@@ -286,13 +250,7 @@ class Sums:
                 made = functools.partial(adapter.merged, changes=changes)
                 write_file(aside / file.name, tensors, made, adapter.shapes, self.dtype_of)
             _check_changes(changes)
-            _write_rows(aside, adapter.shapes)
-            if self.is_of_gguf and not self.exact:
-                _write_dtype(aside)
-            if adapter.base_is_packed:
-                _write_dense(aside, self.files)
-            if self.exact or self.is_of_gguf or adapter.shapes:
-                _write_index(aside)
+            self._write_settings(aside)
             report = {
                 "adapter": str(self.saved.place),
                 "base": self.saved.base,
@@ -302,22 +260,43 @@ class Sums:
             (aside / REPORT).write_text(to_json(report, indent=1))
 
         write_folder(output, fill)
-        return Merged(output, str(self.saved.place), str(self.saved.base), changes, self.summands)
-
-
-def check_kept(merged: Merged, dtype: str, remedy: str) -> None:
-    """Raise MergeError if rounding to 16 bits takes nearly all of the adapter from every weight.
-
-    Args:
-        dtype: in the names of safetensors.
-        remedy: ends the message.
-    """
-    if all(x.lost_in[dtype] >= LARGEST_LOSS for x in merged.changes.values() if x.change):
-        name = str(FLOAT_DTYPES[dtype]).removeprefix("torch.")
-        raise MergeError(
-            "the adapter is lost: nearly all of its changes are less than the spacing of "
-            f"{name}; nothing was written. {remedy}"
+        return MergedModel(
+            output, str(self.saved.place), str(self.saved.base), changes, self.summands
         )
+
+    def _write_settings(self, folder: Path) -> None:
+        """Make config.json and the index say what the written files hold.
+
+        The adapter may have an embedding of its own, with another number of tokens; a base in GGUF,
+        dequantised to fp32, is written in bf16; and a base in 4 bits is written dense.
+        """
+        rows = {shape[0] for name, shape in self.adapter.shapes.items() if not is_of_head(name)}
+        in_bf16 = self.is_of_gguf and not self.exact
+        is_dense = self.adapter.base_is_packed
+        if rows or in_bf16 or is_dense:
+            file = folder / "config.json"
+            config: dict[str, Any] = json.loads(file.read_text())
+            if rows:
+                text = config.get("text_config", {})
+                holder = text if "vocab_size" in text else config
+                holder["vocab_size"] = max(rows)
+            if in_bf16:
+                config["dtype"] = "bfloat16"
+            if is_dense:
+                config.pop("quantization_config", None)
+            file.write_text(json.dumps(config, indent=2))
+        index = folder / INDEX_FILE
+        is_changed = self.exact or self.is_of_gguf or is_dense or bool(self.adapter.shapes)
+        if not is_changed or not index.exists():
+            return
+        described = json.loads(index.read_text())
+        if is_dense:
+            described["weight_map"] = {}
+            for written, tensors in self.files.items():
+                described["weight_map"] |= {stored.name: written.name for stored in tensors}
+        total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        described["metadata"] = {"total_size": total}
+        index.write_text(json.dumps(described, indent=2))
 
 
 def _check_changes(changes: Mapping[str, Change]) -> None:
@@ -343,34 +322,6 @@ def _check_changes(changes: Mapping[str, Change]) -> None:
         )
 
 
-def folder_of(base: str) -> Path:
-    """Return the folder of a base; a hub name is downloaded, unless the cache has it."""
-    if Path(base).is_dir():
-        return Path(base)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    try:
-        return Path(snapshot_download(base, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).partition("\n")[0]
-        raise MergeError(
-            f"{base}: the adapter's model is no folder, nor downloaded ({reason}); give base_model"
-        ) from None
-
-
-def _check_room(output: Path, needed: int) -> None:
-    """Raise MergeError if the disk has fewer bytes left."""
-    place = next(folder for folder in output.absolute().parents if folder.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise MergeError(
-            f"output={str(output)!r}: the merged model takes {needed / 2**30:.2f} GiB, the disk "
-            f"has {free / 2**30:.2f}; free some, or give a folder on another one (--output)"
-        )
-
-
 def _copy_small_files(base: Path, adapter: Path, target: Path) -> None:
     """Copy the files that hold no weights, of the base and then of the adapter.
 
@@ -384,49 +335,3 @@ def _copy_small_files(base: Path, adapter: Path, target: Path) -> None:
             is_weights = file.suffix in WEIGHT_SUFFIXES
             if file.is_file() and not is_weights and file.name not in left_out:
                 shutil.copyfile(file, target / file.name)
-
-
-def _write_rows(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-    """Write the number of tokens to config.json, if the adapter has an embedding of its own."""
-    rows = {shape[0] for name, shape in shapes.items() if not is_of_head(name)}
-    if not rows:
-        return
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text())
-    text = config["text_config"] if "vocab_size" in config.get("text_config", {}) else config
-    text["vocab_size"] = max(rows)
-    file.write_text(json.dumps(config, indent=2))
-
-
-def _write_dtype(folder: Path) -> None:
-    """Write to config.json that a base in GGUF, dequantised to fp32, is written in bf16."""
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
-
-
-def _write_dense(folder: Path, files: Mapping[Path, list[StoredTensor]]) -> None:
-    """Write config.json and the index of a model whose base was in 4 bits, and which is not."""
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text())
-    config.pop("quantization_config", None)
-    file.write_text(json.dumps(config, indent=2))
-    names = {stored.name: file.name for file, tensors in files.items() for stored in tensors}
-    _write_index(folder, names)
-
-
-def _write_index(folder: Path, names: Mapping[str, str] | None = None) -> None:
-    """Update the index of a model's files, if it has one.
-
-    Args:
-        names: of the files by tensor, if they changed.
-    """
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return
-    described = json.loads(index.read_text())
-    if names is not None:
-        described["weight_map"] = dict(names)
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    described["metadata"] = {"total_size": total}
-    index.write_text(json.dumps(described, indent=2))

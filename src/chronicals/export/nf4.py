@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from chronicals.export.proof import Proof, largest_error, relative_error
-from chronicals.export.source import Source, logits_of, on_device
+from chronicals.export.artefact import ArtefactFormat
+from chronicals.export.proof import ArtefactProof, largest_error, relative_error
+from chronicals.export.source import SourceModel, logits_of, on_device
 from chronicals.export.whole import (
     TRANSFORMERS,
     in_dtype,
@@ -52,23 +53,91 @@ length, is written before the JSON is known.
 """
 
 
-def write(source: Source, aside: Path) -> None:
-    """Write the folder, one tensor at a time.
+class NF4Folder(ArtefactFormat):
+    """A folder whose decoder layers have linear layers in NF4."""
 
-    Raises:
-        NotExpressible: the model is quantised already, or has no decoder layers with linear layers.
-    """
-    names = _quantised_names(source)
-    source.check_kept("BF16")
-    aside.mkdir(parents=True)
-    write_files(source, aside, lambda stored: _replacements(stored, names))
-    write_beside(source, aside)
-    packed = {name.removesuffix(".weight") for name in names.values()}
-    described = packed_description(load_without_weights(source.folder), packed, torch.bfloat16)
-    name_dtype(aside, "bf16", quantization_config=described)
+    served_by = None
+
+    def size(self, source: SourceModel) -> int:
+        """Return the bytes of the tensors."""
+        names = _quantised_names(source)
+        total = 0
+        for stored in source.tensors.values():
+            total += sum(tensor.bytes for tensor in _replacements(stored, names))
+        return total
+
+    def write(self, source: SourceModel, aside: Path) -> None:
+        """Write the folder, one tensor at a time.
+
+        Raises:
+            NotExpressible: the model is quantised already, or has no decoder layers with linear
+                layers.
+        """
+        names = _quantised_names(source)
+        source.check_kept("BF16")
+        aside.mkdir(parents=True)
+        write_files(source, aside, lambda stored: _replacements(stored, names))
+        write_beside(source, aside)
+        packed = {name.removesuffix(".weight") for name in names.values()}
+        described = packed_description(load_without_weights(source.folder), packed, torch.bfloat16)
+        name_dtype(aside, "bf16", quantization_config=described)
+
+    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+        """Read the weights back; compare transformers and bitsandbytes with the same in torch."""
+        packed = load_model(aside, torch.bfloat16)
+        stored_names = _quantised_names(source)
+        layers = {f"{path}.weight": layer for path, layer in packed_layers(packed)}
+        proof.equal(
+            "layers in 4 bits", BITSANDBYTES, sorted(quantised_names(source.folder)), sorted(layers)
+        )
+        whole = load_model(source.folder, torch.float32)
+        counts = {name: parameter.numel() for name, parameter in whole.named_parameters()}
+        ratio = sum(count for name, count in counts.items() if name in layers) / sum(
+            counts.values()
+        )
+        proof.reported("ratio of the weights that are in 4 bits", BITSANDBYTES, ratio)
+        source.prove_merged(proof)
+        prove_rounded(source, aside, lambda stored: _replacements(stored, stored_names), proof)
+        names = {name: stored_name for stored_name, name in stored_names.items()}
+        errors = {}
+        for name, parameter in whole.named_parameters():
+            if name in layers:
+                dense = layers[name].packed.dense().float()
+                errors[name] = relative_error(dense, source.trained_tensors[names[name]].read())
+                parameter.data = dense
+            else:
+                parameter.data = parameter.data.bfloat16().float()
+        worst = max(errors, key=lambda name: errors[name])
+        proof.bounded("quantised weights", BITSANDBYTES, errors[worst], NF4_ERROR, worst)
+        same_weights = on_device(whole)
+        source.prove_survival(same_weights, proof)
+        expected = logits_of(same_weights, source.documents)
+        if importlib.util.find_spec(BITSANDBYTES) is None:
+            reason = f"{BITSANDBYTES} is not installed: pip install {BITSANDBYTES}"
+            proof.not_run("logits", TRANSFORMERS, reason)
+            return
+        prove_beside(source, aside, proof)
+        dtype = json.loads((aside / "config.json").read_text())["dtype"]
+        theirs = type(whole).from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
+        for layer in theirs.modules():
+            # That kernel takes only layers of whole blocks of rows.
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False
+        logits = logits_of(theirs, source.documents)
+        error = largest_error(logits, expected)
+        rounded = largest_error(logits_of(same_weights.bfloat16(), source.documents), expected)
+        bound = source.at_least(max(NF4_LOGIT_BOUND, BF16_ROUNDING_FACTOR * rounded))
+        proof.bounded(
+            "logits beside torch with the same weights",
+            f"{TRANSFORMERS} with {BITSANDBYTES}",
+            error,
+            bound,
+        )
+        cost = largest_error(logits, source.trained_logits)
+        proof.reported("logits beside the trained model's", TRANSFORMERS, cost)
 
 
-def _quantised_names(source: Source) -> dict[str, str]:
+def _quantised_names(source: SourceModel) -> dict[str, str]:
     """Return the weights that are quantised: names in the loaded model, by names in the files."""
     described = getattr(source.config, "quantization_config", None)
     if described:
@@ -96,16 +165,14 @@ def _quantised_names(source: Source) -> dict[str, str]:
 
 
 def _replacements(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor]:
-    """Return the tensors that replace one of the model."""
-    return _in_4_bits(stored) if stored.name in names else [in_dtype(stored, "BF16")]
+    """Return the tensors that replace one of the model.
 
-
-def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
-    """Return the tensors that bitsandbytes stores of a weight.
-
-    The weight is quantised when the first of them is written, and freed with the last.
+    A weight in 4 bits is quantised when the first of its tensors is written, and freed with the
+    last.
     """
     name = stored.name
+    if name not in names:
+        return [in_dtype(stored, "BF16")]
     (rows, columns) = stored.shape
     remaining: dict[str, Tensor] = {}
     blocks = -(-rows * columns // BLOCK)
@@ -139,65 +206,3 @@ def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
     described = tensors[f"{stored.name}.{QUANT_STATE}nf4"]
     blanks = torch.full((DESCRIPTION_BYTES - len(described),), ord(" "), dtype=torch.uint8)
     return {**tensors, f"{stored.name}.{QUANT_STATE}nf4": torch.cat([described, blanks])}
-
-
-def size(source: Source) -> int:
-    """Return the bytes of the tensors."""
-    names = _quantised_names(source)
-    total = 0
-    for stored in source.tensors.values():
-        total += sum(tensor.bytes for tensor in _replacements(stored, names))
-    return total
-
-
-def prove(source: Source, aside: Path, proof: Proof) -> None:
-    """Read the weights back, and compare transformers with bitsandbytes with the same in torch."""
-    packed = load_model(aside, torch.bfloat16)
-    stored_names = _quantised_names(source)
-    layers = {f"{path}.weight": layer for path, layer in packed_layers(packed)}
-    proof.equal(
-        "layers in 4 bits", BITSANDBYTES, sorted(quantised_names(source.folder)), sorted(layers)
-    )
-    whole = load_model(source.folder, torch.float32)
-    counts = {name: parameter.numel() for name, parameter in whole.named_parameters()}
-    ratio = sum(count for name, count in counts.items() if name in layers) / sum(counts.values())
-    proof.reported("ratio of the weights that are in 4 bits", BITSANDBYTES, ratio)
-    source.prove_merged(proof)
-    prove_rounded(source, aside, lambda stored: _replacements(stored, stored_names), proof)
-    names = {name: stored_name for stored_name, name in stored_names.items()}
-    errors = {}
-    for name, parameter in whole.named_parameters():
-        if name in layers:
-            dense = layers[name].packed.dense().float()
-            errors[name] = relative_error(dense, source.trained_tensors[names[name]].read())
-            parameter.data = dense
-        else:
-            parameter.data = parameter.data.bfloat16().float()
-    worst = max(errors, key=lambda name: errors[name])
-    proof.bounded("quantised weights", BITSANDBYTES, errors[worst], NF4_ERROR, worst)
-    same_weights = on_device(whole)
-    source.prove_survival(same_weights, proof)
-    expected = logits_of(same_weights, source.documents)
-    if importlib.util.find_spec(BITSANDBYTES) is None:
-        reason = f"{BITSANDBYTES} is not installed: pip install {BITSANDBYTES}"
-        proof.not_run("logits", TRANSFORMERS, reason)
-        return
-    prove_beside(source, aside, proof)
-    dtype = json.loads((aside / "config.json").read_text())["dtype"]
-    theirs = type(whole).from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
-    for layer in theirs.modules():
-        # That kernel takes only layers of whole blocks of rows.
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
-    logits = logits_of(theirs, source.documents)
-    error = largest_error(logits, expected)
-    rounded = largest_error(logits_of(same_weights.bfloat16(), source.documents), expected)
-    bound = source.at_least(max(NF4_LOGIT_BOUND, BF16_ROUNDING_FACTOR * rounded))
-    proof.bounded(
-        "logits beside torch with the same weights",
-        f"{TRANSFORMERS} with {BITSANDBYTES}",
-        error,
-        bound,
-    )
-    cost = largest_error(logits, source.trained_logits)
-    proof.reported("logits beside the trained model's", TRANSFORMERS, cost)

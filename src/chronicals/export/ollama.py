@@ -10,25 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chronicals.export.source import CONVERSATION, Source
+from chronicals.export.source import CONVERSATION, SourceModel
 
 CONTENT_MARK = "\ue000"
 """Content of messages that no template contains."""
 
 
 @dataclass(frozen=True)
-class TurnMarks:
+class ChatTurns:
     """Texts in front of and behind the messages of each role."""
 
     around: dict[str, tuple[str, str]]
-
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """Return a conversation up to the model's answer."""
-        text = ""
-        for message in messages:
-            before, after = self.around[message["role"]]
-            text += f"{before}{message['content']}{after}"
-        return text + self.around["assistant"][0]
 
     def in_go(self) -> str:
         """Return the template in Go's language."""
@@ -40,8 +32,8 @@ class TurnMarks:
         return text + "{{ end }}{{ end }}" + self.around["assistant"][0]
 
 
-def modelfile(source: Source, file: Path) -> tuple[str, str | None]:
-    """Return the text for a GGUF file beside it, and a warning if Ollama guesses the template."""
+def modelfile(source: SourceModel, file: Path) -> tuple[str, str | None]:
+    """Return a Modelfile beside a GGUF file, and a warning if Ollama guesses the template."""
     lines = [f"FROM ./{file.name}"]
     guessed = None
     if source.conversation is not None:
@@ -58,28 +50,28 @@ def modelfile(source: Source, file: Path) -> tuple[str, str | None]:
     return "\n".join(lines) + "\n", guessed
 
 
-def turns_of(tokenizer: Any) -> TurnMarks | None:
+def turns_of(tokenizer: Any) -> ChatTurns | None:
     """Return the texts that a chat template puts around messages.
 
     None if the template does anything else, or Go would read it otherwise. BOS in front of a text,
     which the tokenizer adds by itself, is left out, since Ollama adds it, too.
     """
 
-    def render(messages: list[dict[str, str]], asks: bool) -> str:
+    def render(messages: list[dict[str, str]], asks: bool = False) -> str:
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=asks
         )
         return str(rendered)
 
-    def render_roles(*roles: str, asks: bool = False) -> str:
-        return render([{"role": role, "content": CONTENT_MARK} for role in roles], asks)
-
     bos = tokenizer.bos_token or ""
+    system = {"role": "system", "content": CONTENT_MARK}
+    question = {"role": "user", "content": CONTENT_MARK}
+    answer = {"role": "assistant", "content": CONTENT_MARK}
     try:
-        user = render_roles("user")
-        user_and_answer = render_roles("user", "assistant")
-        question = render_roles("user", asks=True)
-        system_and_user = render_roles("system", "user")
+        user = render([question])
+        user_and_answer = render([question, answer])
+        asked = render([question], asks=True)
+        system_and_user = render([system, question])
     except Exception:  # a template refuses a role by whatever exception it likes
         return None
     user_turn = user.removeprefix(bos)
@@ -94,8 +86,13 @@ def turns_of(tokenizer: Any) -> TurnMarks | None:
             return None
         before, _, after = part.partition(CONTENT_MARK)
         around[role] = before, after
-    turns = TurnMarks(around)
-    if not question.endswith(around["assistant"][0]):
+    if not asked.endswith(around["assistant"][0]):
         return None
+    # A conversation up to the model's answer, of these texts alone.
+    made = ""
+    for message in CONVERSATION:
+        before, after = around[message["role"]]
+        made += f"{before}{message['content']}{after}"
+    made += around["assistant"][0]
     expected = render(CONVERSATION, asks=True).removeprefix(bos)
-    return turns if turns.render(CONVERSATION) == expected else None
+    return ChatTurns(around) if made == expected else None

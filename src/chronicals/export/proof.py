@@ -51,7 +51,7 @@ class Check:
 
 
 @dataclass
-class Proof:
+class ArtefactProof:
     """The checks of an artefact.
 
     Attributes:
@@ -63,11 +63,24 @@ class Proof:
 
     @property
     def failed(self) -> list[Check]:
+        """The checks that did not pass; those that could not be run are not among them."""
         return [check for check in self.checks if check.passed is False]
 
     def equal(self, name: str, client: str, expected: Any, found: Any) -> None:
         """Add a check that two values are equal; of sequences it names the first difference."""
-        detail = "" if expected == found else _difference(expected, found)
+        detail = ""
+        sequences = isinstance(expected, Sequence) and isinstance(found, Sequence)
+        if expected != found and sequences and not isinstance(expected, str):
+            place = min(len(expected), len(found))
+            for n, (one, other) in enumerate(zip(expected, found)):
+                if one != other:
+                    place = n
+                    break
+            ours = list(expected[place : place + 4])
+            theirs = list(found[place : place + 4])
+            detail = f"from place {place}: expected {ours}, found {theirs}"
+        elif expected != found:
+            detail = f"expected {json.dumps(expected)[:80]}, found {json.dumps(found)[:80]}"
         self.checks.append(Check(name, client, expected == found, detail=detail))
 
     def bounded(self, name: str, client: str, value: float, bound: float, detail: str = "") -> None:
@@ -83,32 +96,10 @@ class Proof:
         self.checks.append(Check(name, client, None, detail=reason))
 
     def write(self, file: Path) -> None:
+        """Write what the artefact is made of, and all checks, as JSON."""
         file.write_text(
             to_json({**self.about, "checks": [asdict(check) for check in self.checks]}, indent=1)
         )
-
-    def require(self, artefact: Path) -> None:
-        """Raise NotProved if a check failed."""
-        if self.failed:
-            raise NotProved(
-                f"{artefact}: is not the trained model, and was not kept: "
-                f"{'; '.join(map(str, self.failed))}"
-            )
-
-
-def _difference(expected: Any, found: Any) -> str:
-    """Describe the first difference of two sequences, or two other values."""
-    sequences = isinstance(expected, Sequence) and isinstance(found, Sequence)
-    if sequences and not isinstance(expected, str):
-        place = min(len(expected), len(found))
-        for n, (one, other) in enumerate(zip(expected, found)):
-            if one != other:
-                place = n
-                break
-        ours = list(expected[place : place + 4])
-        theirs = list(found[place : place + 4])
-        return f"from place {place}: expected {ours}, found {theirs}"
-    return f"expected {json.dumps(expected)[:80]}, found {json.dumps(found)[:80]}"
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -122,23 +113,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 ROUNDED_ONCE = 2e-4
-"""Bound on the relative error of a tensor of 16 bits beside the trained one rounded once, and on the
-ratio of codes that differ. Sums that were rounded to bf16 before exceed it: 1e-3 in fp16, and 2e-3 or
-more of the codes of any type.
+"""Bound on the relative error of a tensor of 16 bits beside the trained one rounded once, and on
+the ratio of codes that differ. Sums that were rounded to bf16 before exceed it: 1e-3 in fp16, and
+2e-3 or more of the codes of any type.
 """
 
 SUMMED = 1e-6
 """The same bound for a tensor in fp32, where another order of sums changes values."""
-
-
-def beside_rounded(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the error of a written tensor beside the trained one in the same dtype, and its bound."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return math.inf, ROUNDED_ONCE
-    if found.is_floating_point() and found.element_size() > 1:
-        return relative_error(found, expected), SUMMED if found.element_size() > 2 else ROUNDED_ONCE
-    codes, others = (x.contiguous().view(-1).view(torch.uint8) for x in (found, expected))
-    return float((codes != others).float().mean()) if len(codes) else 0.0, ROUNDED_ONCE
 
 
 def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +17,12 @@ import torch
 from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.kinds.rows import CHAT_KINDS
-from chronicals.export.gguf_base import dequantised
-from chronicals.export.merge import Merged, Sums, base_folder, check_kept, folder_of, summed
-from chronicals.export.proof import Proof, largest_error
+from chronicals.export.base_files import base_folder, dequantised, folder_of
+from chronicals.export.merge import LARGEST_LOSS, MergedModel, MergeError, Sums
+from chronicals.export.proof import ArtefactProof, largest_error
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.tensor_names import language_name, reads_images
-from chronicals.formats.weight_files import StoredTensor, files_of, tensors_in
+from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.models.base_format import BaseFormat, path_without_adapters
 from chronicals.objectives.reference import with_reference
@@ -46,7 +46,7 @@ CONVERSATION = [
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceModel:
     """A model that is exported.
 
     Attributes:
@@ -63,7 +63,7 @@ class Source:
     saved: SavedModel
     folder: Path
     sums: Sums | None = None
-    merged: Merged | None = None
+    merged: MergedModel | None = None
     data: str | None = None
     importance: str | None = None
     vllm_python: str | None = None
@@ -77,6 +77,7 @@ class Source:
 
     @cached_property
     def config(self) -> Any:
+        """The configuration (transformers') of the whole model."""
         return load_config(self.folder)
 
     @cached_property
@@ -92,9 +93,7 @@ class Source:
     @cached_property
     def language(self) -> dict[str, StoredTensor]:
         """The tensors of the language part, by their names in a model of text alone."""
-        if not reads_images(self.config):
-            return self.tensors
-        return _language_part(self.tensors)
+        return self._language_part(self.tensors)
 
     @cached_property
     def trained_tensors(self) -> dict[str, StoredTensor]:
@@ -104,9 +103,13 @@ class Source:
     @cached_property
     def trained_language(self) -> dict[str, StoredTensor]:
         """The trained weights of the language part, named as ``language``."""
+        return self._language_part(self.trained_tensors)
+
+    def _language_part(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         if not reads_images(self.config):
-            return self.trained_tensors
-        return _language_part(self.trained_tensors)
+            return tensors
+        named = {language_name(name): stored for name, stored in tensors.items()}
+        return {name: stored for name, stored in named.items() if name is not None}
 
     @property
     def beside_language(self) -> list[StoredTensor]:
@@ -133,6 +136,7 @@ class Source:
 
     @cached_property
     def tokenizer(self) -> Any:
+        """The tokenizer of the model as it was given."""
         return self.saved.tokenizer()
 
     @cached_property
@@ -163,7 +167,7 @@ class Source:
     @cached_property
     def documents(self) -> list[list[int]]:
         """Token ids of the texts on which a client is compared."""
-        return documents_of(self.tokenizer)
+        return probe_ids(self.tokenizer)
 
     def trained(self) -> Any:
         """Load the model as it was trained, with its adapter beside the base, in ``dtype``."""
@@ -171,8 +175,18 @@ class Source:
         form = BaseFormat.read(self.saved.about.get("base"))
         # Values of 4 bits in the base's files are summed exactly, not as a run rounds them.
         in_files = self.sums is not None and self.sums.adapter.base_is_packed
-        if form is not None and not in_files:
-            dequantise_as_multiplied(model, form)
+        if form is None or in_files:
+            return on_device(model)
+        # Layers and experts in 4 bits become plain ones with the values that the run multiplied:
+        # the form of the base names the dtype to which these were rounded for products.
+        for path, module in list(packed_modules(model)):
+            if module.recipe is None:
+                continue
+            kind = form.kind_of(path_without_adapters(path))
+            assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
+            kept = module.dtype
+            module.dtype = getattr(torch, kind.products)
+            model.set_submodule(path, module.plain().to(kept))
         return on_device(model)
 
     @cached_property
@@ -180,7 +194,7 @@ class Source:
         """Logits of ``documents`` by the trained model."""
         return logits_of(self.trained(), self.documents)
 
-    def prove_merged(self, proof: Proof) -> None:
+    def prove_merged(self, proof: ArtefactProof) -> None:
         """Check that the sums of base and adapter, of which artefacts are made, are the model."""
         if self.saved.adapted:
             bound = self.at_least(MERGED_LOGIT_BOUND)
@@ -201,9 +215,17 @@ class Source:
         Args:
             dtype: of 16 bits, in the names of safetensors.
         """
-        if self.merged is not None:
-            remedy = "Export it in fp32 (--to merged-fp32), or by itself (--to adapter)"
-            check_kept(self.merged, dtype, remedy)
+        if self.merged is None:
+            return
+        changes = self.merged.changes.values()
+        # Rounding takes nearly all of the adapter from every weight.
+        if all(change.lost_in[dtype] >= LARGEST_LOSS for change in changes if change.change):
+            name = str(FLOAT_DTYPES[dtype]).removeprefix("torch.")
+            raise MergeError(
+                "the adapter is lost: nearly all of its changes are less than the spacing of "
+                f"{name}; nothing was written. Export it in fp32 (--to merged-fp32), or by itself "
+                "(--to adapter)"
+            )
 
     @cached_property
     def losses(self) -> dict[str, float]:
@@ -212,10 +234,6 @@ class Source:
         if self.saved.base is not None:
             losses["base"] = self.loss_of(on_device(self.saved.base_model(self.dtype)))
         return losses
-
-    def trained_whole(self) -> Any:
-        """Load the trained model with whole weights, whose modules have the names of the files."""
-        return self.load(self.folder)
 
     def rows_of(self, data: str) -> list[list[int]]:
         """Return the token ids of rows, made as for training."""
@@ -241,7 +259,7 @@ class Source:
         config = with_reference(recipe.config(), reference, base=self.saved.base)
         return evaluate_data(model, self.tokenizer, recipe.sources[0], config).loss
 
-    def prove_survival(self, model: Any, proof: Proof) -> None:
+    def prove_survival(self, model: Any, proof: ArtefactProof) -> None:
         """Report how much of the training's gain an artefact's weights keep, if data are given."""
         if self.data is None:
             return
@@ -257,8 +275,9 @@ class Source:
     def dtype(self) -> torch.dtype:
         """The dtype in which models are compared: fp32, or bf16 for large ones."""
         stored_bytes = sum(stored.bytes for stored in self.tensors.values())
-        size = stored_bytes if self.sums is None else self.sums.base_bytes
-        return torch.float32 if size < LARGE_MODEL_BYTES else torch.bfloat16
+        if self.sums is not None:  # weights of the base in 4 bits count as dense
+            stored_bytes = sum(stored.bytes for stored in self.sums.stored())
+        return torch.float32 if stored_bytes < LARGE_MODEL_BYTES else torch.bfloat16
 
     def at_least(self, bound: float) -> float:
         """Return a bound on the error of logits; in bf16 it is at least torch's own rounding."""
@@ -276,28 +295,7 @@ class Source:
         return on_device(model)
 
 
-def _language_part(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    named = {language_name(name): stored for name, stored in tensors.items()}
-    return {name: stored for name, stored in named.items() if name is not None}
-
-
-def dequantise_as_multiplied(model: Any, form: BaseFormat) -> None:
-    """Replace layers and experts in 4 bits by plain ones with the values that a run multiplied.
-
-    Args:
-        form: of the base, with the dtype to which values were rounded for these products.
-    """
-    for path, module in list(packed_modules(model)):
-        if module.recipe is None:
-            continue
-        kind = form.kind_of(path_without_adapters(path))
-        assert kind is not None, f"{path}: is in 4 bits, and the adapter's folder names it not"
-        kept = module.dtype
-        module.dtype = getattr(torch, kind.products)
-        model.set_submodule(path, module.plain().to(kept))
-
-
-def documents_of(tokenizer: Any) -> list[list[int]]:
+def probe_ids(tokenizer: Any) -> list[list[int]]:
     """Return the token ids of ``PROBES`` and, with a template, of a conversation."""
     documents = [tokenizer(text)["input_ids"] for text in PROBES]
     if tokenizer.chat_template is not None:
@@ -330,26 +328,31 @@ def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
 @contextmanager
 def opened(
     model: str | Path, base_model: str | None, place: Path, apart: bool = False, **fields: Any
-) -> Iterator[Source]:
+) -> Iterator[SourceModel]:
     """Yield the model of a name as a source.
 
     Args:
+        model: folder, file or hub name.
+        base_model: base of an adapter that does not name it.
         place: folder for the merged model, if the name is an adapter's.
         apart: an adapter is not merged; the folder is that of its base.
-        fields: further ones of ``Source``.
+        fields: further ones of ``SourceModel``.
 
     Raises:
         ValueError: there is no such model, or its adapter cannot be merged.
     """
     saved = SavedModel.find(model, base_model)
+    file = None if saved.adapted else gguf_of(saved.place)
     if saved.adapted and apart:
         with base_folder(saved, place / "base") as base:
-            yield Source(saved, base, **fields)
+            yield SourceModel(saved, base, **fields)
     elif saved.adapted:
-        with summed(saved, place / "merged") as (sums, merged):
-            yield Source(saved, merged.folder, sums, merged, **fields)
-    elif (file := gguf_of(saved.place)) is not None:
+        with base_folder(saved, place / "merged") as base:
+            sums = Sums(saved, base, exact=True)
+            merged = sums.write(place / "merged")
+            yield SourceModel(saved, merged.folder, sums, merged, **fields)
+    elif file is not None:
         with dequantised(file, place / "dequantised") as folder:
-            yield Source(saved, folder, **fields)
+            yield SourceModel(saved, folder, **fields)
     else:
-        yield Source(saved, folder_of(str(saved.place)), **fields)
+        yield SourceModel(saved, folder_of(str(saved.place)), **fields)

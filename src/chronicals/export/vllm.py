@@ -16,21 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.export.proof import Proof
-from chronicals.export.source import Source, logits_of
+from chronicals.export.proof import ArtefactProof
+from chronicals.export.source import SourceModel, logits_of
 
 PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
 given = json.load(sys.stdin)
-llm = LLM(model=given["model"], enforce_eager=True, max_model_len=given["longest"], enable_lora=bool(given["adapter"]),
-          **({"max_lora_rank": given["rank"], "max_num_seqs": 1} if given["adapter"] else {}))
-more = {}  # with an adapter, vLLM 0.32 cannot give the log-probabilities of several prompts at a time
+options = {"enforce_eager": True, "max_model_len": given["longest"]}
+options["enable_lora"] = bool(given["adapter"])
+more = {}
+if given["adapter"]:
+    # With an adapter, vLLM 0.32 cannot give the log-probabilities of several prompts at a time.
+    options |= {"max_lora_rank": given["rank"], "max_num_seqs": 1}
+llm = LLM(model=given["model"], **options)
 if given["adapter"]:
     from vllm.lora.request import LoRARequest
     more["lora_request"] = LoRARequest("adapter", 1, given["adapter"])
 prompts = [{"prompt_token_ids": ids} for ids in given["documents"]]
-outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), **more)
+sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+outputs = llm.generate(prompts, sampling, **more)
 found = [[row[token].logprob for token, row in zip(ids[1:], out.prompt_logprobs[1:])]
          for ids, out in zip(given["documents"], outputs)]
 print("chronicals:" + json.dumps(found))
@@ -49,17 +54,17 @@ VLLM = "vLLM"
 """Name of the client in proofs."""
 
 VLLM_ROUNDING_FACTOR = 4.0
-"""Bound on the mean difference of log-probabilities, as a multiple of the change by bf16 in torch."""
+"""Bound on the mean difference of log-probabilities: a multiple of the change by bf16 in torch."""
 
 VLLM_LEAST_BOUND = 0.02
 """The bound is at least this, in nats."""
 
 
-class NotRun(ValueError):
+class VLLMNotRun(ValueError):
     """vLLM could not be run; the message has its last log line."""
 
 
-def log_probabilities(
+def vllm_log_probabilities(
     python: str | Path,
     model: str | Path,
     documents: list[list[int]],
@@ -71,11 +76,12 @@ def log_probabilities(
     Args:
         python: interpreter of an environment with vLLM.
         model: folder or hub name of a whole model.
+        documents: token ids of each.
         adapter: folder of an adapter over it.
         rank: of the adapter, as vLLM is told.
 
     Raises:
-        NotRun: the interpreter is missing, or the program failed.
+        VLLMNotRun: the interpreter is missing, or the program failed.
     """
     arguments = {
         "model": str(model),
@@ -93,13 +99,13 @@ def log_probabilities(
             timeout=VLLM_TIME_LIMIT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotRun(f"vllm_python={str(python)!r}: {error}") from error
+        raise VLLMNotRun(f"vllm_python={str(python)!r}: {error}") from error
     results = [line for line in done.stdout.splitlines() if line.startswith(RESULT_PREFIX)]
     if done.returncode or not results:
         lines = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
         # vLLM's processes go on to log after the error.
         cause = next((line for line in lines if _CAUSE.search(line)), lines[-1])
-        raise NotRun(
+        raise VLLMNotRun(
             f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: "
             f"{cause}"
         )
@@ -107,46 +113,45 @@ def log_probabilities(
     return values
 
 
-def prove(
-    source: Source,
+def prove_log_probabilities(
+    source: SourceModel,
     model: str | Path,
     made: Callable[[], Any],
-    proof: Proof,
+    proof: ArtefactProof,
     adapter: Path | None = None,
     rank: int = 0,
 ) -> None:
     """Check vLLM's log-probabilities beside those of a model in torch.
 
     Args:
+        source: the exported model, with the documents that are compared.
         model: folder or hub name of a whole model.
         made: returns the model in torch with the artefact's weights.
+        proof: gets the check.
         adapter: folder of an adapter over the model.
         rank: of the adapter, as vLLM is told.
 
     Raises:
-        NotRun: vLLM was asked for and cannot be run.
+        VLLMNotRun: vLLM was asked for and cannot be run.
     """
     if source.vllm_python is None:
         reason = "give the interpreter of an environment with vLLM (--vllm-python)"
         proof.not_run("log-probabilities", VLLM, reason)
         return
-    theirs = log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
+    theirs = vllm_log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
     expected = made()
     ours = _log_probabilities(expected, source.documents)
     rounded = _log_probabilities(expected.bfloat16(), source.documents)
-    bound = max(VLLM_LEAST_BOUND, VLLM_ROUNDING_FACTOR * _mean_difference(ours, rounded))
-    error = _mean_difference(ours, [torch.tensor(values) for values in theirs])
+    change = float((ours - rounded).abs().mean())
+    bound = max(VLLM_LEAST_BOUND, VLLM_ROUNDING_FACTOR * change)
+    error = float((ours - torch.cat([torch.tensor(values) for values in theirs])).abs().mean())
     proof.bounded("log-probabilities", VLLM, error, bound)
 
 
-def _log_probabilities(model: Any, documents: list[list[int]]) -> list[Tensor]:
-    """Return a model's log-probabilities of the tokens after the first of each document."""
+def _log_probabilities(model: Any, documents: list[list[int]]) -> Tensor:
+    """Return a model's log-probabilities ``[n]`` of the tokens after the first of documents."""
     values = []
     for logits, ids in zip(logits_of(model, documents), documents):
         targets = torch.tensor(ids[1:])[:, None]
         values.append(logits[:-1].float().log_softmax(-1).gather(1, targets)[:, 0])
     return values
-
-
-def _mean_difference(one: list[Tensor], other: list[Tensor]) -> float:
-    return float(torch.cat([(a - b).abs() for a, b in zip(one, other, strict=True)]).mean())

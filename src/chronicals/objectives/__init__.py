@@ -1,5 +1,6 @@
-"""Objectives: what is minimised, a file each. Every file of this folder is imported, and registers
-its own.
+"""Objectives: what is minimised, a file each.
+
+Every file of this folder is imported, and registers its own.
 """
 
 import importlib
@@ -7,12 +8,7 @@ import pkgutil
 
 from chronicals.models import Term, Terms
 from chronicals.objectives.columns import Column, Columns
-from chronicals.objectives.registry import (
-    OBJECTIVES,
-    build_objective,
-    default_learning_rate,
-    register,
-)
+from chronicals.objectives.registry import OBJECTIVES, build_objective, register
 from chronicals.objectives.terms import (
     Count,
     Objective,
@@ -40,7 +36,6 @@ __all__ = [
     "Term",
     "Terms",
     "build_objective",
-    "default_learning_rate",
     "divide",
     "register",
     "settings",

@@ -1,7 +1,6 @@
-"""Declarations of what an objective needs before the first step: columns of the data, and the model
-that it compares with.
+"""Declarations of what an objective needs before the first step: columns and a reference policy.
 
-``chronicals/training/columns.py`` computes the columns, caches them, and checks on resume.
+``chronicals/training/stored_columns.py`` computes the columns, caches them, and checks on resume.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.models import PresentedModel
 
-Record = Mapping[str, Any]
+REFERENCE_POLICY = "reference"
+"""Name of the column of log-probabilities under the reference, and of a frozen reference model."""
+
+ReferenceRecord = Mapping[str, Any]
 """JSON description of a run's reference policy.
 
 ``how`` is ``adapters_off``, ``stored`` or ``reference_model``. ``start`` and ``identity`` describe
@@ -88,13 +90,11 @@ class ReferencePolicy:
             if a column of the trained model is stored: then all weights are.
     """
 
-    record: Record
+    record: ReferenceRecord
     weights: tuple[Tensor, ...] = ()
 
-    def difference(self, earlier: Record) -> str | None:
-        """Return why the policy is had in another way than in the ``earlier`` part of the run;
-        None if it is not.
-        """
+    def difference(self, earlier: ReferenceRecord) -> str | None:
+        """Return why the run had its policy in another way in its ``earlier`` part; else None."""
         if earlier["how"] == self.record["how"]:
             return None
         before, now = (

@@ -1,5 +1,6 @@
-"""Contrastive preference optimisation (Xu et al., 2024, arXiv 2401.08417, equations 3 to 5),
-without a reference policy.
+"""Contrastive preference optimisation, without a reference policy.
+
+By equations 3 to 5 of Xu et al. (2024, arXiv 2401.08417),
 
     − (1 − ε) log σ(h) − ε log σ(−h) + α L_NLL,   h = β (log π(y_w|x) − log π(y_l|x))
 
@@ -14,15 +15,16 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.pairs import (
+    PER_CHOSEN_TOKEN,
     PER_PAIR,
     PairObjective,
     Pairs,
     binary_entropy,
-    nll_of_chosen,
+    minus_log_sigmoid,
     reward_metrics,
+    why_flat,
 )
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Paper, ScoredDocument, settings
@@ -30,15 +32,15 @@ from chronicals.objectives.terms import Paper, ScoredDocument, settings
 
 @register("cpo")
 class CPO(PairObjective):
-    """An objective that raises the odds of the chosen answer over the rejected one, and its
-    probability.
-    """
+    """An objective that raises the odds of the chosen answer, and its probability."""
 
     name = "cpo"
     papers = (Paper("CPO", "Xu et al., 2024, eq. 3 to 5"),)
 
     @settings
     class Settings:
+        """Section ``cpo`` of a configuration."""
+
         beta: float = Field(
             default=0.1, gt=0, description="Factor on the difference of the log-probabilities"
         )
@@ -49,28 +51,29 @@ class CPO(PairObjective):
             default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round"
         )
 
-    def lowest_loss(self) -> float:
-        return binary_entropy(self.settings.label_smoothing)
-
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
         """Return None if the cross-entropy, which is flat nowhere, has a weight."""
-        return None if self.settings.alpha else super().why_no_gradient(values)
+        if self.settings.alpha:
+            return None
+        return why_flat(values["loss"], binary_entropy(self.settings.label_smoothing))
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
+        """Return both losses of the pairs and the metrics of their rewards."""
         given = self.settings
         losses = dpo_losses(
             given.beta * (pairs.chosen - pairs.rejected), "sigmoid", given.label_smoothing
         )
         return {
             self.name: Term(pairs.total(losses), per=PER_PAIR),
-            **nll_of_chosen(pairs, given.alpha),
+            "cross_entropy": Term(-pairs.total(pairs.chosen), given.alpha, PER_CHOSEN_TOKEN),
             **reward_metrics(pairs, given.beta * pairs.chosen, given.beta * pairs.rejected),
         }
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        """Return both losses of a pair by equations 3 to 5 in plain torch."""
         given = self.settings
-        better = log_p(chosen).sum()
-        worse = log_p(rejected).sum()
+        better = chosen.log_p().sum()
+        worse = rejected.log_p().sum()
         h = given.beta * (better - worse)
         share = given.label_smoothing
         return {

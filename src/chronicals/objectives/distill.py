@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -39,8 +39,8 @@ from chronicals.kernels.linear_distillation import (
 from chronicals.models import Head, PresentedModel, Term, Terms, embedding_table
 from chronicals.models.loading import without_field
 from chronicals.objectives.columns import Column, Columns
+from chronicals.objectives.reference import ADAPTER_BASE_REMEDY, check_same_tokenizer
 from chronicals.objectives.registry import register
-from chronicals.objectives.same_tokenizer import ADAPTER_BASE_REMEDY, check_same_tokenizer
 from chronicals.objectives.terms import Objective, Paper, settings
 from chronicals.saving import SavedModel
 
@@ -77,8 +77,9 @@ Log = Tensor
 
 @register("distill")
 class Distill(Objective):
-    """An objective that minimises the divergence from a frozen teacher, which sees the same Batch,
-    and a share of cross-entropy.
+    """An objective that minimises the divergence from a frozen teacher, and a cross-entropy.
+
+    The teacher sees the same Batch.
     """
 
     of_tokens = True
@@ -89,6 +90,8 @@ class Distill(Objective):
 
     @settings
     class Settings:
+        """Section ``distill`` of a configuration."""
+
         teacher: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
             description="Folder or hub name of a model, an adapter or a run, with the student's "
             "tokenizer"
@@ -207,24 +210,17 @@ class Distill(Objective):
     @property
     def divergence(self) -> Divergence:
         """The divergence that the settings name."""
-        beta = self._beta
-        skew = self._skew
-        divergences: dict[str, Callable[[], Divergence]] = {
-            "forward_kl": Divergence.forward_kl,
-            "reverse_kl": Divergence.reverse_kl,
-            "jsd": lambda: Divergence.jsd(beta),
-            "skew_kl": lambda: Divergence.skew_kl(skew),
-            "skew_reverse_kl": lambda: Divergence.skew_reverse_kl(skew),
-        }
-        return divergences[self.settings.divergence]()
-
-    @property
-    def _beta(self) -> float:
-        return _DEFAULT_BETA if self.settings.beta is None else self.settings.beta
-
-    @property
-    def _skew(self) -> float:
-        return DEFAULT_SKEW if self.settings.skew is None else self.settings.skew
+        given = self.settings
+        skew = DEFAULT_SKEW if given.skew is None else given.skew
+        if given.divergence == "forward_kl":
+            return Divergence.forward_kl()
+        if given.divergence == "reverse_kl":
+            return Divergence.reverse_kl()
+        if given.divergence == "jsd":
+            return Divergence.jsd(_DEFAULT_BETA if given.beta is None else given.beta)
+        if given.divergence == "skew_kl":
+            return Divergence.skew_kl(skew)
+        return Divergence.skew_reverse_kl(skew)
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -239,8 +235,9 @@ class Distill(Objective):
     def frozen_columns(
         self, model: Any, tokenizer: Any, config: ChronicalsConfig
     ) -> Sequence[Columns]:
-        """Declare the teacher's predictions for every target, if they are stored: k token ids and
-        their log-probabilities.
+        """Declare the teacher's predictions, if they are stored.
+
+        They are k token ids for every target, and their log-probabilities.
         """
         given = self.settings
         if given.stored_tokens is None:
@@ -274,8 +271,9 @@ class Distill(Objective):
     def _teacher_predictions(
         self, teacher: PresentedModel, batch: Batch, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the stored tokens of the Batch's targets, ``chunk_size`` rows of logits at a time,
-        over the ids that teacher and student have in common.
+        """Yield what is stored for the Batch's targets, ``chunk_size`` rows of logits at a time.
+
+        Only ids that teacher and student have in common can be stored.
         """
         head = teacher.head
         states = teacher.logits(batch) if head is None else teacher.hidden_states(batch)
@@ -286,6 +284,7 @@ class Distill(Objective):
             yield self.tokens_to_store(logits[:, : self.vocabulary], generator)
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
+        """Describe the teacher's costs: on every card, or once before the first step."""
         given = self.settings
         if given.stored_tokens is not None:
             return f"the teacher {given.teacher}, which reads all data once before the first step"
@@ -295,6 +294,7 @@ class Distill(Objective):
         )
 
     def why_not_defined(self) -> str | None:
+        """Return a reason if tokens are drawn, which the definition does not do."""
         drawn = (
             "its definition knows no draws, and distill has stored='drawn'; verify with "
             "stored='likeliest'"
@@ -302,6 +302,7 @@ class Distill(Objective):
         return drawn if self.settings.stored == "drawn" else super().why_not_defined()
 
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
+        """Return the teacher, if its predictions are stored and ``bring`` does not load it."""
         return {} if self.settings.stored_tokens is None else self.teacher(tokenizer)
 
     def saved_teacher(self, tokenizer: Any) -> SavedModel:
@@ -312,12 +313,13 @@ class Distill(Objective):
                 fewer rows than the tokenizer has tokens.
         """
         given = self.settings
+        setting = f"distill={{'teacher': {given.teacher!r}}}"
         try:
             saved = SavedModel.find(given.teacher, remedy=ADAPTER_BASE_REMEDY)
             check_same_tokenizer(
                 tokenizer,
                 saved.tokenizer(given.trust_remote_code),
-                self._setting,
+                setting,
                 _TOKENIZER_REMEDY,
             )
             rows = saved.embedding_rows(given.trust_remote_code)
@@ -329,7 +331,7 @@ class Distill(Objective):
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(f"{self._setting}: {without_field(error)}") from error
+            raise ConfigurationError(f"{setting}: {without_field(error)}") from error
         return saved
 
     def teacher(self, tokenizer: Any) -> Mapping[str, Any]:
@@ -343,28 +345,28 @@ class Distill(Objective):
                 "adapter, which does not go over "
                 "a base in LLM.int8; take nf4, or the model that chronicals merge makes of it"
             )
+        dtype = PRECISIONS[given.teacher_precision]
         try:
-            return {
-                TEACHER: saved.model(
-                    PRECISIONS[given.teacher_precision], given.trust_remote_code, quantization
-                )
-            }
+            return {TEACHER: saved.model(dtype, given.trust_remote_code, quantization)}
         except ValueError as error:
-            raise ConfigurationError(f"{self._setting}: {without_field(error)}") from error
-
-    @property
-    def _setting(self) -> str:
-        """The setting that names the teacher, for error messages."""
-        return f"distill={{'teacher': {self.settings.teacher!r}}}"
+            raise ConfigurationError(
+                f"distill={{'teacher': {given.teacher!r}}}: {without_field(error)}"
+            ) from error
 
     def tokens_to_store(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Choose the stored tokens of a teacher's logits ``[n, V]``: int64 ids and fp32
-        log-probabilities, ``[n, k]`` both.
+        """Choose the tokens of a teacher's predictions that are stored.
 
         The likeliest tokens have their own log-probabilities. Drawn tokens have the logarithms of
         their shares of the draws, times the temperature at which they were drawn, because the loss
         divides by it again. The mean of the shares is the teacher's distribution (Anshumann et al.,
         2025, section 4).
+
+        Args:
+            logits: the teacher's, ``[n, V]``.
+            generator: of the draws.
+
+        Returns:
+            int64 ids and fp32 log-probabilities, ``[n, k]`` both.
         """
         k = self.settings.stored_tokens
         temperature = self.settings.temperature
@@ -383,6 +385,7 @@ class Distill(Objective):
         return ids, temperature * (counts.gather(1, ids) / k).log()
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        """Return the loss of the Batch's targets and its metrics, as sums."""
         head = model.head
         states, auxiliary = model(batch)
         found = self._compared(head, states, batch)
@@ -394,18 +397,14 @@ class Distill(Objective):
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """Return the loss and the metrics without auxiliary terms, and the ratio of targets that
-        are the student's likeliest token.
-        """
+        """Return loss and metrics, and the ratio of targets that are the likeliest token."""
         head = model.head
-        found = self._compared(
-            head, model.logits(batch) if head is None else model.hidden_states(batch), batch
-        )
-        accuracy = Term(found.accuracy, 0.0, "weight")
+        states = model.logits(batch) if head is None else model.hidden_states(batch)
+        found = self._compared(head, states, batch)
         return {
             "distillation": Term(found.loss, per="weight"),
             **self._metrics(found, batch),
-            "token_accuracy": accuracy,
+            "token_accuracy": Term(found.accuracy, 0.0, "weight"),
         }
 
     def _metrics(self, found: DistillationSums, batch: Batch) -> Terms:
@@ -425,9 +424,7 @@ class Distill(Objective):
         return {name: Term(value, 0.0, "weight") for name, value in metrics.items()}
 
     def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> DistillationSums:
-        """Compute the sums over the Batch, without whole logits if the heads of both sides are
-        understood.
-        """
+        """Compute the sums over the Batch, without whole logits if both heads are understood."""
         divergence_weight, cross_entropy_weight = self.weights
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
@@ -436,7 +433,24 @@ class Distill(Objective):
             "weights": batch.weights,
         }
         if self.settings.stored_tokens is not None:
-            return self._from_stored(head, states, batch, options)
+            stored = StoredTokens(batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P])
+            if head is None:
+                return distillation_of_logits(
+                    states[:, : self.vocabulary],
+                    stored.logits(self.vocabulary),
+                    batch.targets,
+                    self.divergence,
+                    **options,
+                )
+            return linear_distillation(
+                _linear(states, head).of_rows(self.vocabulary),
+                stored,
+                batch.targets,
+                self.divergence,
+                count=batch.trained,
+                chunk_size=self.chunk_size,
+                **options,
+            )
         teacher = self.frozen[TEACHER]
         teacher_head = teacher.head
         with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
@@ -459,30 +473,9 @@ class Distill(Objective):
             **options,
         )
 
-    def _from_stored(
-        self, head: Head | None, states: Tensor, batch: Batch, options: dict[str, Any]
-    ) -> DistillationSums:
-        stored = StoredTokens(batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P])
-        if head is None:
-            return distillation_of_logits(
-                states[:, : self.vocabulary],
-                stored.logits(self.vocabulary),
-                batch.targets,
-                self.divergence,
-                **options,
-            )
-        return linear_distillation(
-            _linear(states, head).of_rows(self.vocabulary),
-            stored,
-            batch.targets,
-            self.divergence,
-            count=batch.trained,
-            chunk_size=self.chunk_size,
-            **options,
-        )
-
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
         """Return the loss by ``torch.nn.functional.kl_div``, with a mixture if the paper has it."""
+        given = self.settings
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
         z = logits[:, :common].float()
         teacher_z = frozen[TEACHER][:, :common].float()
@@ -491,7 +484,22 @@ class Distill(Objective):
             teacher_z = teacher_z.masked_fill(teacher_z < least, -torch.inf)
         q = (z / self.settings.temperature).log_softmax(-1)
         p = (teacher_z / self.settings.temperature).log_softmax(-1)
-        divergence = DEFINITIONS[self.settings.divergence](p, q, self._beta, self._skew)
+        skew = DEFAULT_SKEW if given.skew is None else given.skew
+        if given.divergence == "forward_kl":
+            divergence = _kl(p, q)
+        elif given.divergence == "reverse_kl":
+            divergence = _kl(q, p)
+        elif given.divergence == "skew_kl":
+            divergence = _kl(p, _mix(p, q, skew))
+        elif given.divergence == "skew_reverse_kl":
+            divergence = _kl(q, _mix(q, p, skew))
+        else:  # the generalized JSD, whose limits at 0 and 1 are KL divergences by definition
+            beta = _DEFAULT_BETA if given.beta is None else given.beta
+            if beta in (0.0, 1.0):
+                divergence = _kl(q, p) if beta else _kl(p, q)
+            else:
+                m = _mix(p, q, beta)
+                divergence = beta * _kl(p, m) + (1 - beta) * _kl(q, m)
         if self.settings.temperature_squared:
             divergence = self.settings.temperature**2 * divergence
         return self.settings.alpha * divergence + (1 - self.settings.alpha) * F.cross_entropy(
@@ -514,22 +522,3 @@ def _mix(p: Log, q: Log, share: float) -> Log:
     if share in (0.0, 1.0):
         return p if share else q
     return torch.logaddexp(p + math.log(share), q + math.log1p(-share))
-
-
-def _jsd(p: Log, q: Log, beta: float, skew: float) -> Tensor:
-    if beta in (0.0, 1.0):
-        return _kl(q, p) if beta else _kl(p, q)
-    m = _mix(p, q, beta)
-    return beta * _kl(p, m) + (1 - beta) * _kl(q, m)
-
-
-DEFINITIONS: dict[str, Callable[[Log, Log, float, float], Tensor]] = {
-    "forward_kl": lambda p, q, beta, skew: _kl(p, q),
-    "reverse_kl": lambda p, q, beta, skew: _kl(q, p),
-    "jsd": _jsd,
-    "skew_kl": lambda p, q, beta, skew: _kl(p, _mix(p, q, skew)),
-    "skew_reverse_kl": lambda p, q, beta, skew: _kl(q, _mix(q, p, skew)),
-}
-"""Divergences of log-probabilities of teacher and student, given β and the skew; they share nothing
-with the kernels.
-"""

@@ -20,6 +20,7 @@ equation 9 of Chowdhury et al. (2024, arXiv 2403.00409), ``hinge`` is SLiC (Zhao
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -28,13 +29,14 @@ from pydantic import Field
 from torch import Tensor
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.definitions import log_ratio, minus_log_sigmoid
 from chronicals.objectives.pairs import (
     PER_PAIR,
     PairObjective,
     Pairs,
     binary_entropy,
+    minus_log_sigmoid,
     reward_metrics,
+    why_flat,
 )
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
@@ -49,6 +51,7 @@ def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
     Args:
         h: β times the difference of the log-ratios, ``[G]``; for ``sigmoid_norm`` of the log-ratios
             by token.
+        loss: which variant.
         label_smoothing: ε, the assumed share of pairs that are the wrong way round.
     """
     wrong = label_smoothing
@@ -61,9 +64,7 @@ def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
 
 @register("dpo")
 class DPO(PairObjective, WithReference):
-    """An objective that raises the odds of the chosen answer over the rejected one, relative to a
-    reference policy.
-    """
+    """An objective that raises the odds of the chosen answer, relative to a reference policy."""
 
     name = "dpo"
     papers = (
@@ -76,6 +77,8 @@ class DPO(PairObjective, WithReference):
 
     @settings
     class Settings(ReferenceSettings):
+        """Section ``dpo`` of a configuration."""
+
         beta: float = Field(
             default=0.1, gt=0, description="How strongly the policy is held to the reference"
         )
@@ -94,18 +97,18 @@ class DPO(PairObjective, WithReference):
                     "or 'robust'"
                 )
 
-    def lowest_loss(self) -> float | None:
-        """Return the value of a pair's loss where it is flat; None for the robust loss with
-        smoothing.
+    def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        """Return a reason if the loss of every pair is at its lowest value, where it is flat.
 
-        The hinge is flat beyond its margin; that robust loss has no lower bound.
+        The hinge is flat beyond its margin; the robust loss with smoothing has no lower bound.
         """
         share = self.settings.label_smoothing
         if self.settings.loss == "robust" and share:
             return None
-        return binary_entropy(share)
+        return why_flat(values["loss"], binary_entropy(share))
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
+        """Return the loss of the pairs and the metrics of their rewards."""
         given = self.settings
         chosen, rejected = pairs.log_ratios()
         difference = chosen - rejected
@@ -118,9 +121,10 @@ class DPO(PairObjective, WithReference):
         }
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
+        """Return the loss of a pair by the formula in plain torch."""
         given = self.settings
-        better = log_ratio(chosen)
-        worse = log_ratio(rejected)
+        better = chosen.log_ratio()
+        worse = rejected.log_ratio()
         if given.loss == "sigmoid_norm":
             h = given.beta * (better.mean() - worse.mean())
         else:

@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.definitions import log_ratio
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
@@ -33,11 +32,14 @@ class IPO(PairObjective, WithReference):
 
     @settings
     class Settings(ReferenceSettings):
+        """Section ``ipo`` of a configuration."""
+
         tau: float = Field(
             default=0.1, gt=0, description="How strongly the policy is held to the reference"
         )
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
+        """Return the loss of the pairs and the metrics of their rewards."""
         tau = self.settings.tau
         chosen, rejected = pairs.log_ratios()
         losses = ipo_losses(chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens, tau)
@@ -45,5 +47,6 @@ class IPO(PairObjective, WithReference):
         return {self.name: loss, **reward_metrics(pairs, tau * chosen, tau * rejected)}
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        h = log_ratio(chosen).mean() - log_ratio(rejected).mean()
+        """Return the loss of a pair by equation 17 in plain torch."""
+        h = chosen.log_ratio().mean() - rejected.log_ratio().mean()
         return {"ipo": Term((h - 0.5 / self.settings.tau) ** 2, per="items")}

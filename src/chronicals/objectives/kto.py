@@ -28,9 +28,9 @@ from chronicals.data.kinds.preferences import JUDGED
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
-from chronicals.objectives.definitions import document_of, log_ratio
+from chronicals.objectives.columns import REFERENCE_POLICY
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
-from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
+from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Count, Paper, ScoredDocument, Value, settings
 
@@ -61,7 +61,9 @@ def kto_losses(
         r: log-ratios of the answers, ``[N]``.
         kl: z, ``[1]``.
         good: whether an answer is good, bool ``[N]``.
-        desirable, undesirable: λ_D and λ_U.
+        beta: β.
+        desirable: λ_D.
+        undesirable: λ_U.
     """
     gain = beta * (r - kl)
     return torch.where(
@@ -71,9 +73,7 @@ def kto_losses(
 
 @register("kto")
 class KTO(WithReference):
-    """An objective that raises the probability of good answers and lowers that of bad ones, beside
-    a reference policy.
-    """
+    """An objective that raises the probability of good answers and lowers that of bad ones."""
 
     row_kinds = (JUDGED,)
     papers = (Paper("KTO", "Ethayarajh et al., 2024, eq. 8"),)
@@ -82,6 +82,8 @@ class KTO(WithReference):
 
     @settings
     class Settings(ReferenceSettings):
+        """Section ``kto`` of a configuration."""
+
         beta: float = Field(
             default=0.1, gt=0, description="How strongly the policy is held to the reference"
         )
@@ -89,28 +91,32 @@ class KTO(WithReference):
         undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers")
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
+        """Describe the reference policy's costs, and the pass that the divergence takes."""
         policy = "for its divergence the policy's, a forward pass more of each micro-batch"
         return f"{super().unplanned_costs(config)}; {policy}"
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
+        """Return the Batch with the reference's log-probabilities, and the sum whose mean is z."""
         reference = self.reference_sums(model, batch)
         sums = document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)
         mismatched = batch.segments[SIDE_COLUMN] == MISMATCHED
         total = torch.where(mismatched, sums - reference, 0.0).sum()
-        own = (
-            batch.segments[SIDE_COLUMN] == OWN
-        )  # the only answers that are trained, by routers too
-        batch = replace(batch, segments={**batch.segments, REFERENCE: reference, COUNTED: own})
+        # Own answers are the only ones that are trained, by routers too.
+        own = batch.segments[SIDE_COLUMN] == OWN
+        batch = replace(
+            batch, segments={**batch.segments, REFERENCE_POLICY: reference, COUNTED: own}
+        )
         return batch, {KL: Term(total, 0.0, PER_MISMATCHED)}
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        """Return the loss of the Batch's judged answers and its metrics, as sums."""
         given = self.settings
         segments = batch.segments
         scores = score_tokens(model, batch, self.chunk_size)
         own = segments[SIDE_COLUMN] == OWN
         good = segments[LABEL_COLUMN] == 1
         log_p = document_sums(scores.log_p, batch)
-        r = log_p - segments[REFERENCE]
+        r = log_p - segments[REFERENCE_POLICY]
         kl = segments[KL].clamp(min=0)
         losses = kto_losses(
             r, kl, good, given.beta, given.desirable_weight, given.undesirable_weight
@@ -145,8 +151,9 @@ class KTO(WithReference):
     def finish_metrics(
         self, values: Mapping[str, Value], counts: Mapping[str, Count]
     ) -> dict[str, Value]:
-        """Return the metrics without means over good or bad answers if there are none, and with
-        their margin if there are both.
+        """Return the metrics, without means over answers of a label that the step does not have.
+
+        If it has both labels, the margin of their rewards is added.
         """
         absent = []
         if not counts[PER_GOOD]:
@@ -161,15 +168,17 @@ class KTO(WithReference):
         return metrics
 
     def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
-        mismatched = [document for document in item if document.side == 1]
+        """Return the sum of r over the answers to another prompt, which ``z`` is the mean of."""
+        mismatched = [document for document in item if document.side == MISMATCHED]
         zero = item[0].logits.new_zeros(())
-        ratios = sum((log_ratio(document).sum() for document in mismatched), zero)
+        ratios = sum((document.log_ratio().sum() for document in mismatched), zero)
         return {"kl": Term(ratios, 0.0, "mismatched_items")}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
+        """Return the loss of the item's own answer, by equation 8."""
         given = self.settings
-        answer = document_of(item, 0)
-        r = log_ratio(answer).sum()
+        answer = next(document for document in item if document.side == OWN)
+        r = answer.log_ratio().sum()
         z = known["kl"].squeeze().clamp(min=0)
         if answer.label == 1:
             loss = given.desirable_weight * (1 - torch.sigmoid(given.beta * (r - z)))

@@ -28,10 +28,13 @@ class TokenScores(NamedTuple):
 
 
 def score_tokens(model: PresentedModel, batch: Batch, chunk_size: int) -> TokenScores:
-    """Compute the log-probability and the entropy of every target: in chunks through a head that is
-    understood, else from the model's own logits.
+    """Compute the log-probability and the entropy of every target.
+
+    A head that is understood gives them in chunks; else they are from the model's own logits.
 
     Args:
+        model: the model that predicts.
+        batch: Batch with the targets.
         chunk_size: rows of logits that may exist at a time.
     """
     head = model.head
@@ -61,15 +64,10 @@ def score_tokens(model: PresentedModel, batch: Batch, chunk_size: int) -> TokenS
 
 
 def document_sums(values: Tensor, batch: Batch) -> Tensor:
-    """Return the sums of ``values`` ``[T]`` over the documents, ``[N]``: 0 for one without tokens.
+    """Add up ``values`` ``[T]`` over the documents, ``[N]``: 0 for one without tokens.
 
     The order of the additions is fixed, and the host does not wait.
     """
     return torch.segment_reduce(
         values, "sum", offsets=batch.cu_seqlens.long(), unsafe=True, initial=0
     )
-
-
-def document_targets(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Return the number of targets of each document, ``[N]``."""
-    return document_sums((batch.targets != IGNORED).to(dtype), batch)

@@ -28,9 +28,9 @@ SCORED_ROWS = 4096
 
 @register("sft", "pretraining")
 class NextToken(Objective):
-    """The summed cross-entropy of every trained target, through a head that is understood without
-    whole logits.
+    """The summed cross-entropy of every trained target.
 
+    A head that is understood computes it without whole logits.
     ``sft`` and ``pretraining`` differ only in the tokens that the data marks as trained.
     """
 
@@ -38,10 +38,14 @@ class NextToken(Objective):
     papers = (Paper("next-token prediction", "Radford et al., 2018, eq. 1"),)
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        """Return the cross-entropy of the Batch's targets, summed, and the model's own losses."""
         head = model.head
         states, auxiliary = model(batch)
         if head is None:
-            total = _weighted(_wide(states), batch.targets, batch.weights)
+            # in fp32 at least, as a head computes logits
+            logits = states.to(torch.promote_types(states.dtype, torch.float32))
+            losses = F.cross_entropy(logits, batch.targets, reduction="none", ignore_index=IGNORED)
+            total = (losses if batch.weights is None else losses * batch.weights).sum()
         else:
             total = linear_cross_entropy(
                 states,
@@ -60,21 +64,22 @@ class NextToken(Objective):
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """Return the cross-entropy and, as a metric, the ratio of targets that are the likeliest
-        token; no auxiliary terms.
-        """
+        """Return the cross-entropy, and the ratio of targets that are the likeliest token."""
         head = model.head
         states = model.logits(batch) if head is None else model.hidden_states(batch)
-        total, correct = (torch.zeros((), device=states.device) for _ in range(2))
+        wide = torch.promote_types(states.dtype, torch.float32)
+        total = torch.zeros((), device=states.device)
+        correct = torch.zeros((), device=states.device)
         weights = [None] * len(batch) if batch.weights is None else batch.weights.split(SCORED_ROWS)
         for rows, targets, weight in zip(
             states.split(SCORED_ROWS), batch.targets.split(SCORED_ROWS), weights
         ):
-            logits = _wide(rows) if head is None else head.logits(rows)
+            logits = rows.to(wide) if head is None else head.logits(rows)
             if weight is None:
                 total += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
             else:
-                total += _weighted(logits, targets, weight)
+                losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+                total += (losses * weight).sum()
             correct += (logits.argmax(-1) == targets).sum()
         return {
             "cross_entropy": Term(total, per="weight"),
@@ -82,15 +87,5 @@ class NextToken(Objective):
         }
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
+        """Return − log p of each target."""
         return -F.log_softmax(logits.float(), dim=-1).gather(-1, targets[:, None])[:, 0]
-
-
-def _weighted(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the cross-entropy summed over the targets that are not ignored, each by its weight."""
-    losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
-    return (losses if weights is None else losses * weights).sum()
-
-
-def _wide(logits: Tensor) -> Tensor:
-    """Return the logits in fp32 at least, as the head computes them."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

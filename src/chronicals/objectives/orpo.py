@@ -20,12 +20,12 @@ from pydantic import Field
 from torch import Tensor
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.definitions import log_p, minus_log_sigmoid
 from chronicals.objectives.pairs import (
+    PER_CHOSEN_TOKEN,
     PER_PAIR,
     PairObjective,
     Pairs,
-    nll_of_chosen,
+    minus_log_sigmoid,
     reward_metrics,
 )
 from chronicals.objectives.registry import register
@@ -38,8 +38,9 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
-    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts
-    as the next smaller number.
+    """Return log(1 − eˣ) for x below 0, without cancellation (Mächler, 2012, equation 7).
+
+    0 counts as the next smaller number.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931471805599453  # − log 2: where both forms are as exact
@@ -58,6 +59,8 @@ class ORPO(PairObjective):
 
     @settings
     class Settings:
+        """Section ``orpo`` of a configuration."""
+
         beta: float = Field(
             default=0.1, gt=0, description="λ: weight of the odds ratio beside the cross-entropy"
         )
@@ -66,12 +69,14 @@ class ORPO(PairObjective):
         """Return None: the cross-entropy is flat nowhere."""
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
+        """Return both losses of the pairs, their log odds, and the metrics of their rewards."""
         beta = self.settings.beta
-        chosen, rejected = pairs.mean_log_p()
+        chosen = pairs.chosen / pairs.chosen_tokens
+        rejected = pairs.rejected / pairs.rejected_tokens
         ratio = log_odds_ratio(chosen, rejected)
         losses = -F.logsigmoid(ratio)
         return {
-            **nll_of_chosen(pairs, 1.0),
+            "cross_entropy": Term(-pairs.total(pairs.chosen), per=PER_CHOSEN_TOKEN),
             self.name: Term(pairs.total(losses), beta, PER_PAIR),
             "log_odds_chosen": Term(pairs.total(ratio.detach()), 0.0, PER_PAIR),
             "log_odds_ratio": Term(-pairs.total(losses.detach()), 0.0, PER_PAIR),
@@ -79,10 +84,12 @@ class ORPO(PairObjective):
         }
 
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        better, worse = (log_p(answer).double().mean().exp() for answer in (chosen, rejected))
+        """Return both losses of a pair by equations 3 to 7, with odds in fp64."""
+        better = chosen.log_p().double().mean().exp()
+        worse = rejected.log_p().double().mean().exp()
         ratio = (better / (1 - better)) / (worse / (1 - worse))
         return {
-            "cross_entropy": Term(-log_p(chosen).sum(), per="first_targets"),
+            "cross_entropy": Term(-chosen.log_p().sum(), per="first_targets"),
             "odds_ratio": Term(
                 minus_log_sigmoid(ratio.log()).float(), self.settings.beta, per="items"
             ),

@@ -13,18 +13,17 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from chronicals.batch import Batch
+from chronicals.batch import IGNORED, Batch
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.packs.step_memory import GROUP_SEGMENT
 from chronicals.models import PresentedModel, Term, Terms
-from chronicals.objectives.definitions import document_of
-from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
+from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import WithReference
 from chronicals.objectives.terms import SATURATED, Objective, ScoredDocument
 
@@ -62,9 +61,27 @@ class Pairs:
     reference_chosen: Tensor | None = None
     reference_rejected: Tensor | None = None
 
-    def mean_log_p(self) -> tuple[Tensor, Tensor]:
-        """Return log π over the number of tokens, of the chosen and of the rejected answers."""
-        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+    @classmethod
+    def of(cls, sums: Tensor, batch: Batch, reference: Tensor | None) -> Self:
+        """Return the pairs of a Batch.
+
+        Args:
+            sums: log-probabilities of the documents, ``[N]``.
+            batch: Batch of the documents.
+            reference: the same under the reference; None if there is none.
+        """
+        trained = document_sums((batch.targets != IGNORED).to(sums.dtype), batch)
+        chosen_tokens = by_item(trained, batch, CHOSEN)
+        rejected_tokens = by_item(trained, batch, REJECTED)
+        return cls(
+            chosen=by_item(sums, batch, CHOSEN),
+            rejected=by_item(sums, batch, REJECTED),
+            chosen_tokens=chosen_tokens.clamp(min=1),
+            rejected_tokens=rejected_tokens.clamp(min=1),
+            there=chosen_tokens > 0,
+            reference_chosen=None if reference is None else by_item(reference, batch, CHOSEN),
+            reference_rejected=None if reference is None else by_item(reference, batch, REJECTED),
+        )
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
         """Return log π/π_ref of the chosen and of the rejected answers."""
@@ -77,8 +94,12 @@ class Pairs:
 
 
 def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
-    """Return, for each item, the entry of ``values`` ``[N]`` of its document of this side, ``[G]``;
-    0 for none.
+    """Pick one document's entry of ``values`` ``[N]`` for each item, ``[G]``; 0 for none.
+
+    Args:
+        values: a number for each document.
+        batch: Batch of the documents.
+        side: side of the document that is picked.
     """
     group = batch.segments[GROUP_SEGMENT]
     here = batch.segments[SIDE_COLUMN] == side
@@ -86,35 +107,8 @@ def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
     return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
 
 
-def pairs_of(sums: Tensor, batch: Batch, reference: Tensor | None) -> Pairs:
-    """Return the pairs of a Batch.
-
-    Args:
-        sums: log-probabilities of the documents, ``[N]``.
-        reference: the same under the reference; None if there is none.
-    """
-    tokens = document_targets(batch, sums.dtype)
-    chosen, rejected = (by_item(sums, batch, side) for side in (CHOSEN, REJECTED))
-    chosen_tokens, rejected_tokens = (by_item(tokens, batch, side) for side in (CHOSEN, REJECTED))
-    pairs = Pairs(
-        chosen,
-        rejected,
-        chosen_tokens.clamp(min=1),
-        rejected_tokens.clamp(min=1),
-        there=chosen_tokens > 0,
-    )
-    if reference is None:
-        return pairs
-    return replace(
-        pairs,
-        reference_chosen=by_item(reference, batch, CHOSEN),
-        reference_rejected=by_item(reference, batch, REJECTED),
-    )
-
-
 class PairObjective(Objective):
-    """An objective that minimises a function of both answers' log-probabilities, the mean over the
-    pairs of a step.
+    """An objective over both answers' log-probabilities: a mean over the pairs of a step.
 
     Attributes:
         name: name of the loss among the terms.
@@ -128,10 +122,12 @@ class PairObjective(Objective):
     by_token: ClassVar[bool] = False
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        """Return the loss of the Batch's pairs and its metrics, as sums."""
         reference = self.reference_sums(model, batch) if isinstance(self, WithReference) else None
         scores = score_tokens(model, batch, self.chunk_size)
-        pairs = pairs_of(document_sums(scores.log_p, batch), batch, reference)
-        chosen, rejected = pairs.mean_log_p() if self.by_token else (pairs.chosen, pairs.rejected)
+        pairs = Pairs.of(document_sums(scores.log_p, batch), batch, reference)
+        chosen = pairs.chosen / pairs.chosen_tokens if self.by_token else pairs.chosen
+        rejected = pairs.rejected / pairs.rejected_tokens if self.by_token else pairs.rejected
         metrics = {
             "logps/chosen": Term(pairs.total(chosen.detach()), 0.0, PER_PAIR),
             "logps/rejected": Term(pairs.total(rejected.detach()), 0.0, PER_PAIR),
@@ -143,32 +139,29 @@ class PairObjective(Objective):
         return {**self.terms(pairs), **metrics, **scores.auxiliary}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        return self.pair_definition(document_of(item, 0), document_of(item, 1))
-
-    def lowest_loss(self) -> float | None:
-        """Return the value of a pair's loss, or its limit, where it is flat; None if it is flat
-        nowhere.
-        """
-        return 0.0
+        """Return the terms of a pair by ``pair_definition``."""
+        by_side = {document.side: document for document in item}
+        return self.pair_definition(by_side[CHOSEN], by_side[REJECTED])
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
-        lowest = self.lowest_loss()
-        return None if lowest is None else why_flat(values["loss"], lowest)
+        """Return a reason if the loss of every pair is 0, its limit, where it is flat."""
+        return why_flat(values["loss"])
 
     @abstractmethod
     def pair_definition(self, chosen: ScoredDocument, rejected: ScoredDocument) -> Terms:
-        """Return the terms of a pair by the formula, with the parts of ``definitions.py``."""
+        """Return the terms of a pair by the formula in plain torch."""
 
     @abstractmethod
     def terms(self, pairs: Pairs) -> dict[str, Term]:
-        """Return the loss under ``name``, further terms that are minimised, and
-        ``reward_metrics``.
-        """
+        """Return the loss under ``name``, further losses, and ``reward_metrics``."""
 
 
 def why_flat(loss: float, lowest: float = 0.0) -> str | None:
-    """Return why the mean loss of a step's pairs has no gradient; None if it is above the value at
-    which it is flat.
+    """Return why the mean loss of a step's pairs has no gradient; None if it should have one.
+
+    Args:
+        loss: the mean over the pairs.
+        lowest: value of a pair's loss, or its limit, where it is flat.
     """
     if loss - lowest > SATURATED:
         return None
@@ -176,22 +169,27 @@ def why_flat(loss: float, lowest: float = 0.0) -> str | None:
 
 
 def binary_entropy(share: float) -> float:
-    """Return − ε log ε − (1 − ε) log(1 − ε), the lowest value of − (1 − ε) log σ(h) − ε log σ(−h),
-    at σ(h) = 1 − ε.
+    """Return − ε log ε − (1 − ε) log(1 − ε) for ε = ``share``.
+
+    It is the lowest value of − (1 − ε) log σ(h) − ε log σ(−h), at σ(h) = 1 − ε.
     """
     if not share:
         return 0.0
     return -share * math.log(share) - (1 - share) * math.log1p(-share)
 
 
-def nll_of_chosen(pairs: Pairs, coefficient: float) -> dict[str, Term]:
-    """Return the cross-entropy of the chosen answers, a mean over all their tokens in a step."""
-    return {"cross_entropy": Term(-pairs.total(pairs.chosen), coefficient, PER_CHOSEN_TOKEN)}
+def minus_log_sigmoid(x: Tensor) -> Tensor:
+    """Return − log σ(x) = log(1 + e⁻ˣ), for definitions."""
+    return torch.logaddexp(torch.zeros_like(x), -x)
 
 
 def reward_metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> Mapping[str, Term]:
-    """Return metrics of the rewards ``[G]`` of both answers: their means, the margin, and how often
-    the chosen one is higher.
+    """Return metrics of rewards: means, the margin, and how often the chosen one is higher.
+
+    Args:
+        pairs: the pairs.
+        chosen: rewards of the chosen answers, ``[G]``.
+        rejected: rewards of the rejected ones.
     """
     chosen = chosen.detach()
     rejected = rejected.detach()

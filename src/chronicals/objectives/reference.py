@@ -1,5 +1,4 @@
-"""The reference policy of an objective: the model as the run begins, or another model, without a
-gradient.
+"""Reference policy of an objective: the model as the run begins, or another one, not trained.
 
 Its log-probabilities come from one of three places: a further forward pass with adapters switched
 off, a frozen model beside the trained one, or a column of the data that was computed before the
@@ -23,20 +22,30 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.values import lasting
+from chronicals.data.tokens.template import FINGERPRINT_TEXT
 from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
 from chronicals.models import PresentedModel, has_4bit_layers, in_evaluation
 from chronicals.models.loading import without_field
-from chronicals.objectives.columns import Column, Columns, Record, ReferencePolicy
+from chronicals.objectives.columns import (
+    REFERENCE_POLICY,
+    Column,
+    Columns,
+    ReferencePolicy,
+    ReferenceRecord,
+)
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.registry import OBJECTIVES
-from chronicals.objectives.same_tokenizer import ADAPTER_BASE_REMEDY, check_same_tokenizer
 from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = "reference"
-"""Name of the column of log-probabilities under the reference, and of a frozen reference model."""
+ADAPTER_BASE_REMEDY = (
+    "write where it is into the adapter's adapter_config.json (base_model_name_or_path), or name "
+    "the model that chronicals "
+    "merge makes of it"
+)
+"""Remedy if the named model is an adapter whose base model is not known."""
 
 _TOKENIZER_REMEDY = (
     "the reference must read texts as the policy does: take one of the policy's family"
@@ -74,9 +83,7 @@ class ReferenceSettings:
 
 
 class WithReference(Objective):
-    """An objective with a reference policy; its settings have the fields of
-    ``ReferenceSettings``.
-    """
+    """An objective with a reference policy, whose settings extend ``ReferenceSettings``."""
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
         """Return the reference model, if the settings name one."""
@@ -125,9 +132,14 @@ class WithReference(Objective):
                 f"{setting}: its embedding has {reference_rows} rows, the tokenizer "
                 f"{len(tokenizer)} tokens; {_TOKENIZER_REMEDY}"
             )
-        return {REFERENCE: reference}
+        return {REFERENCE_POLICY: reference}
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
+        """Describe the reference policy's passes, and the weights of a reference model.
+
+        Raises:
+            ConfigurationError: the settings ask for adapters switched off, and there are none.
+        """
         named = self.settings.reference_model
         if named is not None:
             return f"the reference model {named}: its weights on every card, and its forward passes"
@@ -144,18 +156,24 @@ class WithReference(Objective):
         return "the reference policy: a forward pass over all data before the first step"
 
     def frozen_start(self) -> str | None:
-        return REFERENCE if self.settings.reference_model is None else None
+        """Return the reference policy's name, unless it is another model."""
+        return REFERENCE_POLICY if self.settings.reference_model is None else None
 
     def start_columns(self, model: Any) -> Sequence[Columns]:
-        """Declare the log-probability of every document, unless a reference model or the base
-        without adapters gives it.
+        """Declare the log-probability of every document, unless the steps compute it.
+
+        They do with a reference model, or with the base without its adapters.
         """
         if not self._stores_reference(model):
             return ()
-        column = Column(REFERENCE, np.float32)
+        column = Column(REFERENCE_POLICY, np.float32)
         return (
             Columns(
-                REFERENCE, "log-probabilities", "document", (column,), self._log_p_of_documents
+                REFERENCE_POLICY,
+                "log-probabilities",
+                "document",
+                (column,),
+                self._log_p_of_documents,
             ),
         )
 
@@ -187,8 +205,9 @@ class WithReference(Objective):
     def reference_policy(
         self, model: Any, loaded_from: SavedModel | None, config: ChronicalsConfig
     ) -> ReferencePolicy:
+        """Describe the reference policy, so that evaluations and resumed runs find the same."""
         named = self.settings.reference_model
-        frozen = self.frozen.get(REFERENCE)
+        frozen = self.frozen.get(REFERENCE_POLICY)
         if frozen is not None:
             parameters = list(frozen.model.parameters())
         else:
@@ -208,6 +227,7 @@ class WithReference(Objective):
         return ReferencePolicy({"how": "stored", **place, **(in_4bit if place else {})})
 
     def why_not_evaluated(self, model: Any) -> str | None:
+        """Return why no reference policy is known for a trained model, and what to do; or None."""
         if self.settings.reference_model is not None:
             return None
         if self.settings.reference != "adapters_off":
@@ -233,9 +253,9 @@ class WithReference(Objective):
         Raises:
             ConfigurationError: there is no reference.
         """
-        if REFERENCE in batch.segments:
-            return batch.segments[REFERENCE]
-        frozen = self.frozen.get(REFERENCE)
+        if REFERENCE_POLICY in batch.segments:
+            return batch.segments[REFERENCE_POLICY]
+        frozen = self.frozen.get(REFERENCE_POLICY)
         if frozen is not None:
             return document_sums(score_tokens(frozen, batch, self.chunk_size).log_p, batch)
         if not hasattr(model.model, "chronicals_lora"):
@@ -248,9 +268,7 @@ class WithReference(Objective):
 
 
 def _place_of(saved: SavedModel) -> dict[str, Any]:
-    """Return ``start`` and ``identity`` of a stored model; empty if its place does not lead to it
-    again.
-    """
+    """Return ``start`` and ``identity`` of a stored model; empty if its place leads nowhere."""
     start = lasting(saved.place)
     with suppress(ValueError, OSError):
         again = SavedModel.find(start)
@@ -261,14 +279,14 @@ def _place_of(saved: SavedModel) -> dict[str, Any]:
 
 def with_reference(
     config: ChronicalsConfig,
-    record: Record | None,
+    record: ReferenceRecord | None,
     reference_model: str | Path | None = None,
     base: str | None = None,
 ) -> ChronicalsConfig:
-    """Return the configuration of an evaluation, with the reference policy that the model was
-    trained beside.
+    """Return the configuration of an evaluation, with the reference policy of the training run.
 
     Args:
+        config: configuration of the evaluation.
         record: written by the run beside its model; None if it wrote none.
         reference_model: another reference, given by the user.
         base: model under adapters that are merged into the evaluated model, which has none to
@@ -300,7 +318,7 @@ def with_reference(
     return config.fitted(sections={**config.sections, config.objective: section})
 
 
-def _start_of(record: Record) -> str:
+def _start_of(record: ReferenceRecord) -> str:
     """Return the place of the model that a run began with.
 
     Raises:
@@ -328,3 +346,47 @@ def _start_of(record: Record) -> str:
             f"moved since; {remedy}"
         )
     return str(start)
+
+
+def check_same_tokenizer(tokenizer: Any, other: Any, setting: str, remedy: str) -> None:
+    """Check that another model's predictions for token ids are of the same texts.
+
+    Args:
+        tokenizer: of the trained model.
+        other: tokenizer of the other model.
+        setting: names the other model, for the message.
+        remedy: advice for the message.
+
+    Raises:
+        ConfigurationError: a text has other ids with the other tokenizer, or a special token is
+            another.
+    """
+    ours = tokenizer.get_vocab()
+    theirs = other.get_vocab()
+    if ours != theirs:
+        differing = dict(ours.items() ^ theirs.items())
+        token = min(differing, key=lambda text: ours.get(text, theirs.get(text)))
+        raise ConfigurationError(
+            f"{setting}: its tokenizer has another vocabulary ({len(theirs):,} tokens, ours "
+            f"{len(ours):,}; {token!r} has "
+            f"id ours {ours.get(token, 'none')} and its {theirs.get(token, 'none')}); {remedy}"
+        )
+    special = {
+        number: str(token)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    other_special = {
+        number: str(token) for number, token in other.added_tokens_decoder.items() if token.special
+    }
+    if special != other_special:
+        differing_ids = {*special, *other_special}
+        at = min(key for key in differing_ids if special.get(key) != other_special.get(key))
+        raise ConfigurationError(
+            f"{setting}: its tokenizer has other special tokens (id {at} is "
+            f"{other_special.get(at)!r}, ours {special.get(at)!r}); {remedy}"
+        )
+    if tokenizer(FINGERPRINT_TEXT)["input_ids"] != other(FINGERPRINT_TEXT)["input_ids"]:
+        raise ConfigurationError(
+            f"{setting}: its tokenizer divides texts otherwise than ours; {remedy}"
+        )

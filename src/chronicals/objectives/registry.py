@@ -25,8 +25,10 @@ C = TypeVar("C", bound=type[Objective])
 
 
 def register(*names: str) -> Callable[[C], C]:
-    """Make the class an objective of the configuration: ``objective="dpo"``, with a section
-    ``dpo`` of its ``Settings``.
+    """Return a decorator that makes a class an objective of the configuration.
+
+    With the name ``dpo`` a configuration has ``objective="dpo"`` and a section ``dpo``, the class's
+    ``Settings``.
     """
 
     def registered(cls: C) -> C:
@@ -41,7 +43,7 @@ def build_objective(config: ChronicalsConfig) -> Objective:
 
     Raises:
         ConfigurationError: there is no such objective, a section belongs to none or to another
-            objective, or a setting is wrong.
+            objective, a setting is wrong, or a field asks for what the objective cannot do.
     """
     name = config.objective
     if name not in OBJECTIVES:
@@ -56,72 +58,52 @@ def build_objective(config: ChronicalsConfig) -> Objective:
                 "them out, or set "
                 f"objective={section!r}"
             )
+    # An objective of pairs or judged answers is of whole answers, and not of prompts.
     if set(OBJECTIVES[name].row_kinds).isdisjoint(DOCUMENT_KINDS):
-        _check_answers_alone(config)
-    built = OBJECTIVES[name](
-        _checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size
-    )
+        if config.overlong == "split":
+            raise ConfigurationError(
+                f"overlong='split': objective={config.objective!r} compares whole answers, which "
+                "cannot be split; set overlong='cut' or overlong='drop'"
+            )
+        if config.train_on == "all":
+            raise ConfigurationError(
+                f"train_on='all': objective={config.objective!r} is of answers, and not of their "
+                "prompts; leave it out, or set train_on='answers'"
+            )
+    settings = _checked(name, OBJECTIVES[name].Settings, config)
+    built = OBJECTIVES[name](settings, config.logits_chunk_size)
     if "router" in config.sections:
         built.router = _checked("router", BESIDE["router"], config)
     return built
-
-
-def _check_answers_alone(config: ChronicalsConfig) -> None:
-    """Check fields that an objective of pairs or judged answers cannot honour.
-
-    Raises:
-        ConfigurationError: a field asks for parts of answers, or for trained prompts.
-    """
-    if config.overlong == "split":
-        raise ConfigurationError(
-            f"overlong='split': objective={config.objective!r} compares whole answers, which "
-            "cannot be split; set "
-            "overlong='cut' or overlong='drop'"
-        )
-    if config.train_on == "all":
-        raise ConfigurationError(
-            f"train_on='all': objective={config.objective!r} is of answers, and not of their "
-            "prompts; leave it out, or set "
-            "train_on='answers'"
-        )
 
 
 def _checked(section: str, settings: type, config: ChronicalsConfig) -> Any:
     """Return the settings of a section.
 
     Raises:
-        ConfigurationError: a setting is wrong.
+        ConfigurationError: settings are wrong; the message has a part for each of them: its section,
+            name and value, and what is allowed.
     """
     try:
         return settings(**config.sections.get(section, {}))
     except pydantic.ValidationError as error:
-        raise ConfigurationError(_explained(section, settings, error)) from None
-
-
-def default_learning_rate(config: ChronicalsConfig, adapters: bool) -> float:
-    """Return the objective's default learning rate for adapters, or for all weights."""
-    cls = OBJECTIVES[config.objective]
-    return cls.adapter_learning_rate if adapters else cls.full_learning_rate
-
-
-def _explained(section: str, settings: type, error: pydantic.ValidationError) -> str:
-    """Return a line for each wrong setting: its section, name and value, and what is allowed."""
+        faults = error.errors()
     known = [field.name for field in dataclasses.fields(settings)]
     lines = []
-    for detail in error.errors():
-        if not detail["loc"]:  # of several settings together
-            lines.append(f"{section}: {detail['msg'].removeprefix('Value error, ')}")
+    for fault in faults:
+        if not fault["loc"]:  # of several settings together
+            lines.append(f"{section}: {fault['msg'].removeprefix('Value error, ')}")
             continue
-        field = str(detail["loc"][0])
-        given = f"{section}={{{field!r}: {detail['input']!r}}}"
-        if detail["type"] == "missing":
+        field = str(fault["loc"][0])
+        given = f"{section}={{{field!r}: {fault['input']!r}}}"
+        if fault["type"] == "missing":
             lines.append(
                 f"{section}: {field} is required, and was not given; set {section}={{{field!r}: "
                 f"'...'}}"
             )
-        elif detail["type"] == "unexpected_keyword_argument":
+        elif fault["type"] == "unexpected_keyword_argument":
             there = f"there are {', '.join(map(repr, known))}" if known else "it has none"
             lines.append(f"{given}: no such setting; {setting_called(field, known) or there}")
         else:
-            lines.append(f"{given}: {detail['msg']}")
-    return "; ".join(lines)
+            lines.append(f"{given}: {fault['msg']}")
+    raise ConfigurationError("; ".join(lines))

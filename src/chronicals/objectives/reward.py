@@ -1,5 +1,6 @@
-"""A reward model, trained on which of two answers was chosen (Ouyang et al., 2022, arXiv
-2203.02155, equation 1).
+"""Reward model, trained on which of two answers was chosen.
+
+By equation 1 of Ouyang et al. (2022, arXiv 2203.02155),
 
     loss = − log σ(r(x, y_w) − r(x, y_l))  +  c (r(x, y_w) + r(x, y_l))²
     r(x, y) = w · h,    h the hidden state of the last token of x and y
@@ -31,7 +32,6 @@ from chronicals.objectives.pairs import (
     PER_PAIR,
     REJECTED,
     Pairs,
-    pairs_of,
     reward_metrics,
     why_flat,
 )
@@ -62,6 +62,8 @@ class Reward(Objective):
 
     @settings
     class Settings:
+        """Section ``reward`` of a configuration."""
+
         center_coefficient: float = Field(
             default=0.0,
             ge=0,
@@ -84,14 +86,18 @@ class Reward(Objective):
         quantization: str | None = None,
         watch: Watch | None = None,
     ) -> Any:
-        """Load a language model, which gets a new score, or a reward model, whose score is trained
-        further.
-        """
+        """Load a language model, which gets a new score, or a reward model to train further."""
         if saved.is_scored(trust_remote_code):
             return saved.scored_model(dtype, trust_remote_code, quantization)
         return super().load(saved, dtype, trust_remote_code, quantization, watch)
 
     def prepare(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> None:
+        """Give the model a score, and the tokenizer a padding token with which no answer ends.
+
+        Raises:
+            ConfigurationError: the model has PEFT's adapters, tokens are trained by themselves, or
+                the architecture can have no score.
+        """
         if getattr(model, "peft_config", None):
             raise ConfigurationError(
                 "objective='reward': the model has PEFT's adapters, with which its new head would "
@@ -113,11 +119,13 @@ class Reward(Objective):
             ) from error
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        """Return the loss of the Batch's pairs and its metrics, as sums."""
         states, auxiliary = model.states(batch)
-        pairs = pairs_of(document_scores(model, states, batch), batch, None)
+        pairs = Pairs.of(document_scores(model, states, batch), batch, None)
         return {**self.terms(pairs), **auxiliary}
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
+        """Return a reason if the loss of every pair is 0, its limit, where it is flat."""
         return why_flat(values["loss"])
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
@@ -159,13 +167,13 @@ def document_scores(model: PresentedModel, states: Tensor, batch: Batch) -> Tens
 
 
 def padding_token(tokenizer: Any, rows: int, asked: str | None = None) -> int:
-    """Choose a token with which no answer ends, make it the tokenizer's padding token, and return
-    its id.
+    """Make a token with which no answer ends the tokenizer's padding token; return its id.
 
     transformers takes the score of the last token that is not the padding token, which therefore
     must not be an end.
 
     Args:
+        tokenizer: the model's tokenizer, which is changed.
         rows: rows of the embedding, which must have the token.
         asked: the token's text; None to choose one of the special tokens.
 

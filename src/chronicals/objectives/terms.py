@@ -1,6 +1,4 @@
-"""The interface of an objective, and the division of its sums by the counts of the whole optimizer
-step.
-"""
+"""Interface of an objective, and the division of its sums by the counts of a whole step."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.moe.router_settings import RouterSettings
-from chronicals.objectives.columns import Columns, ReferencePolicy
+from chronicals.objectives.columns import REFERENCE_POLICY, Columns, ReferencePolicy
 from chronicals.saving import SavedModel
 
 Count = int | float | Tensor
@@ -51,6 +49,10 @@ class NoSettings:
 class ScoredDocument:
     """A document by itself, as an objective's definition sees it.
 
+    ``verify`` compares a run with definitions; training does not use them. A definition gets the
+    whole logits of one item's documents and writes its formula out; it shares only the settings
+    with the objective.
+
     Attributes:
         logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
         targets: int64 ``[n]``.
@@ -65,6 +67,16 @@ class ScoredDocument:
     side: int = 0
     label: int = -1
     score: Tensor | None = None
+
+    def log_p(self) -> Tensor:
+        """Return log π of each target, fp32 ``[n]``."""
+        log_p = self.logits.float().log_softmax(-1)
+        return log_p.gather(-1, self.targets[:, None])[:, 0]
+
+    def log_ratio(self) -> Tensor:
+        """Return log π/π_ref of each target, fp32 ``[n]``."""
+        reference = self.frozen[REFERENCE_POLICY].float().log_softmax(-1)
+        return self.log_p() - reference.gather(-1, self.targets[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -139,8 +151,7 @@ class Objective(ABC):
         return saved.model(dtype, trust_remote_code, quantization, watch)
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
-        """Return the frozen models, by name, that every step needs beside the trained one, such as
-        a teacher or a reference.
+        """Return the frozen models that every step needs, such as a teacher, by name.
 
         Called once a run, before adapters are attached to ``model`` and before it is changed in any
         other way: a copy of it is the model that the run starts from. ``training/frozen.py``
@@ -151,6 +162,7 @@ class Objective(ABC):
         Args:
             model: the trained model, on its device.
             tokenizer: its tokenizer.
+            config: configuration of the run.
 
         Returns:
             transformers' models, each a model of its own (no part of it may be shared with
@@ -164,11 +176,10 @@ class Objective(ABC):
     def frozen_columns(
         self, model: Any, tokenizer: Any, config: ChronicalsConfig
     ) -> Sequence[Columns]:
-        """Declare columns of the data that frozen models compute before the run; those models are
-        not needed in the steps.
+        """Declare columns of the data that frozen models compute before the run.
 
-        Called once a run, before the trained ``model`` is changed. ``training/columns.py`` computes
-        the values or reads them from the cache.
+        Steps do not need those models. Called once a run, before the trained ``model`` is changed.
+        ``training/stored_columns.py`` computes the values or reads them from the cache.
 
         Raises:
             ConfigurationError: a frozen model cannot be found or does not fit; the message names
@@ -192,12 +203,12 @@ class Objective(ABC):
         Args:
             model: the trained model as the run begins.
             loaded_from: where it was loaded from; None if it was changed since, or made otherwise.
+            config: configuration of the run.
         """
         return None
 
     def why_not_evaluated(self, model: Any) -> str | None:
-        """Return why ``model``, trained earlier, cannot be evaluated, and what to do; None if it
-        can be.
+        """Return why ``model``, trained earlier, cannot be evaluated, and what to do; or None.
 
         The settings may not say which reference policy it was trained with, or that policy is
         missing.
@@ -205,8 +216,7 @@ class Objective(ABC):
         return None
 
     def prepare(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> None:
-        """Give ``model``, on its device, the parameters that the objective trains beside the
-        model's own, such as a head.
+        """Give ``model`` the parameters that are trained beside its own, such as a head.
 
         Called once a run after ``bring``, before adapters are attached and an optimizer is built,
         on all ranks with the same random numbers. A run that is resumed calls it too, and then
@@ -224,11 +234,11 @@ class Objective(ABC):
             )
 
     @abstractmethod
-    def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...
+    def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        """Return the Batch's losses and metrics, as sums, by name."""
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
-        """Compute what must be known of the whole optimizer step on all ranks before its first
-        micro-batch.
+        """Compute what must be known of a whole step before its first micro-batch.
 
         Called under ``torch.no_grad()`` for each Batch of the step if a class overrides it. The
         terms are divided as those of the loss are; their values then are segments of all Batches of
@@ -271,8 +281,9 @@ class Objective(ABC):
         return self(model, batch)
 
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of each target by the formula in plain torch, with which ``verify``
-        compares a run.
+        """Return the loss of each target by the formula in plain torch.
+
+        ``verify`` compares a run with it.
 
         Args:
             logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
@@ -291,16 +302,14 @@ class Objective(ABC):
         )
 
     def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
-        """Return the frozen models, by name, that ``definition`` needs but ``bring`` does not
-        return.
-        """
+        """Return the frozen models that ``definition`` needs but ``bring`` does not return."""
         return {}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
-        """Return the terms of an item by the formula, for an objective over several documents
-        together.
+        """Return the terms of an item by the formula: of all its documents together.
 
         Args:
+            item: the documents of the item.
             known: values of ``known_definition`` over the whole step.
         """
         (document,) = item
@@ -316,25 +325,21 @@ class Objective(ABC):
         return {}
 
     def frozen_start(self) -> str | None:
-        """Return the name under which ``item_definition`` finds logits of the model at the start of
-        the run.
+        """Return the name under which ``item_definition`` finds logits of the model at its start.
 
         It is None if it needs none.
         """
         return None
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
-        """Describe the costs of a run that `chronicals plan` does not count; None if there are
-        none.
+        """Describe what a run costs beside the passes of the trained model, for `chronicals plan`.
 
-        These are costs in addition to the passes of the trained model.
+        It is None if there is nothing.
         """
         return None
 
     def why_not_defined(self) -> str | None:
-        """Return why there is no definition to compare a run with, and what to do; None if there is
-        one.
-        """
+        """Return why there is no definition to compare a run with, and what to do; or None."""
         cls = type(self)
         if (
             cls.definition is not Objective.definition
@@ -349,10 +354,12 @@ class Objective(ABC):
 
 
 def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:
-    """Divide a Batch's terms by the counts of the step; added up over the Batches of a step, the
-    values are those of the step.
+    """Divide a Batch's terms by the counts of the step.
+
+    Added up over the Batches of a step, the values are those of the step.
 
     Args:
+        terms: sums of the Batch, by name.
         counts: counts of the whole step: all micro-batches, all ranks. A count of zero divides by
             one.
 
@@ -363,20 +370,32 @@ def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:
     Raises:
         ValueError: there is no such count as a term is divided by, or a term is called ``loss``.
     """
+    divisors: dict[str, Count] = {}
+    for name, term in terms.items():
+        if term.per not in counts:
+            raise ValueError(
+                f"term {name!r} is divided by {term.per!r}, which is not counted here; there are "
+                f"{', '.join(counts)}"
+            )
+        count = counts[term.per]
+        # One instead of zero, and not a maximum: a sum of weights may be less than one.
+        if isinstance(count, Tensor):
+            divisors[name] = torch.where(count == 0, 1.0, count)
+        else:
+            divisors[name] = count or 1
     parts = [
-        term.sum * (term.coefficient / _count(name, term, counts))
+        term.sum * (term.coefficient / divisors[name])
         for name, term in terms.items()
         if term.coefficient
     ]
-    means = {
-        name: terms[name].sum.detach() / _count(name, terms[name], counts) for name in shown(terms)
-    }
+    means = {name: terms[name].sum.detach() / divisors[name] for name in shown(terms)}
     return {"loss": torch.stack(parts).sum(), **means}
 
 
 def shown(terms: Terms) -> list[str]:
-    """Return the names of the terms that are shown beside the loss: all but one that is the whole
-    loss.
+    """Return the names of the terms that are shown beside the loss.
+
+    A term that is the whole loss is not among them.
     """
     minimised = [term for term in terms.values() if term.coefficient]
     names = [name for name, term in terms.items() if len(minimised) > 1 or term.coefficient != 1.0]
@@ -385,16 +404,3 @@ def shown(terms: Terms) -> list[str]:
             "a term is called 'loss', the name of the sum of all terms; call it otherwise"
         )
     return names
-
-
-def _count(name: str, term: Term, counts: Mapping[str, Count]) -> Count:
-    """Return the divisor of ``term``: one instead of zero. A sum of weights may be less than
-    one.
-    """
-    if term.per not in counts:
-        raise ValueError(
-            f"term {name!r} is divided by {term.per!r}, which is not counted here; there are "
-            f"{', '.join(counts)}"
-        )
-    count = counts[term.per]
-    return torch.where(count == 0, 1.0, count) if isinstance(count, Tensor) else count or 1

@@ -102,7 +102,7 @@ class Remedy(NamedTuple):
 
 
 class Stage(Enum):
-    """When the recipe (``chronicals.training.session.prepare``) applies a policy.
+    """When the recipe (``chronicals.training.session.prepare_session``) applies a policy.
 
     LAYERS: before modules are replaced by kernels.
     MODULES: after that, before the optimizer is made.

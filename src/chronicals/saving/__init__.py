@@ -1,17 +1,16 @@
 """Saved models, optimizer states, and folders that are whole or not there."""
 
-from chronicals.saving.background import Background
-from chronicals.saving.errors import CheckpointError
 from chronicals.saving.folders import (
     MANIFEST,
+    CheckpointError,
     check_folder,
-    describe,
     hash_file,
-    remove,
+    manifest_entry,
+    remove_folder,
     write_folder,
 )
 from chronicals.saving.model_files import (
-    load_weights,
+    load_saved_weights,
     save_beside,
     save_model,
     save_without_weights,
@@ -30,7 +29,7 @@ from chronicals.saving.optimizer_states import (
 )
 from chronicals.saving.reading_back import differences
 from chronicals.saving.saved_model import SavedModel
-from chronicals.saving.staging import Staging
+from chronicals.saving.staging import Background, Staging
 
 __all__ = [
     "MANIFEST",
@@ -42,13 +41,13 @@ __all__ = [
     "Staging",
     "StoredStates",
     "check_folder",
-    "describe",
     "differences",
     "hash_file",
-    "load_weights",
+    "load_saved_weights",
+    "manifest_entry",
     "optimizer_files",
     "read_optimizer",
-    "remove",
+    "remove_folder",
     "save_beside",
     "save_model",
     "save_without_weights",

@@ -21,14 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chronicals.saving.errors import CheckpointError
-
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
 PARALLEL_FILES = 8
 """Files that are synced and hashed at a time."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or a model could not be written or read; what was there before is intact."""
 
 
 def write_folder(
@@ -54,13 +56,36 @@ def write_folder(
         _remove_leftovers(target)
         aside.mkdir()
         fill(aside)
-        _write_manifest(aside)
+        # Files, the manifest, then the folders are synced, so that only what is on the disk gets a
+        # name.
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(PARALLEL_FILES) as readers:
+            names = [str(path.relative_to(aside)) for path in files]
+            described = dict(zip(names, readers.map(manifest_entry, files)))
+        (aside / MANIFEST).write_text(json.dumps(described, indent=1))
+        _sync(aside / MANIFEST)
+        for inner in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
+            _sync(inner)
         if ready is not None:
             ready()
-        _rename(aside, target)
+        # A folder that has the name now is removed when the new one has it.
+        replaced = aside.with_name(f".replaced-{aside.name[1:]}")
+        if os.path.lexists(target):
+            os.rename(target, replaced)
+        try:
+            os.rename(aside, target)
+        except OSError:
+            if os.path.lexists(replaced):
+                os.rename(replaced, target)
+            raise
+        _sync(target.parent)
+        remove_folder(replaced)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if _is_full(error):
+        # safetensors raises an error of its own with the system's words in it.
+        full = errno.ENOSPC, errno.EDQUOT
+        in_words = any(f"os error {number})" in str(error) for number in full)
+        if getattr(error, "errno", None) in full or in_words:
             free = shutil.disk_usage(target.parent).free / 2**20
             raise CheckpointError(
                 f"{target}: the disk is full ({free:.0f} MiB free); free some or lower "
@@ -71,37 +96,11 @@ def write_folder(
         raise
 
 
-def _write_manifest(folder: Path) -> None:
-    """Sync every file and folder, and describe the files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(PARALLEL_FILES) as readers:
-        names = [str(path.relative_to(folder)) for path in files]
-        described = dict(zip(names, readers.map(describe, files)))
-    (folder / MANIFEST).write_text(json.dumps(described, indent=1))
-    _sync(folder / MANIFEST)
-    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        _sync(inner)
-
-
-def _rename(aside: Path, target: Path) -> None:
-    """Give a folder its name; a folder that has the name now is removed afterwards."""
-    replaced = aside.with_name(f".replaced-{aside.name[1:]}")
-    if os.path.lexists(target):
-        os.rename(target, replaced)
-    try:
-        os.rename(aside, target)
-    except OSError:
-        if os.path.lexists(replaced):
-            os.rename(replaced, target)
-        raise
-    _sync(target.parent)
-    remove(replaced)
-
-
 def check_folder(folder: Path, hashed: Callable[[Path], str] | None = None) -> str | None:
     """Return the damage of a folder that ``write_folder`` made, None if it is whole.
 
     Args:
+        folder: with its manifest.
         hashed: returns the SHA-256 of a file in hexadecimal; ``hash_file`` if None.
     """
     try:
@@ -131,7 +130,7 @@ def _damage(folder: Path, hashed: Callable[[Path], str], name: str, expected: An
     return None if whole else f"{name} is damaged"
 
 
-def describe(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
     """Sync a file, and return its entry in the manifest."""
     _sync(path)
     return {"size": path.stat().st_size, "sha256": hash_file(path)}
@@ -151,18 +150,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _is_full(error: BaseException) -> bool:
-    """Return whether the disk is full, or a quota used up.
-
-    safetensors raises an error of its own with the system's words in it.
-    """
-    numbers = errno.ENOSPC, errno.EDQUOT
-    return getattr(error, "errno", None) in numbers or any(
-        f"os error {number})" in str(error) for number in numbers
-    )
-
-
-def remove(path: Path) -> None:
+def remove_folder(path: Path) -> None:
     """Remove a folder, or a link to one; one that cannot be removed is named in the log."""
     try:
         if path.is_symlink() or path.is_file():
@@ -185,4 +173,4 @@ def _remove_leftovers(target: Path) -> None:
         if found and found[1] and not os.path.lexists(folder.with_name(found[2])):
             os.rename(folder, folder.with_name(found[2]))
         elif found:
-            remove(folder)
+            remove_folder(folder)

@@ -53,6 +53,8 @@ def save_model(
     """Write a model so that Hugging Face or PEFT loads it.
 
     Args:
+        folder: is made if it does not exist.
+        model: whole, or with adapters of ours or of PEFT.
         text_files: see ``text_files``.
         about: content of ``chronicals.json``: what was trained.
         weights: values to write instead of the model's own, by the names of ``model.state_dict()``.
@@ -75,7 +77,10 @@ def save_without_weights(
     """Write the files that ``save_model`` writes beside the weights of a whole model.
 
     Args:
+        folder: exists.
         form: of ``form_without_weights``.
+        text_files: see ``text_files``.
+        about: content of ``chronicals.json``: what was trained.
     """
     _save_form(form, folder, {})
     for file in folder.glob("model*.safetensors"):  # an empty file of weights
@@ -86,7 +91,14 @@ def save_without_weights(
 def _save_form(form: Any, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
     """Write a model by its own ``save_pretrained``, with the names that others know it by."""
     form.save_pretrained(folder, state_dict=weights)
-    _name_the_class(folder)
+    file = folder / "config.json"
+    if file.exists():  # transformers writes it only in the first of several processes
+        config = json.loads(file.read_text())
+        names = config.get("architectures") or []
+        # The model's own class, not the subclass that FSDP makes of it.
+        if any(name.startswith(FSDP_PREFIX) for name in names):
+            config["architectures"] = [name.removeprefix(FSDP_PREFIX) for name in names]
+            file.write_text(to_json(config, indent=2))
     inner = within_adapters(form)
     name_base_by_absolute_path(folder, known=not getattr(inner, CHANGED, False))
     if hasattr(form, "peft_config"):
@@ -111,18 +123,6 @@ def save_beside(folder: Path, text_files: Mapping[str, bytes], about: Mapping[st
     (folder / "chronicals.json").write_text(to_json(about, indent=1))
 
 
-def _name_the_class(folder: Path) -> None:
-    """Write the model's own class to ``config.json``, not the subclass that FSDP makes of it."""
-    file = folder / "config.json"
-    if not file.exists():  # transformers writes it only in the first of several processes
-        return
-    config = json.loads(file.read_text())
-    names = config.get("architectures") or []
-    if any(name.startswith(FSDP_PREFIX) for name in names):
-        config["architectures"] = [name.removeprefix(FSDP_PREFIX) for name in names]
-        file.write_text(to_json(config, indent=2))
-
-
 def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
     """Return the files of the tokenizer and of the processors beside it, by name.
 
@@ -144,7 +144,7 @@ def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
 
 
 @torch.no_grad()
-def load_weights(folder: Path, model: Any) -> None:
+def load_saved_weights(folder: Path, model: Any) -> None:
     """Copy the weights, or adapters, that ``save_model`` wrote into the model.
 
     Raises:
@@ -153,19 +153,16 @@ def load_weights(folder: Path, model: Any) -> None:
     """
     if next(adapters(model), None) is not None:
         load_adapter(model, folder)
-    elif hasattr(model, "get_base_model"):
+        return
+    if hasattr(model, "get_base_model"):
         _load_peft(folder, model)
-    else:
-        _load_whole_model(folder, model)
-
-
-def _load_whole_model(folder: Path, model: Any) -> None:
-    """Load by ``from_pretrained``, which undoes all that ``save_pretrained`` does to names."""
+        return
     if (folder / "adapter_config.json").exists():
         raise ValueError("it holds adapters, and the model has none; set use_lora as before")
     dtypes = {parameter.dtype for parameter in model.parameters()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds the values of any dtype
     form = saved_form(model)
+    # from_pretrained undoes all that save_pretrained does to names.
     stored = load_whole(type(form), folder, dtype=dtype, use_safetensors=True).state_dict()
     weights = form.state_dict()
     unmatched = stored.keys() ^ weights.keys()
@@ -199,21 +196,6 @@ def stored_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
     return stored
 
 
-def _check_projection(model: Any, adapter: str, name: str, stored: Mapping[str, Tensor]) -> None:
-    """Compare a projection of VeRA, which is not trained, with the model's own.
-
-    PEFT below 0.21 reports it as unexpected: it looks for it under a name without the adapter's.
-
-    Raises:
-        ValueError: the model has no tensor of this name, or another one.
-    """
-    projection = dict(model.named_buffers(remove_duplicate=False)).get(f"{name}.{adapter}")
-    if projection is None:
-        raise ValueError(f"the model has no {name}")
-    if not torch.equal(projection.cpu(), stored[name].to(projection.dtype)):
-        raise ValueError(f"{name} is another there; projection_prng_key must be the same")
-
-
 def _load_peft(folder: Path, model: Any) -> None:
     """Load the adapters of a model of PEFT; those that are not ``default`` have folders.
 
@@ -235,8 +217,17 @@ def _load_peft(folder: Path, model: Any) -> None:
                     )
             stored = load_file(place / "adapter_model.safetensors")
             loaded = set_peft_model_state_dict(model, stored, adapter_name=adapter)
+            # A projection of VeRA, which is not trained. PEFT below 0.21 reports it as unexpected:
+            # it looks for it under a name without the adapter's.
+            buffers = dict(model.named_buffers(remove_duplicate=False))
             for name in loaded.unexpected_keys:
-                _check_projection(model, adapter, name, stored)
+                projection = buffers.get(f"{name}.{adapter}")
+                if projection is None:
+                    raise ValueError(f"the model has no {name}")
+                if not torch.equal(projection.cpu(), stored[name].to(projection.dtype)):
+                    raise ValueError(
+                        f"{name} is another there; projection_prng_key must be the same"
+                    )
     except Exception:
         for name, tensor in trained(model):
             tensor.copy_(before[name])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from chronicals.models import form_without_weights
 
 FILE_BYTES = 4 << 30
 """Approximate size of a file; a process has as much of the model in memory while it writes."""
+
+PART_FILE = "part-{:05d}.safetensors"
+"""Name of a file until all are written, with its number."""
 
 WHOLE_FILE = "model.safetensors"
 PARTS_INDEX = "model.safetensors.index.json"
@@ -44,7 +47,28 @@ class ModelParts:
         tied = getattr(self.form, "all_tied_weights_keys", None) or {}
         state = model.state_dict(keep_vars=True)
         values = {name: value for name, value in state.items() if name in written}
-        self.files = _by_layers(_untied(values, tied))
+        # Each weight under one name, which is not among those tied to another if it has another.
+        names_by_id = defaultdict(list)
+        for name, value in values.items():
+            names_by_id[id(value)].append(name)
+        untied = {}
+        for names in names_by_id.values():
+            name = next((name for name in names if name not in tied), names[0])
+            untied[name] = values[name]
+        # Layer after layer, first the weights outside of layers.
+        layers = defaultdict(list)
+        for name in untied:
+            numbered = re.match(r".*?\.\d+(?=\.)", name)
+            layers[numbered[0] if numbered else ""].append(name)
+        self.files: list[list[str]] = []
+        file_size = 0
+        for _, names in sorted(layers.items(), key=lambda layer: bool(layer[0])):
+            size = sum(untied[name].numel() * untied[name].element_size() for name in names)
+            if not self.files or file_size + size > FILE_BYTES:
+                self.files.append([])
+                file_size = 0
+            self.files[-1] += names
+            file_size += size
 
     def write(
         self,
@@ -56,6 +80,7 @@ class ModelParts:
         """Write every ``turns``-th file, beginning with number ``turn``.
 
         Args:
+            folder: of the files.
             turn: number of this process among those that write, from 0.
             turns: how many processes write.
             read: returns weights by their names.
@@ -65,7 +90,7 @@ class ModelParts:
         for number in range(turn, len(self.files), turns):
             saved = revert_weight_conversion(self.form, dict(read(self.files[number])))
             tensors = {name: x.contiguous() for name, x in saved.items()}
-            save_file(tensors, folder / _part(number), {"format": "pt"})
+            save_file(tensors, folder / PART_FILE.format(number), {"format": "pt"})
 
     def name_files(self, folder: Path) -> None:
         """Rename the files, once all are written, to the names by which transformers finds them.
@@ -78,50 +103,13 @@ class ModelParts:
         size = 0
         for number in range(count):
             name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WHOLE_FILE
-            file = (folder / _part(number)).rename(folder / name)
+            file = (folder / PART_FILE.format(number)).rename(folder / name)
             with safe_open(file, "pt") as opened:
                 files_by_weight |= dict.fromkeys(opened.keys(), name)
-            size += _bytes_of_tensors(file)
+            with file.open("rb") as content:
+                # A file begins with the length of its header, in eight bytes.
+                header = int.from_bytes(content.read(8), "little")
+            size += file.stat().st_size - 8 - header
         if count > 1:
             index = {"metadata": {"total_size": size}, "weight_map": files_by_weight}
             (folder / PARTS_INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _part(number: int) -> str:
-    return f"part-{number:05d}.safetensors"
-
-
-def _bytes_of_tensors(file: Path) -> int:
-    """Return the bytes behind the header, whose length is in the file's first eight bytes."""
-    with file.open("rb") as content:
-        return file.stat().st_size - 8 - int.from_bytes(content.read(8), "little")
-
-
-def _untied(values: Mapping[str, Tensor], tied: Iterable[str]) -> dict[str, Tensor]:
-    """Return each weight under one name, which is not among ``tied`` if it has another."""
-    names_by_id = defaultdict(list)
-    for name, value in values.items():
-        names_by_id[id(value)].append(name)
-    untied = {}
-    for names in names_by_id.values():
-        name = next((name for name in names if name not in tied), names[0])
-        untied[name] = values[name]
-    return untied
-
-
-def _by_layers(values: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of each file: layer after layer, first the weights outside of layers."""
-    layers = defaultdict(list)
-    for name in values:
-        numbered = re.match(r".*?\.\d+(?=\.)", name)
-        layers[numbered[0] if numbered else ""].append(name)
-    files: list[list[str]] = []
-    file_size = 0
-    for _, names in sorted(layers.items(), key=lambda layer: bool(layer[0])):
-        size = sum(values[name].numel() * values[name].element_size() for name in names)
-        if not files or file_size + size > FILE_BYTES:
-            files.append([])
-            file_size = 0
-        files[-1] += names
-        file_size += size
-    return files

@@ -8,7 +8,7 @@ the shape of the whole state.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,38 +54,43 @@ class Piece:
 
 
 def write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, count: int) -> None:
-    """Write a rank's pieces: of the second of four to ``optimizer-rank-00002-of-00004.safetensors``.
+    """Write a rank's pieces.
 
-    There are several files if they are large. Empty pieces are left out.
+    Those of the second of four ranks go to ``optimizer-rank-00002-of-00004.safetensors``. There are
+    several files if they are large. Empty pieces are left out.
     """
     stem = f"optimizer-rank-{rank + 1:05d}-of-{count:05d}"
-
-    def header(names: list[str]) -> dict[str, str]:
-        offsets = {name: {"saved_offsets": [pieces[name].begin]} for name in names}
-        shapes = {name: list(pieces[name].shape) for name in names}
-        return {OFFSETS_KEY: json.dumps(offsets), SHAPES_KEY: json.dumps(shapes)}
-
     tensors = {name: piece.tensor for name, piece in pieces.items() if piece.tensor.numel()}
-    _write(tensors, folder, stem, header)
+    _write(tensors, folder, stem, pieces)
 
 
 def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``optimizer.safetensors``, or ``optimizer-00001-of-00008.safetensors`` … if large."""
-    _write(tensors, folder, "optimizer", lambda names: None)
+    _write(tensors, folder, "optimizer")
 
 
 def _write(
     tensors: Mapping[str, Tensor],
     folder: Path,
     stem: str,
-    header: Callable[[list[str]], dict[str, str] | None],
+    pieces: Mapping[str, Piece] | None = None,
 ) -> None:
     """Write tensors to files named after a stem.
 
     Args:
-        header: returns the header of a file, from the names of its tensors.
+        tensors: on any device, by name.
+        folder: of the files.
+        stem: begins their names.
+        pieces: of which the tensors are, by name; their places go into the headers.
     """
-    parts = _split_by_size(tensors)
+    parts: list[list[str]] = [[]]  # one empty file if there are none
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += tensor.nbytes
     on_card = any(tensor.is_cuda for tensor in tensors.values())
     stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) if on_card else None
     for number, names in enumerate(parts, 1):
@@ -93,24 +98,26 @@ def _write(
         for name in names:
             tensor = tensors[name]
             copies[name] = _in_host_memory(tensor, stage if tensor.is_cuda else None)
+        header = None
+        if pieces is not None:
+            offsets = {name: {"saved_offsets": [pieces[name].begin]} for name in names}
+            shapes = {name: list(pieces[name].shape) for name in names}
+            header = {OFFSETS_KEY: json.dumps(offsets), SHAPES_KEY: json.dumps(shapes)}
         file = stem if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}"
-        save_file(copies, folder / f"{file}.safetensors", header(names))
+        save_file(copies, folder / f"{file}.safetensors", header)
 
 
 def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:
     """Return a dense copy in host memory, made through bytes of pinned memory, if given."""
+    dense = tensor.contiguous()
     if stage is None:
-        return tensor.contiguous().cpu()
+        return dense.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    sources = _bytes(tensor.contiguous()).split(len(stage))
-    targets = _bytes(host).split(len(stage))
+    sources = dense.reshape(-1).view(torch.uint8).split(len(stage))
+    targets = host.reshape(-1).view(torch.uint8).split(len(stage))
     for source, target in zip(sources, targets, strict=True):
         target.copy_(stage[: target.numel()].copy_(source))
     return host
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 class StoredStates:
@@ -178,16 +185,3 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
     """
     stored = StoredStates(folder)
     return {name: stored.read(name) for name in stored.names()}
-
-
-def _split_by_size(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of the tensors of each file; one empty file if there are none."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += tensor.nbytes
-    return parts

@@ -60,23 +60,12 @@ def differences(
     Each is a clause of a sentence.
 
     Args:
+        folder: that was written.
+        model: that was trained.
         tokenizer: of the model.
         about: expected content of ``chronicals.json``.
         divided: no process has the model's weights whole, so their values are not compared.
     """
-    yield from _compare_facts(folder, model, about)
-    if next(adapters(model), None) is not None:
-        yield from _compare_adapters(folder, model)
-    elif active_adapters(model):
-        yield from _compare_peft(folder, model)
-    else:
-        yield from _compare_whole_model(folder, model, divided)
-    yield from _compare_generation(folder, model)
-    yield from _compare_tokenizer(folder, tokenizer)
-
-
-def _compare_facts(folder: Path, model: Any, about: Mapping[str, Any]) -> Iterator[str]:
-    """Compare ``chronicals.json`` with the run, the base and the active adapters."""
     stated = json.loads((folder / "chronicals.json").read_text())
     if stated != json.loads(to_json(about)):
         yield "chronicals.json does not hold what was noted of the run"
@@ -91,6 +80,14 @@ def _compare_facts(folder: Path, model: Any, about: Mapping[str, Any]) -> Iterat
     active = active_adapters(model)
     if names != active:
         yield f"chronicals.json names the adapters {names}, the model computes with {active}"
+    if next(adapters(model), None) is not None:
+        yield from _compare_adapters(folder, model)
+    elif active_adapters(model):
+        yield from _compare_peft(folder, model)
+    else:
+        yield from _compare_whole_model(folder, model, divided)
+    yield from _compare_generation(folder, model)
+    yield from _compare_tokenizer(folder, tokenizer)
 
 
 def _described(form: BaseFormat | None) -> str:
@@ -102,7 +99,7 @@ def _described(form: BaseFormat | None) -> str:
 
 
 # --- adapters
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _compare_adapters(folder: Path, model: Any) -> Iterator[str]:
@@ -166,7 +163,7 @@ def _compare_tensor(
 
 
 def _compare_peft(folder: Path, model: Any) -> Iterator[str]:
-    """Compare the adapters of a model of PEFT, or of transformers' own adapters, with the folder."""
+    """Compare the adapters of PEFT, or those of transformers' own, with the folder."""
     from peft import PeftConfig, get_peft_model_state_dict
 
     wrapped = hasattr(model, "get_base_model")  # else transformers writes only the active adapter
@@ -194,11 +191,15 @@ def _compare_peft(folder: Path, model: Any) -> Iterator[str]:
 
 
 # --- whole models
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _compare_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[str]:
-    """Compare class, quantisation, dtype and weights of a whole model with the folder."""
+    """Compare class, quantisation, dtype and weights of a whole model with the folder.
+
+    Of each weight shape, dtype and first row are compared. A weight that is in no file must share
+    its memory with one that is.
+    """
     form = form_without_weights(model) if divided else saved_form(model)
     config = json.loads((folder / "config.json").read_text())
     kind = getattr(type(form), "plain_class", type(form)).__name__.removeprefix(FSDP_PREFIX)
@@ -213,38 +214,27 @@ def _compare_whole_model(folder: Path, model: Any, divided: bool) -> Iterator[st
     values = {} if divided else form.state_dict(keep_vars=True)
     stored = files_by_name(folder)
     for name in sorted(stored.keys() & values.keys()):
-        yield from _compare_weight(stored[name], name, values[name])
+        value = values[name]
+        with safe_open(stored[name], framework="pt") as file:
+            there = file.get_slice(name)
+            shape = list(there.get_shape())
+            if shape != list(value.shape):
+                # With the same number of elements transformers transposes it as it saves.
+                if torch.Size(shape).numel() != value.numel():
+                    yield f"{name} is {shape}, {list(value.shape)} was trained"
+                continue
+            row = there[:1] if value.ndim else file.get_tensor(name)
+        trained = (value[:1] if value.ndim else value).detach().cpu()
+        if row.dtype != trained.dtype:
+            yield f"{name} is {row.dtype}, {trained.dtype} was trained"
+        elif not torch.equal(row, trained) and not bool((row != row).any()):
+            yield f"{name} has other values than were trained"
     dtypes = (None, str(form.dtype).removeprefix("torch."))
     if not divided and not is_quantised and config.get("dtype") not in dtypes:
         yield f"config.json says that weights are {config['dtype']}, they are {form.dtype}"
-    if stored.keys() <= values.keys():  # else transformers wrote some under other names
-        yield from _missing_weight(stored, values, form)
-
-
-def _compare_weight(path: Path, name: str, value: Tensor) -> Iterator[str]:
-    """Compare shape, dtype and first row of a stored weight with the model's."""
-    with safe_open(path, framework="pt") as file:
-        stored = file.get_slice(name)
-        shape = list(stored.get_shape())
-        if shape != list(value.shape):
-            if (
-                torch.Size(shape).numel() != value.numel()
-            ):  # else transformers transposes it as it saves
-                yield f"{name} is {shape}, {list(value.shape)} was trained"
-            return
-        row = stored[:1] if value.ndim else file.get_tensor(name)
-    trained = (value[:1] if value.ndim else value).detach().cpu()
-    if row.dtype != trained.dtype:
-        yield f"{name} is {row.dtype}, {trained.dtype} was trained"
-    elif not torch.equal(row, trained) and not bool((row != row).any()):
-        yield f"{name} has other values than were trained"
-
-
-def _missing_weight(
-    stored: Mapping[str, Path], values: Mapping[str, Tensor], form: Any
-) -> Iterator[str]:
-    """Yield the first weight that is in no file, and does not share its memory with one that is."""
-    pointers = {values[name].data_ptr() for name in stored if name in values}
+    if not stored.keys() <= values.keys():  # transformers wrote some under other names
+        return
+    pointers = {values[name].data_ptr() for name in stored}
     tied = getattr(form, "all_tied_weights_keys", None) or {}
     for name, value in values.items():
         if name not in stored and value.data_ptr() not in pointers and name not in tied:
@@ -253,7 +243,7 @@ def _missing_weight(
 
 
 # --- what is beside the weights
-# ----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _compare_generation(folder: Path, model: Any) -> Iterator[str]:

@@ -71,6 +71,7 @@ class SavedModel:
         In the folder of a run it is ``model``, or else the newest checkpoint's.
 
         Args:
+            name: of the folder, or on the hub.
             base_model: base of an adapter that does not name it.
             remedy: the attribute, for callers that have no argument ``base_model``.
 
@@ -111,6 +112,8 @@ class SavedModel:
         """Load the model into host memory, with its adapters over the base they were trained on.
 
         Args:
+            dtype: of the weights.
+            trust_remote_code: run the model's own code.
             quantization: of the base, as in ``load_model``; with None and ``nf4`` an adapter that
                 was trained over 4 bits gets the same values again.
             watch: as in ``load_model``, for a model without adapters.
@@ -119,7 +122,20 @@ class SavedModel:
             ValueError: it cannot be loaded; the message says what to do.
         """
         if self.adapted:
-            return self._with_adapters(self.base_model(dtype, trust_remote_code, quantization))
+            from transformers import GenerationConfig
+
+            base = self.base_model(dtype, trust_remote_code, quantization)
+            if not self.others:
+                model = load_adapter(base, self.place)
+            else:
+                names = [str(folder) for folder in (Path(self.place), *self.others)]
+                for folder in names:
+                    add_adapter(base, folder, folder)
+                add_weighted_adapter(base, names, [1.0] * len(names), SUM_OF_ADAPTERS)
+                model = set_adapter(base, SUM_OF_ADAPTERS)
+            if (self._beside / GENERATION_FILE).exists():
+                model.generation_config = GenerationConfig.from_pretrained(self._beside)
+            return model
         on_hub = isinstance(self.place, str)
         has_config = on_hub or (Path(self.place) / "config.json").exists()
         if not has_config and gguf_of(self.place) is None:
@@ -127,22 +143,6 @@ class SavedModel:
                 f"{self.place}: holds neither a model, an adapter, nor a run of chronicals"
             )
         return load_model(self.place, dtype, trust_remote_code, quantization, watch)
-
-    def _with_adapters(self, base: Any) -> Any:
-        """Add all adapters that the model computes with, and the stored generation settings."""
-        from transformers import GenerationConfig
-
-        if not self.others:
-            model = load_adapter(base, self.place)
-        else:
-            names = [str(folder) for folder in (Path(self.place), *self.others)]
-            for folder in names:
-                add_adapter(base, folder, folder)
-            add_weighted_adapter(base, names, [1.0] * len(names), SUM_OF_ADAPTERS)
-            model = set_adapter(base, SUM_OF_ADAPTERS)
-        if (self._beside / GENERATION_FILE).exists():
-            model.generation_config = GenerationConfig.from_pretrained(self._beside)
-        return model
 
     @property
     def _beside(self) -> Path:
@@ -182,18 +182,19 @@ class SavedModel:
         """Load the base of an adapter, quantised as it was when the adapter was trained.
 
         Args:
+            dtype: of the weights.
+            trust_remote_code: run the model's own code.
             quantization: see ``model``.
 
         Raises:
-            ValueError: it cannot be loaded; the message says what to do.
+            ValueError: it cannot be loaded, or the adapter was trained over another GGUF file; the
+                message says what to do.
         """
         form = BaseFormat.read(self.about.get("base"))
         if form is None or quantization not in (None, "nf4"):
-            return self._checked(self._of_base(load_model, dtype, trust_remote_code, quantization))
-        return self._checked(self._of_base(load_base, dtype, trust_remote_code, form))
-
-    def _checked(self, base: Any) -> Any:
-        """Return a base; raises ValueError if the adapter was trained over another GGUF file."""
+            base = self._of_base(load_model, dtype, trust_remote_code, quantization)
+        else:
+            base = self._of_base(load_base, dtype, trust_remote_code, form)
         expected = self.about.get("gguf")
         loaded = getattr(base, GGUF_FILE, None)
         if expected is not None and loaded is not None and loaded["sha256"] != expected["sha256"]:
@@ -224,7 +225,11 @@ class SavedModel:
         if gguf_file is not None:
             files = [gguf_file]
         elif isinstance(self.place, str):
-            return [self.place, _commit_of(self.place)]
+            from transformers.utils import cached_file
+            from transformers.utils.hub import extract_commit_hash
+
+            # The commit that is read now; no code of it runs.
+            return [self.place, extract_commit_hash(cached_file(self.place, "config.json"), None)]
         else:
             suffixes = (".json", ".safetensors", ".bin", ".py")
             files = [file for file in sorted(self.place.iterdir()) if file.suffix in suffixes]
@@ -280,14 +285,6 @@ class SavedModel:
             ) from error
 
 
-def _commit_of(name: str) -> str | None:
-    """Return the commit of a hub's repository that is read now; no code of it runs."""
-    from transformers.utils import cached_file
-    from transformers.utils.hub import extract_commit_hash
-
-    return extract_commit_hash(cached_file(name, "config.json"), None)
-
-
 def _weights_of(folder: Path) -> Path:
     """Return the folder that holds weights or adapters.
 
@@ -296,13 +293,13 @@ def _weights_of(folder: Path) -> Path:
     """
     checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
     places = [folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)]
-    return next((place for place in places if _holds_weights(place)), folder)
-
-
-def _holds_weights(folder: Path) -> bool:
-    """Return whether a folder holds a model, an adapter, or adapters in folders of their names."""
-    named = (folder / "chronicals.json").exists() and any(folder.glob(f"*/{CONFIG_FILE}"))
-    return named or (folder / "config.json").exists() or (folder / CONFIG_FILE).exists()
+    for place in places:
+        has_config = any((place / name).exists() for name in ("config.json", CONFIG_FILE))
+        # PEFT writes adapters that are not ``default`` to folders of their names.
+        has_named = (place / "chronicals.json").exists() and any(place.glob(f"*/{CONFIG_FILE}"))
+        if has_config or has_named:
+            return place
+    return folder
 
 
 def _adapters_in(folder: Path, about: Mapping[str, Any]) -> list[Path]:

@@ -1,10 +1,10 @@
-"""Copies of a run's state in host memory, made while the device goes on training."""
+"""Copies of a run's state in host memory, and work in a thread, while the device trains."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -24,6 +24,56 @@ copy.
 
 TENSOR_ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
+
+
+class Background:
+    """Runs at most one piece of work at a time. The process may end without waiting for it.
+
+    Args:
+        device: becomes the thread's current GPU, which would be the first one otherwise.
+
+    Attributes:
+        error: raised by the last piece of work; ``wait`` raises it again.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start a piece of work; the one before must have been waited for."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                if self.device is not None and self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                work()
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """True while a piece of work is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until no work is running.
+
+        Raises:
+            BaseException: raised by the work.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error = self.error
+        self.error = None
+        if error is not None:
+            raise error
 
 
 class Staging:
@@ -86,7 +136,8 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 for offset, tensor in _places(tensors.values()):
-                    copies[id(tensor)] = copy = self._memory.tensor(offset, tensor)
+                    copy = self._memory.tensor(offset, tensor)
+                    copies[id(tensor)] = copy
                     _copy_in_pieces(tensor.detach(), copy, offset)
             self._copied = self._stream.record_event()
             self._holds = True
@@ -127,21 +178,18 @@ def _copy_in_pieces(tensor: Tensor, copy: Tensor, offset: int) -> None:
     """Enqueue copies that end at multiples of ``COPY_PIECE_BYTES`` in the pinned memory.
 
     Args:
+        tensor: on the device.
         copy: the target, a part of the pinned memory.
         offset: its beginning in that memory.
     """
-    source = _bytes(tensor.contiguous())
-    target = _bytes(copy)
+    source = tensor.contiguous().reshape(-1).view(torch.uint8)
+    target = copy.reshape(-1).view(torch.uint8)
     begin = 0
     end = COPY_PIECE_BYTES - offset % COPY_PIECE_BYTES
     while begin < len(target):
         target[begin:end].copy_(source[begin:end], non_blocking=True)
         begin = end
         end = end + COPY_PIECE_BYTES
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _places(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -67,10 +67,13 @@ _LISTED_LAYERS = 4
 def attach_adapters(
     model: Any, config: ChronicalsConfig, resumed: Path | None = None, heads: Collection[str] = ()
 ) -> None:
-    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze towers
-    that read no text; log the experts that are not trained.
+    """Attach the adapters that ``config`` asks for, or keep those that the model has.
+
+    Towers that read no text are frozen, and experts that are not trained are logged.
 
     Args:
+        model: the model, which is changed.
+        config: configuration of the run.
         resumed: folder of the model in the checkpoint that the run resumes from; it holds the
             starting values that were computed from the base's weights.
         heads: names of the lookahead heads that have a loss: beside adapters they are trained whole
@@ -81,30 +84,17 @@ def attach_adapters(
             it has none and its weights cannot be trained; something is trained that would not be
             saved; or PEFT's adapters are prompts, frozen or merged.
     """
-    _attach(model, config, resumed, heads)
-    if hasattr(model, "chronicals_lora"):
-        for name, module in lookahead_heads(model).items():
-            module.requires_grad_(name in heads)
-    _freeze_what_reads_no_text(model)
-    _check_what_is_trained(model)
-    report_frozen_experts(model)
-
-
-def _attach(
-    model: Any, config: ChronicalsConfig, resumed: Path | None, heads: Collection[str]
-) -> None:
-    usual = ChronicalsConfig()
     quantise_as_asked(model, config)
     _check_that_pefts_learn(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
         model.chronicals_lora = _with_heads(model.chronicals_lora, heads)
     elif config.use_lora:
-        shape = _with_heads(shape_of(config), heads)
+        asked = _with_heads(lora_config_of(config), heads)
         start = None
         if resumed is not None and (resumed / WEIGHTS_FILE).exists():
-            start = stored_start(resumed) if shape.takes_from_weights else {}
-        apply_lora(model, shape, start)
+            start = stored_start(resumed) if asked.takes_from_weights else {}
+        apply_lora(model, asked, start)
     elif _is_quantised(model) and not any(
         type(module).__module__.startswith("peft.") for module in model.modules()
     ):
@@ -113,15 +103,22 @@ def _attach(
             "use_lora=True"
         )
     else:
+        usual = ChronicalsConfig()
         unused = [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]
         if unused:
             logger.warning(
                 "%s: set, but use_lora is off, so no adapters are attached; set use_lora",
                 ", ".join(unused),
             )
+    if hasattr(model, "chronicals_lora"):
+        for name, module in lookahead_heads(model).items():
+            module.requires_grad_(name in heads)
+    _freeze_what_reads_no_text(model)
+    _check_what_is_trained(model)
+    report_frozen_experts(model)
 
 
-def shape_of(config: ChronicalsConfig) -> LoRAConfig:
+def lora_config_of(config: ChronicalsConfig) -> LoRAConfig:
     """Return the adapters that the configuration asks for."""
     fields = {own: getattr(config, name) for name, own in ADAPTERS.items()}
     return LoRAConfig(**fields)
@@ -135,15 +132,10 @@ def _with_heads(shape: LoRAConfig, heads: Collection[str]) -> LoRAConfig:
 
 
 def watcher(config: ChronicalsConfig) -> LoftQ | None:
-    """Return the observer that needs the weights of a base while they are quantised, for
-    ``lora_init``; None for none.
-    """
-    return LoftQ(shape_of(config)) if config.use_lora and config.lora_init == "loftq" else None
-
-
-def begins_with_weights(config: ChronicalsConfig) -> bool:
-    """Return whether starting values of adapters are computed from the base's whole weights."""
-    return config.use_lora and (watcher(config) is not None or shape_of(config).takes_from_weights)
+    """Return the observer that ``lora_init`` needs while a base is quantised; None for none."""
+    return (
+        LoftQ(lora_config_of(config)) if config.use_lora and config.lora_init == "loftq" else None
+    )
 
 
 def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
@@ -232,8 +224,9 @@ def _check_that_pefts_learn(model: Any) -> None:
 
 
 def _freeze_what_reads_no_text(model: Any) -> None:
-    """Freeze towers that read no text: rows are text, so they would get weight decay and no
-    gradient.
+    """Freeze towers that read no text.
+
+    Rows are text, so that they would get weight decay and no gradient.
     """
     text = within_adapters(model)
     towers = beside_text(text) if hasattr(text, "get_decoder") else []
@@ -310,9 +303,7 @@ def _check_what_is_trained(model: Any) -> None:
 
 
 def _is_quantised(model: Any) -> bool:
-    """Return whether the model is quantised, by us or by transformers, in a way that cannot be
-    trained.
-    """
+    """Return whether we or transformers quantised the model so that it cannot be trained."""
     quantiser = getattr(model, "hf_quantizer", None)
     theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
         quantiser, "is_qat_trainable", False
@@ -326,10 +317,24 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
     Raises:
         ConfigurationError: a field asks for other adapters.
     """
+    unlimited = config.lora_target_modules is None and config.lora_layers is None
     for name in sorted(config.explicit & ADAPTERS.keys() - {"lora_dropout"}):
         asked = getattr(config, name)
         actual = getattr(model.chronicals_lora, ADAPTERS[name])
-        if not _is_as_asked(model, config, name):
+        if name == "lora_target_parameters":
+            as_asked = adapts_parameters(model, asked, config.lora_layers)
+        elif name == "lora_modules_to_save":
+            kept = set(asked or ())
+            # Heads that the run adds by itself are not compared.
+            as_asked = kept == {
+                module for module in actual or () if not is_of_head(module) or module in kept
+            }
+        elif name in ("lora_target_modules", "lora_layers"):
+            # Layers are compared by their places in the model, not by their names.
+            as_asked = unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
+        else:
+            as_asked = asked == actual
+        if not as_asked:
             if isinstance(actual, list) and len(actual) > _LISTED_LAYERS:
                 more = len(actual) - _LISTED_LAYERS
                 actual = f"{', '.join(actual[:_LISTED_LAYERS])} and {more} others"
@@ -343,22 +348,3 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
         model.chronicals_lora = replace(model.chronicals_lora, dropout=config.lora_dropout)
         for _, layer in adapters(model):
             layer.dropout = config.lora_dropout
-
-
-def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
-    """Return whether the model's adapters are as a field asks.
-
-    Layers are compared by their places in the model, not by their names.
-    """
-    asked = getattr(config, name)
-    actual = getattr(model.chronicals_lora, ADAPTERS[name])
-    unlimited = config.lora_target_modules is None and config.lora_layers is None
-    if name == "lora_target_parameters":
-        return adapts_parameters(model, asked, config.lora_layers)
-    if name == "lora_modules_to_save":  # ignoring heads that the run adds by itself
-        return set(asked or ()) == {
-            module for module in actual or () if not is_of_head(module) or module in (asked or ())
-        }
-    if name in ("lora_target_modules", "lora_layers"):
-        return unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
-    return bool(asked == actual)

@@ -188,23 +188,20 @@ class FirstStepAudit:
             if p.grad is None:
                 continue
             self.reached = True
-            counts = self._nonzero(name, local(p.grad))
+            gradient = local(p.grad)
+            weight, side = self.stacks.get(name, (None, ""))
+            # Nonzero elements: of each expert if the tensor is a whole stack.
+            if weight is None or gradient.shape != p.shape:
+                counts = [int(gradient.count_nonzero())]
+            elif side == "B":  # [N, R, E]
+                by_expert = gradient.unflatten(1, (-1, weight.experts))
+                counts = by_expert.count_nonzero((0, 1)).tolist()
+            else:  # [E, ·]
+                counts = gradient.reshape(weight.experts, -1).count_nonzero(1).tolist()
             if any(counts):
                 self.with_gradient[name] = p
                 if len(counts) > 1:
                     self.learning[name] = counts
-
-    def _nonzero(self, name: str, gradient: Tensor) -> list[int]:
-        """Return the number of nonzero elements: of each expert if the tensor is a whole stack."""
-        weight, side = self.stacks.get(name, (None, ""))
-        if weight is None or gradient.shape != self.attached[name].shape:
-            return [int(gradient.count_nonzero())]
-        if side == "B":  # [N, R, E]
-            counts = gradient.unflatten(1, (-1, weight.experts)).count_nonzero((0, 1))
-        else:  # [E, ·]
-            counts = gradient.reshape(weight.experts, -1).count_nonzero(1)
-        numbers: list[int] = counts.tolist()
-        return numbers
 
     def _experts(self) -> tuple[ExpertsWithout, ...]:
         """Return the experts without a gradient, by tensors.
@@ -231,6 +228,7 @@ class FirstStepAudit:
         """Log, check and return the coverage; None if the step was not applied, or shows nothing.
 
         Args:
+            applied: whether the step changed weights.
             flat: whether the loss has no gradient at the values of this step, so that gradients do
                 not show what is trained. The backward pass must have reached a trained weight all
                 the same.
@@ -246,6 +244,7 @@ class FirstStepAudit:
         return coverage
 
     def coverage(self) -> Coverage:
+        """Count the parameters that take part in training, after the step."""
         moved = [
             p
             for name, p in self.attached.items()

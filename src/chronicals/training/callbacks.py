@@ -107,18 +107,13 @@ class Callbacks:
             self.error = error
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Return a context in which operations that would wait for the other ranks raise an error,
-        if that is a danger.
-        """
-        return (
-            nullcontext()
-            if self._divided is None
-            else refusing_collectives(self._divided, _needs_all)
-        )
+        """Return a context in which an operation that would wait for other ranks raises an error."""
+        if self._divided is None:
+            return nullcontext()
+        return refusing_collectives(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
-        """Raise a callback's exception on rank 0, and TrainingError with its message on the other
-        ranks.
+        """Raise a callback's exception on rank 0, and a TrainingError with its words elsewhere.
 
         All ranks must call it.
         """
@@ -181,6 +176,7 @@ class MetricsFile(Callback):
         self.path = path
 
     def run_began(self, run: Run) -> None:
+        """Remove the lines after the checkpoint that the run resumes from."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(self.path) if line["step"] <= run.step]
         aside = self.path.with_suffix(".aside")
@@ -188,9 +184,11 @@ class MetricsFile(Callback):
         os.replace(aside, self.path)
 
     def step_done(self, metrics: StepMetrics) -> None:
+        """Write the step's line."""
         self._append(metrics.to_dict())
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Write the evaluation's line; its metrics begin with ``eval_``."""
         self._append(
             {
                 "step": step,
@@ -204,8 +202,9 @@ class MetricsFile(Callback):
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the lines of a ``metrics.jsonl``, with NaN for ``null`` and without an incomplete last
-    line.
+    """Return the lines of a ``metrics.jsonl``.
+
+    ``null`` is NaN, and an incomplete last line is left out.
     """
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:

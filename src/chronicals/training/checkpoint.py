@@ -18,23 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
 from chronicals import saving
-from chronicals.distributed import VALUE, Mesh, ShardedAdamW, WeightShards, local
+from chronicals.distributed import (
+    VALUE,
+    Mesh,
+    RankFiles,
+    ShardedAdamW,
+    WeightShards,
+    is_divided,
+    local,
+)
 from chronicals.kernels.adamw import join_master, split_master
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,
+    ModelParts,
     Piece,
     Staging,
     StoredStates,
     check_folder,
     optimizer_files,
-    remove,
+    remove_folder,
     save_model,
+    save_without_weights,
     trained,
     write_folder,
     write_optimizer,
@@ -46,7 +56,7 @@ from chronicals.standard_json import to_json
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-STATE = "state.json"
+STATE_FILE = "state.json"
 RNG = "rng.safetensors"
 MODEL = "model"
 
@@ -57,7 +67,7 @@ STEP = re.compile(r"step-\d{8,}")
 def check_checkpoint(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint; None if it is whole."""
     damage = check_folder(folder, _hash)
-    missing = [name for name in (STATE, RNG, MODEL) if not (folder / name).exists()]
+    missing = [name for name in (STATE_FILE, RNG, MODEL) if not (folder / name).exists()]
     if not optimizer_files(folder):
         missing.append("optimizer.safetensors")
     return damage or (f"{missing[0]} is missing" if missing else None)
@@ -82,7 +92,7 @@ def newest_valid(output_dir: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class State:
+class CheckpointState:
     """The content of a checkpoint after one step.
 
     Attributes:
@@ -109,12 +119,16 @@ class State:
                 if isinstance(tensor, Tensor)
                 and (tensor.requires_grad or not isinstance(tensor, Parameter))
             },
-            **{("optimizer", name): _tensor(state) for name, state in self.optimizer.items()},
+            **{
+                ("optimizer", name): state.tensor if isinstance(state, Piece) else state
+                for name, state in self.optimizer.items()
+            },
         }
 
-    def staged(self, staging: Staging) -> State:
-        """Return the state with copies in host memory of all tensors that change, valid within
-        ``staging.reading``.
+    def staged(self, staging: Staging) -> CheckpointState:
+        """Return the state with copies in host memory of all tensors that change.
+
+        The copies are valid within ``staging.reading``.
         """
         copies = staging.copy(self.changing())
         weights = {
@@ -130,17 +144,17 @@ class State:
 
     def write_optimizer(self, folder: Path, ranks: Mesh) -> None:
         """Write this rank's optimizer states: its pieces if they are sharded, else all states."""
-        pieces = {name: state for name, state in self.optimizer.items() if isinstance(state, Piece)}
+        pieces: dict[str, Piece] = {}
+        whole: dict[str, Tensor] = {}
+        for name, state in self.optimizer.items():
+            if isinstance(state, Piece):
+                pieces[name] = state
+            else:
+                whole[name] = state
         if pieces or (ranks.count > 1 and not self.optimizer):
             write_pieces(pieces, folder, ranks.rank, ranks.count)
         else:
-            write_optimizer(
-                {name: _tensor(state) for name, state in self.optimizer.items()}, folder
-            )
-
-
-def _tensor(state: Tensor | Piece) -> Tensor:
-    return state.tensor if isinstance(state, Piece) else state
+            write_optimizer(whole, folder)
 
 
 @torch.no_grad()
@@ -149,7 +163,7 @@ def save_checkpoint(
     step: int,
     model: Any,
     text_files: Mapping[str, bytes],
-    state: State,
+    state: CheckpointState,
     keep: int,
     best: int | None = None,
     ranks: Mesh | None = None,
@@ -164,7 +178,14 @@ def save_checkpoint(
     would have resumed from them.
 
     Args:
+        output_dir: folder of the run.
+        step: number of steps done.
+        model: the model, for its files.
         text_files: result of ``saving.text_files``.
+        state: content of the checkpoint on this rank.
+        keep: number of checkpoints that remain.
+        best: step whose checkpoint stays; None for none.
+        ranks: all ranks of the run; None for a single process.
         beside: context, given the folder, in which it is written; it brings the files of other
             ranks.
         write_divided: writes the model from the files of all ranks, if no rank has all weights.
@@ -180,7 +201,7 @@ def save_checkpoint(
                 save_model(aside / MODEL, model, text_files, about, state.weights)
             state.write_optimizer(aside, ranks or Mesh())
             save_file(dict(state.random), aside / RNG)
-            (aside / STATE).write_text(to_json(state.facts, indent=1))
+            (aside / STATE_FILE).write_text(to_json(state.facts, indent=1))
         if write_divided is not None:
             write_divided(aside, about=about)
 
@@ -189,7 +210,7 @@ def save_checkpoint(
     kept = [other for other in earlier if best is not None and other.name == name_of(best)]
     others = [other for other in earlier if other not in kept]
     for old in others[max(keep - 1 - len(kept), 0) :]:
-        remove(old)
+        remove_folder(old)
     return folder
 
 
@@ -199,17 +220,18 @@ def name_of(step: int) -> str:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_text())
+    """Return the facts of a checkpoint: everything but tensors."""
+    return json.loads((folder / STATE_FILE).read_text())
 
 
-def load_weights(folder: Path, model: Any) -> None:
+def load_checkpoint_weights(folder: Path, model: Any) -> None:
     """Load the weights, or adapters, of a checkpoint into the model.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
     with _belonging_to(folder):
-        saving.load_weights(folder / MODEL, model)
+        saving.load_saved_weights(folder / MODEL, model)
 
 
 @torch.no_grad()
@@ -228,48 +250,39 @@ def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str,
         stored = StoredStates(folder)
         found = {}
         for name, parameter in trained(model):
-            found[name] = _with_lows(stored.of(name))
-            optimizer.load_state(parameter, found[name])
+            states = stored.of(name)
+            # Divided weights are stored in fp32: the lower half complements the bf16 value to it.
+            value = states.pop(VALUE, None)
+            if value is not None:
+                states["low"] = split_master(value)[1]
+            optimizer.load_state(parameter, states)
+            found[name] = states
         return found
-
-
-def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states of a weight, with its stored fp32 value replaced by the lower half.
-
-    The lower half complements the weight's bf16 value to the fp32 master. States without a stored
-    value are returned unchanged.
-    """
-    value = states.pop(VALUE, None)
-    return states if value is None else {**states, "low": split_master(value)[1]}
 
 
 @torch.no_grad()
 def load_divided(
     folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True
 ) -> None:
-    """Load weights whose rows are divided among the ranks, and their states; all ranks must call
-    it.
+    """Load weights whose rows are divided among the ranks, and their states.
+
+    All ranks must call it.
 
     Only rank 0 needs to see the checkpoint. One weight is whole at a time, except if the checkpoint
     was written by ranks that each held all weights.
 
     Args:
+        folder: the checkpoint.
+        model: model whose weights are set.
+        optimizer: optimizer whose states are set.
+        ranks: all ranks of the run.
         states: load optimizer states too.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
-    whole: Mapping[str, Tensor] = {}
-
-    def check() -> None:
-        nonlocal whole
-        with _belonging_to(folder):
-            if not _has_weights(
-                folder, model
-            ):  # written by ranks that held all weights: these are in the model's own files
-                whole = saving.stored_weights(folder / MODEL, model)
-
-    ranks.writer_does(check, CheckpointError)
+    whole: dict[str, Tensor] = {}
+    ranks.writer_does(lambda: whole.update(_whole_weights(folder, model)), CheckpointError)
     stored = StoredStates(folder) if ranks.writer else None
     shards = optimizer.shards
     assert isinstance(shards, WeightShards)
@@ -279,14 +292,17 @@ def load_divided(
         sent = optimizer.empty_states(parameter) if trains else {}
         value = torch.empty(parameter.shape, dtype=local(parameter).dtype, device=device)
         if stored is not None:
-            given = (
-                stored.of(name)
-                if trains
-                else {}
-                if whole
-                else {VALUE: stored.read(f"{name}:{VALUE}")}
-            )
-            value.copy_(given[VALUE] if VALUE in given else _joined(whole[name], given.get("low")))
+            given: dict[str, Tensor] = {}
+            if trains:
+                given = stored.of(name)
+            elif not whole:
+                given = {VALUE: stored.read(f"{name}:{VALUE}")}
+            if VALUE in given:
+                value.copy_(given[VALUE])
+            elif "low" in given and whole[name].dtype == torch.bfloat16:
+                value.copy_(join_master(whole[name], given["low"]))
+            else:
+                value.copy_(whole[name])
             for part, tensor in sent.items():
                 tensor.copy_(given[part])
         ranks.same_weights([value, *sent.values()])
@@ -295,24 +311,23 @@ def load_divided(
             optimizer.load_state(parameter, sent)
 
 
-def _joined(high: Tensor, low: Tensor | None) -> Tensor:
-    return high if low is None or high.dtype != torch.bfloat16 else join_master(high, low)
+def _whole_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
+    """Return the weights in the model's own files; none if the checkpoint has them with its states.
 
-
-def _has_weights(folder: Path, model: Any) -> bool:
-    """Return whether the checkpoint holds weights with their states.
+    Ranks that held all weights wrote them into the model's files.
 
     Raises:
-        ValueError: some are not there.
+        CheckpointError: the checkpoint belongs to another model.
     """
-    names = set(StoredStates(folder).names())
-    values = {name for name in names if name.endswith(f":{VALUE}")}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and f"{name}:exp_avg" not in names:
-            raise ValueError(f"it has no states of {name}")
-        if values and f"{name}:{VALUE}" not in values:
-            raise ValueError(f"it has no weight {name}")
-    return bool(values)
+    with _belonging_to(folder):
+        names = set(StoredStates(folder).names())
+        values = {name for name in names if name.endswith(f":{VALUE}")}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and f"{name}:exp_avg" not in names:
+                raise ValueError(f"it has no states of {name}")
+            if values and f"{name}:{VALUE}" not in values:
+                raise ValueError(f"it has no weight {name}")
+        return {} if values else saving.stored_weights(folder / MODEL, model)
 
 
 @contextmanager
@@ -324,8 +339,9 @@ def _belonging_to(folder: Path) -> Iterator[None]:
 
 
 def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Piece]:
-    """Return the optimizer's states, named ``weight:state``; this rank's pieces if they are
-    sharded.
+    """Return the optimizer's states, named ``weight:state``.
+
+    They are this rank's pieces if they are sharded.
     """
     found = {
         f"{name}:{part}": state
@@ -342,8 +358,9 @@ def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Pi
 
 
 def random_states(ranks: Mesh) -> dict[str, Tensor]:
-    """Return the random states of all ranks, which must all call it: ``cpu`` and ``cuda`` of the
-    first rank, ``cpu.1`` and so on of the others.
+    """Return the random states of all ranks, which must all call it.
+
+    Names are ``cpu`` and ``cuda`` for the first rank, ``cpu.1`` and so on for the others.
     """
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -356,14 +373,10 @@ def random_states(ranks: Mesh) -> dict[str, Tensor]:
     }
 
 
-def load_random_states(folder: Path) -> dict[str, Tensor]:
-    """Return the random states of all ranks that wrote the checkpoint."""
-    return load_file(folder / RNG)
-
-
 def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -> None:
-    """Restore the random states of this rank. If the checkpoint has none, log it and keep the
-    current ones.
+    """Restore the random states of this rank.
+
+    If the checkpoint has none, this is logged, and the current ones stay.
     """
     if _of_rank("cpu", rank) not in tensors:
         logger.warning(
@@ -379,3 +392,69 @@ def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -
 
 def _of_rank(device: str, rank: int) -> str:
     return f"{device}.{rank}" if rank else device
+
+
+class DividedModel:
+    """Writer of the model files of a run whose weights are divided among the ranks by rows.
+
+    The ranks that see the checkpoint's folder make the files from it, each rank a share. All ranks
+    must create the writer.
+
+    Args:
+        dtype: dtype of trained weights in the files.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype):
+        self._parts = ModelParts(model)
+        self._dtype = dtype
+        first = {id(p): name for name, p in model.named_parameters() if is_divided(p)}
+        values = model.state_dict(keep_vars=True)
+        self._stored = {name: first[id(p)] for name, p in values.items() if id(p) in first}
+        self._here = {
+            name: value.detach() for name, value in values.items() if name not in self._stored
+        }
+
+    def write(
+        self,
+        folder: Path,
+        name: str,
+        files: RankFiles,
+        text_files: Mapping[str, bytes],
+        about: Mapping[str, Any],
+    ) -> None:
+        """Write the model, on the first rank, together with the ranks that see the folder.
+
+        Args:
+            folder: the checkpoint's folder.
+            name: the model's folder in it.
+            files: files of all ranks.
+            text_files: result of ``saving.text_files``.
+            about: description of the run's data.
+
+        Raises:
+            CheckpointError: another rank could not write its share.
+        """
+        (folder / name).mkdir()
+        save_without_weights(folder / name, self._parts.form, text_files, about)
+        files.share(folder, lambda *turn: self.write_share(name, *turn))
+        self._parts.name_files(folder / name)
+
+    def write_share(self, name: str, folder: Path, turn: int, turns: int) -> None:
+        """Write one of ``turns`` shares of the files of ``name``."""
+        stored = StoredStates(folder)
+        self._parts.write(
+            folder / name,
+            turn,
+            turns,
+            lambda names: {key: self._read(stored, key) for key in names},
+        )
+
+    def _read(self, stored: StoredStates, name: str) -> Tensor:
+        if name in self._here:
+            return self._here[name]
+        value = stored.read(f"{self._stored[name]}:{VALUE}")
+        return (
+            split_master(value)[0]
+            if value.dtype == torch.float32 and self._dtype == torch.bfloat16
+            else value
+        )

@@ -1,6 +1,4 @@
-"""Compilation of a micro-step's Triton kernels before the first step, so that cold runs start
-sooner.
-"""
+"""Compilation of a micro-step's Triton kernels before the first step, for a faster start."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ def compile_micro_step(
     counts: Mapping[str, Count],
     precision: Precision,
 ) -> None:
-    """Trace a forward and backward pass that compiles Triton kernels in parallel without running
-    them.
+    """Compile the Triton kernels of a forward and backward pass in parallel, without running them.
 
     The computed values are meaningless: gradients and norms of rows are discarded, and the state of
     the random number generator is restored.

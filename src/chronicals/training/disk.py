@@ -7,8 +7,6 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import is_divided
 from chronicals.lora import adapters
@@ -35,45 +33,33 @@ class DiskUse:
     checkpoint: int
     at_a_time: int
 
-    @property
-    def largest(self) -> int:
-        """Maximum bytes that exist at the same time."""
-        return self.at_a_time * self.checkpoint + self.model
-
 
 def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -> DiskUse:
     """Compute what a run will write from its current step on.
 
     Args:
+        model: the prepared model.
+        config: configuration of the run.
+        run: state of the run, at the step from which it goes on.
         keeps_best: whether the checkpoint with the lowest held-out loss stays beside the newest.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adapted = next(adapters(model), None) is not None or hasattr(model, "get_base_model")
-    saved = _bytes(trained) if adapted else _bytes(list(model.parameters()))
+    written = trained if adapted else list(model.parameters())
+    saved = sum(parameter.numel() * parameter.element_size() for parameter in written)
     states = state_bytes(config, model, trained)
     if any(is_divided(parameter) for parameter in trained):
         count = sum(parameter.numel() for parameter in trained)
-        in_bf16 = config.mixed_precision == "bf16"
-        saved = count * (2 if in_bf16 else 4)
-        states += count * (
-            2 if in_bf16 else 4
-        )  # checkpoints hold fp32 weights instead of the lower halves of masters
-    kept = max(config.save_total_limit, 2 if keeps_best else 1)
-    at_a_time = min(_saves(config, run, keeps_best) + len(checkpoints(run.output_dir)), kept + 1)
-    return DiskUse(saved, saved + states, at_a_time)
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _saves(config: ChronicalsConfig, run: Run, keeps_best: bool) -> int:
-    """Return the largest number of checkpoints that the rest of the run writes."""
+        each = 2 if config.mixed_precision == "bf16" else 4
+        saved = count * each
+        states += count * each  # fp32 weights take the place of the lower halves of masters
     left = run.total_steps - run.step
     saves = -(-left // config.save_steps) if config.save_steps else 1
     if keeps_best and config.eval_steps:
         saves += left // config.eval_steps
-    return saves
+    kept = max(config.save_total_limit, 2 if keeps_best else 1)
+    at_a_time = min(saves + len(checkpoints(run.output_dir)), kept + 1)
+    return DiskUse(saved, saved + states, at_a_time)
 
 
 def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
@@ -92,7 +78,8 @@ def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
             "output_dir"
         )
     there = len(checkpoints(folder)) * use.checkpoint
-    if use.largest > free + there:
+    largest = use.at_a_time * use.checkpoint + use.model  # bytes that exist at the same time
+    if largest > free + there:
         fewer = (
             f"lower save_total_limit={config.save_total_limit}, "
             if config.save_total_limit > 1
@@ -104,7 +91,7 @@ def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:
             "another output_dir",
             str(folder),
             use.at_a_time,
-            _size(use.largest),
+            _size(largest),
             _size(free + there),
             fewer,
         )

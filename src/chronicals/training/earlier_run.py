@@ -1,5 +1,4 @@
-"""The run that a new one replaces in its folder, kept until the new one has its first checkpoint
-(``overwrite``).
+"""Earlier run in a folder, kept until the new one has its first checkpoint (``overwrite``).
 
 - As the new run begins, files whose names it uses too (metrics, report, recipe, ...) move to
   ``.earlier-run``. Checkpoints and the model stay where they are.
@@ -27,11 +26,11 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.reading.own_files import RUN_FILES
 from chronicals.models import within_adapters
 from chronicals.moe.router_terms import FILE as ANCHOR
-from chronicals.saving import MANIFEST, remove
+from chronicals.saving import MANIFEST, remove_folder
 from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
-from chronicals.training.columns import REFERENCE_FILE
 from chronicals.training.errors import CheckpointError
 from chronicals.training.lock import LOCK_FILE
+from chronicals.training.start_columns import REFERENCE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +77,16 @@ class EarlierRun:
     def discard(self) -> None:
         """Remove the earlier run, once the new run has a checkpoint."""
         self.kept = False
-        _discard(self.output_dir)
+        os.rename(self.output_dir / EARLIER, self.output_dir / DISCARDED)
+        remove_folder(self.output_dir / DISCARDED)
         logger.info("the run that was in %s before is replaced", self.output_dir)
 
 
 @contextmanager
 def replacing(output_dir: Path) -> Iterator[EarlierRun]:
-    """Return a context in which a new run writes to ``output_dir``, which holds an earlier run. If
-    the new run ends without a checkpoint, the earlier one is restored.
+    """Return a context in which a new run replaces the one in ``output_dir``.
+
+    If the new run ends without a checkpoint, the earlier one is restored.
 
     Raises:
         CheckpointError: the earlier run cannot be moved.
@@ -109,14 +110,15 @@ def put_back(output_dir: Path) -> None:
     """Restore an earlier run if the new run has no checkpoint; do nothing if there is none."""
     earlier = output_dir / EARLIER
     moving = output_dir / MOVING
-    remove(output_dir / DISCARDED)
+    remove_folder(output_dir / DISCARDED)
     if earlier.exists():
         replaced_by = earlier / REPLACED_BY
         if replaced_by.exists() and (output_dir / CHECKPOINTS / replaced_by.read_text()).exists():
-            _discard(output_dir)
+            os.rename(earlier, output_dir / DISCARDED)
+            remove_folder(output_dir / DISCARDED)
             return
         for name in BESIDE:
-            remove(output_dir / name)
+            remove_folder(output_dir / name)
         replaced_by.unlink(missing_ok=True)
         os.rename(earlier, moving)
     if moving.exists():
@@ -124,16 +126,11 @@ def put_back(output_dir: Path) -> None:
             _move(folder, output_dir / CHECKPOINTS / folder.name)
         for name in (*BESIDE, MODEL):
             _move(moving / name, output_dir / name)
-        remove(moving)
+        remove_folder(moving)
         logger.warning(
             "%s holds the earlier run again: the one that was to replace it had no checkpoint yet",
             output_dir,
         )
-
-
-def _discard(output_dir: Path) -> None:
-    os.rename(output_dir / EARLIER, output_dir / DISCARDED)
-    remove(output_dir / DISCARDED)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -148,25 +145,22 @@ def check_replaceable(output_dir: Path, model: Any, config: ChronicalsConfig) ->
         CheckpointError: the check failed; the message names the file.
     """
     said = f"output_dir={str(output_dir)!r} cannot be replaced (overwrite=True)"
-    if (foreign := next(foreign_files(output_dir), None)) is not None:
+    foreign = next(foreign_files(output_dir), None)
+    if foreign is not None:
         raise CheckpointError(
             f"{said}: no run wrote {str(foreign)!r}; move it, or choose another output_dir"
         )
-    for name in _read_by(model, config):
+    # What the run reads: its model, and the models that settings of the objective name.
+    trained = getattr(within_adapters(model).config, "_name_or_path", "")
+    read = [str(trained or model.config._name_or_path)]
+    for settings in config.sections.values():
+        read += [value for value in settings.values() if isinstance(value, str)]
+    for name in read:
         if Path(name).exists() and Path(name).resolve().is_relative_to(output_dir.resolve()):
             raise CheckpointError(
                 f"{said}: the new run itself reads {name!r}; copy that out of the folder, or "
                 "choose another output_dir"
             )
-
-
-def _read_by(model: Any, config: ChronicalsConfig) -> Iterator[str]:
-    """Yield the places that a run reads from, for its model and for the models in its settings."""
-    yield str(
-        getattr(within_adapters(model).config, "_name_or_path", "") or model.config._name_or_path
-    )
-    for settings in config.sections.values():
-        yield from (value for value in settings.values() if isinstance(value, str))
 
 
 def foreign_files(output_dir: Path) -> Iterator[Path]:
@@ -175,7 +169,11 @@ def foreign_files(output_dir: Path) -> Iterator[Path]:
         if path.name == MODEL:
             yield from _beside_manifest(path)
         elif path.name == CHECKPOINTS:
-            yield from _beside_checkpoints(path)
+            for folder in sorted(path.iterdir()):
+                if STEP.fullmatch(folder.name):
+                    yield from _beside_manifest(folder)
+                elif not LEFT.fullmatch(folder.name):
+                    yield folder
         elif path.name == "tensorboard":
             yield from (
                 file
@@ -186,17 +184,10 @@ def foreign_files(output_dir: Path) -> Iterator[Path]:
             yield path
 
 
-def _beside_checkpoints(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if STEP.fullmatch(path.name):
-            yield from _beside_manifest(path)
-        elif not LEFT.fullmatch(path.name):
-            yield path
-
-
 def _beside_manifest(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that its manifest does not list; the folder itself without a
-    manifest.
+    """Yield the files of a folder that its manifest does not list.
+
+    Without a manifest it is the folder itself.
     """
     try:
         described = json.loads((folder / MANIFEST).read_text())

@@ -1,6 +1,6 @@
-"""Exceptions of training, in a module without heavy imports."""
+"""Exceptions of training and of its checkpoints."""
 
-from chronicals.saving.errors import CheckpointError
+from chronicals.saving.folders import CheckpointError
 
 __all__ = ["CheckpointError", "Interrupted", "TrainingError"]
 
@@ -10,6 +10,7 @@ class TrainingError(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """The run was stopped from outside after a checkpoint was written; the message says how to
-    resume.
+    """The run was stopped from outside after a checkpoint was written.
+
+    The message says how to resume.
     """

@@ -27,11 +27,10 @@ from chronicals.models import (
     present,
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
-from chronicals.training.columns import with_frozen_columns
-from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
+from chronicals.training.frozen import bring_frozen, frozen_attending, with_frozen_columns
 from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
-from chronicals.training.step import asked_before, asks_before, counts_of, nothing, values_before
+from chronicals.training.step import asked_before, counts_of, nothing, values_before
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -100,11 +99,16 @@ def evaluate(
     limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     passed: Callable[[], None] = nothing,
 ) -> Evaluation:
-    """Evaluate the objective on every document of ``steps``, without dropout; the model's modules
-    return to their modes.
+    """Evaluate the objective on every document of ``steps``, without dropout.
+
+    The model's modules return to their modes.
 
     Args:
+        model: the model, presented.
+        objective: objective whose terms are summed.
         steps: steps that end.
+        precision: dtypes of the run.
+        ranks: all ranks of the run; None for a single process.
         limited: context entered for each step and for the sums at the end, where processes wait for
             each other.
         passed: called after each pass through the model; the host launches one pass ahead.
@@ -114,7 +118,15 @@ def evaluate(
     sums = dict[str, Tensor]()
     terms = dict[str, Term]()
     with in_evaluation(model.model):
-        done = _Passes(precision.device, passed)
+        earlier = Moment(precision.device)
+
+        def done() -> None:
+            """Wait, after each pass that is launched, until the device is done with the one before."""
+            nonlocal earlier
+            earlier.wait()
+            earlier = Moment(precision.device)
+            passed()
+
         known = _known_of_all(model, objective, steps, precision, ranks, limited, done)
         for step in steps.steps(count=steps.left(None)):
             counts.update(counts_of(step, ranks))
@@ -155,7 +167,7 @@ def _known_of_all(
     Its values are those of all data, so that they do not depend on the number of documents in a
     step.
     """
-    if not asks_before(objective):
+    if type(objective).before_step is Objective.before_step:
         return itertools.repeat({})
     counts = Counter[str]()
     added = list[Mapping[str, Tensor]]()
@@ -180,22 +192,6 @@ def _known_of_all(
     with limited():
         values = values_before(sums, terms, counts, ranks)
     return iter([{**segments, **values} for segments in added])
-
-
-class _Passes:
-    """Callable after each pass that the host has launched: waits until the device is done with the
-    pass before.
-    """
-
-    def __init__(self, device: torch.device, passed: Callable[[], None]):
-        self.device = device
-        self.passed = passed
-        self.earlier = Moment(device)
-
-    def __call__(self) -> None:
-        self.earlier.wait()
-        self.earlier = Moment(self.device)
-        self.passed()
 
 
 def evaluate_data(
@@ -235,7 +231,8 @@ def evaluate_data(
     )
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)
-    check_frozen_positions(objective, store.longest)
+    for frozen in objective.frozen.values():
+        check_positions(frozen.model, store.longest)
     presented = present(
         model,
         config.use_fused_kernels,

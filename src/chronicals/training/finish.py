@@ -20,7 +20,6 @@ from chronicals.saving import differences, text_files, write_folder
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.errors import CheckpointError
-from chronicals.training.evaluation import Evaluation
 from chronicals.training.report import Report, Sample, data_reports
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
@@ -84,6 +83,12 @@ def finish(
     """Load the best weights if they are kept, and write the model and the report on rank 0.
 
     Args:
+        run: state of the run after its last step.
+        model: the trained model.
+        tokenizer: its tokenizer.
+        config: configuration of the run.
+        ranks: all ranks of the run.
+        saved: checkpoints of the run.
         about: makes the result of ``about_data``.
         answers: makes the samples of the report.
 
@@ -114,7 +119,16 @@ def finish(
     def write() -> None:
         write_folder(model_dir, write_model)
         try:
-            facts = _facts(run, model, ranks, model_step, evaluation)
+            facts = {
+                "model": model.config._name_or_path or type(model).__name__,
+                "steps": run.step,
+                "weights written": f"of step {model_step}",
+                "trainable parameters": f"{run.trainable_share:.2%}",
+                "last training loss": f"{run.last_loss:.4f}",
+            }
+            if evaluation:
+                facts["held-out loss"] = f"{evaluation.loss:.4f}"
+            facts["processes"] = ranks.count
             title = f"chronicals: {run.output_dir.name}"
             metrics = read_metrics(run.output_dir / "metrics.jsonl")
             data = data_reports(run.output_dir)
@@ -137,17 +151,3 @@ def finish(
     return TrainingResult(
         run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report
     )
-
-
-def _facts(
-    run: Run, model: Any, ranks: Mesh, model_step: int, evaluation: Evaluation | None
-) -> dict[str, Any]:
-    return {
-        "model": model.config._name_or_path or type(model).__name__,
-        "steps": run.step,
-        "weights written": f"of step {model_step}",
-        "trainable parameters": f"{run.trainable_share:.2%}",
-        "last training loss": f"{run.last_loss:.4f}",
-        **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
-        "processes": ranks.count,
-    }

@@ -36,7 +36,7 @@ from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.step import StepParts, gradients_of
+from chronicals.training.step import TrainingStepParts, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ The added rows of the head cost time, but fewer shapes occur.
 _MOST = 64
 """Maximum number of shapes that are captured; others run eagerly."""
 
-Result = TypeVar("Result")
+CapturedResult = TypeVar("CapturedResult")
+"""What a captured function returns."""
+
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather between hosts: from the numbers of this rank to those of all ranks."""
 BatchShape = tuple[
@@ -65,6 +67,7 @@ class Graph:
     looked_up: list[Tensor]
 
     def replay(self) -> None:
+        """Launch the graph on the current stream."""
         self.graph.replay()
 
 
@@ -85,9 +88,10 @@ class Recorder:
             yield
         caller.wait_stream(self.stream)
 
-    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
-        """Capture ``run``; return its graph and its result, whose tensors are filled by the first
-        replay.
+    def capture(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult]:
+        """Capture ``run``; return its graph and its result.
+
+        Tensors of the result are filled by the first replay.
 
         Raises:
             RuntimeError: it cannot be captured; nothing has run.
@@ -137,7 +141,7 @@ class GraphedStep:
 
     def __init__(
         self,
-        parts: StepParts,
+        parts: TrainingStepParts,
         weights: Iterable[Tensor],
         parameters: list[Tensor],
         optimizer: FusedAdamW,
@@ -164,6 +168,7 @@ class GraphedStep:
         self.releases = 0
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Replay the graph of the micro-batch's shape; capture it at the second one of that shape."""
         if first:
             self._begin(counts)
         batch, alike = self._agreed(_rounded(batch), first)
@@ -179,15 +184,20 @@ class GraphedStep:
         if alike:
             self.met.add(shape)
         if not alike or shape not in self.of_micro:
-            return self._micro_as_usual(batch, first)
+            if first and self.gradients is not None:
+                torch._foreach_zero_([kept for kept in self.gradients if kept is not None])
+                self._set_gradients(self.gradients)
+            scalars = self.parts.micro(batch, self.counts, first)
+            if self._gradients_differ():
+                self._give_up("a weight that had no gradient before has one now")
+            return scalars
         captured = self.of_micro[shape]
         _fill(captured.batch, batch)
         captured.graph.replay()
         return captured.scalars
 
     def _agreed(self, batch: Batch, first: bool) -> tuple[Batch, bool]:
-        """Return the batch with the largest bounds of all ranks, and whether its shape is the same
-        on all.
+        """Return the batch with the largest bounds of all ranks, and whether all have one shape.
 
         If the shapes differ, the batch is returned unchanged. If one rank has released its graphs
         or given up, this rank does the same.
@@ -200,17 +210,14 @@ class GraphedStep:
             self.release()
             self.releases = releases
         if given_up:
-            self._go_on_without(first)
+            # All ranks come here in the same micro-step, and exchange no shapes from now on.
+            self.exchange = None
+            if not self.given_up:
+                self._give_up("another process could not go on with graphs")
+            if first:
+                self._set_gradients(None)  # they are the previous step's
         alike = len({sizes for *_, sizes in told}) == 1
         return (_within(batch, bounds) if alike else batch), alike
-
-    def _go_on_without(self, first: bool) -> None:
-        """Stop using graphs and exchanging shapes. All ranks call it in the same micro-step."""
-        self.exchange = None
-        if not self.given_up:
-            self._give_up("another process could not go on with graphs")
-        if first:
-            self._set_gradients(None)  # they are the previous step's
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
         """Copy the values that differ between steps to the device."""
@@ -227,15 +234,6 @@ class GraphedStep:
         )
         self.optimizer.refresh_rates()
         self.optimizer.settle()
-
-    def _micro_as_usual(self, batch: Batch, first: bool) -> dict[str, Tensor]:
-        if first and self.gradients is not None:
-            torch._foreach_zero_(_there(self.gradients))
-            self._set_gradients(self.gradients)
-        scalars = self.parts.micro(batch, self.counts, first)
-        if self._gradients_differ():
-            self._give_up("a weight that had no gradient before has one now")
-        return scalars
 
     def _gradients_differ(self) -> bool:
         """Return whether ``grad`` of a parameter is not the tensor that graphs write."""
@@ -260,14 +258,27 @@ class GraphedStep:
         def run() -> dict[str, Tensor]:
             scalars = self.parts.micro(static, self.counts, first)
             if first and self.gradients is not None:
-                _copy_gradients(self.gradients, [p.grad for p in self.parameters])
+                kept: list[Tensor] = []
+                new: list[Tensor] = []
+                absent: list[Tensor] = []
+                for there, parameter in zip(self.gradients, self.parameters):
+                    if there is None and parameter.grad is not None:
+                        raise RuntimeError("a weight that had no gradient before has one now")
+                    if there is not None and parameter.grad is not None:
+                        kept.append(there)
+                        new.append(parameter.grad)
+                    elif there is not None:
+                        absent.append(there)
+                torch._foreach_copy_(kept, new)
+                if absent:
+                    torch._foreach_zero_(absent)
             return scalars
 
         captured = self._captured_by_all(run)
         if captured is not None:
             self.of_micro[shape] = _Captured(captured[0], static, captured[1])
             made = [p.grad for p in self.parameters]
-            if self.gradients is None and _there(made):
+            if self.gradients is None and any(gradient is not None for gradient in made):
                 self.gradients = made
         self._set_gradients(held if self.gradients is None else self.gradients)
 
@@ -302,9 +313,10 @@ class GraphedStep:
             self._set_gradients(self.gradients)
         return scalars
 
-    def _captured(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
-        """Capture ``run``; return its graph and its result, or None, with one warning, if that
-        fails.
+    def _captured(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult] | None:
+        """Capture ``run``; return its graph and its result.
+
+        It is None, with one warning, if that fails.
         """
         try:
             return self.recorder.capture(run)
@@ -312,10 +324,10 @@ class GraphedStep:
             self._cannot_capture(str(error.__context__ or error).splitlines()[0])
             return None
 
-    def _captured_by_all(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
-        """Return the result of ``_captured``, or None if it failed on a rank that must replay it
-        too.
-        """
+    def _captured_by_all(
+        self, run: Callable[[], CapturedResult]
+    ) -> tuple[Graph, CapturedResult] | None:
+        """Return the result of ``_captured``; None if a rank failed that must replay it too."""
         captured = self._captured(run)
         if self.exchange is None or all(
             there for (there,) in self.exchange([captured is not None])
@@ -335,8 +347,9 @@ class GraphedStep:
         )
 
     def release(self) -> None:
-        """Free the graphs' memory. Gradients are None afterwards, and later steps are captured
-        again.
+        """Free the graphs' memory.
+
+        Gradients are None afterwards, and later steps are captured again.
         """
         self.recorder.forget()
         self.of_micro.clear()
@@ -368,8 +381,9 @@ def _bounds(batch: Batch) -> tuple[int, int, int, int]:
 
 
 def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
-    """Return the Batch with other ``_bounds``, none of them smaller; added bounds repeat the last
-    one.
+    """Return the Batch with other ``_bounds``, none of them smaller.
+
+    Added document bounds repeat the last one.
     """
     longest, keys, trained, entries = bounds
     ends = batch.cu_seqlens
@@ -390,26 +404,6 @@ def _other_sizes(batch: Batch) -> int:
     entries = len(batch.cu_seqlens) if batch.segments or batch.keys else 0
     sizes = [(name, tuple(tensor.shape)) for name, tensor in _further(batch).items()]
     return zlib.crc32(repr((len(batch), entries, batch.trained is None, sizes)).encode())
-
-
-def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _copy_gradients(kept: list[Tensor | None], new: list[Tensor | None]) -> None:
-    """Copy gradients into the tensors that stay allocated; write zeros if a weight has none now.
-
-    Raises:
-        RuntimeError: a weight has a gradient now but had none when the first graph was captured.
-    """
-    pairs = list(zip(kept, new))
-    if any(there is None and given is not None for there, given in pairs):
-        raise RuntimeError("a weight that had no gradient before has one now")
-    found = [(there, given) for there, given in pairs if there is not None and given is not None]
-    torch._foreach_copy_([there for there, _ in found], [given for _, given in found])
-    absent = [there for there, given in pairs if there is not None and given is None]
-    if absent:
-        torch._foreach_zero_(absent)
 
 
 def _rounded(batch: Batch) -> Batch:
@@ -444,8 +438,7 @@ def _further(batch: Batch) -> dict[str, Tensor]:
 
 
 def enable_cuda_graphs(trainer: Any) -> None:
-    """Make a ``ChronicalsTrainer`` use CUDA graphs, like ``use_cuda_graphs=True`` in its
-    configuration.
+    """Make a ``ChronicalsTrainer`` use CUDA graphs, like ``use_cuda_graphs=True``.
 
     If that is impossible, ``train`` raises ConfigurationError with the reason.
     """

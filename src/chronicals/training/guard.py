@@ -1,10 +1,11 @@
-"""Checks that end a run if nothing is learned."""
+"""Errors that end a run: nothing is learned, or the memory of the card is exhausted."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, local
 from chronicals.objectives import Objective
+from chronicals.policies.memory_check import ways_to_take_less
 from chronicals.training.errors import TrainingError
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.precision import Precision
@@ -63,40 +65,35 @@ def check_step(
             f"step; {how_to_resume(run.output_dir)}"
         )
     if metrics.targets and metrics.grad_norm == 0.0:
-        _check_zero_gradient(run, metrics, objective)
+        reason = objective.why_no_gradient({"loss": metrics.loss, **metrics.others})
+        if reason is None:
+            raise TrainingError(
+                f"step {metrics.step}: every gradient is zero, nothing is trained (loss "
+                f"{metrics.loss}); {how_to_resume(run.output_dir)}"
+            )
+        run.without_gradient += 1
+        if run.without_gradient == 1:
+            logger.warning(
+                "step %d has no gradient: %s (loss %g); it counts as a step, as do others like it",
+                metrics.step,
+                reason,
+                metrics.loss,
+            )
+        if not run.applied and run.without_gradient >= MOST_FLAT:
+            raise TrainingError(
+                f"step {metrics.step}: none of the first {run.without_gradient} steps had a "
+                f"gradient, so nothing is learned: {reason} (loss {metrics.loss}). Take another "
+                "loss, reference or beta, or data that the model does not know yet"
+            )
     else:
         run.applied += 1
 
 
-def _check_zero_gradient(run: Run, metrics: StepMetrics, objective: Objective) -> None:
-    reason = objective.why_no_gradient({"loss": metrics.loss, **metrics.others})
-    if reason is None:
-        raise TrainingError(
-            f"step {metrics.step}: every gradient is zero, nothing is trained (loss "
-            f"{metrics.loss}); "
-            f"{how_to_resume(run.output_dir)}"
-        )
-    run.without_gradient += 1
-    if run.without_gradient == 1:
-        logger.warning(
-            "step %d has no gradient: %s (loss %g); it counts as a step, as do others like it",
-            metrics.step,
-            reason,
-            metrics.loss,
-        )
-    if not run.applied and run.without_gradient >= MOST_FLAT:
-        raise TrainingError(
-            f"step {metrics.step}: none of the first {run.without_gradient} steps had a gradient, "
-            "so nothing is learned: "
-            f"{reason} (loss {metrics.loss}). Take another loss, reference or beta, or data that "
-            "the model does not know yet"
-        )
-
-
 @torch.no_grad()
-def check_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
-    """Check that all weights are finite, before they replace a good checkpoint; all ranks must call
-    it.
+def check_finite_weights(run: Run, parameters: Sequence[Tensor], ranks: Mesh) -> None:
+    """Check that all weights are finite, before they replace a good checkpoint.
+
+    All ranks must call it.
 
     Raises:
         TrainingError: a weight on any rank is not finite.
@@ -144,3 +141,27 @@ def check_that_something_was_applied(run: Run, precision: Precision) -> None:
             "'fp32', or let it fall "
             f"further in more than max_steps={run.total_steps}: {how_to_resume(run.output_dir)}"
         )
+
+
+@contextmanager
+def saying_what_helps(
+    config: ChronicalsConfig, device: torch.device, ranks: int = 1
+) -> Iterator[None]:
+    """Context manager that turns an out-of-memory error into TrainingError.
+
+    The message says how much memory there is, what uses it, and which settings need less.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = ""
+        if device.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(device)
+            ours = torch.cuda.max_memory_allocated(device)
+            others = whole - free - torch.cuda.memory_reserved(device)
+            held = (
+                f" ({whole / 2**30:.1f} GiB; this run held up to {ours / 2**30:.1f}, the driver "
+                f"and others hold {others / 2**30:.1f})"
+            )
+        ways = "; or ".join(ways_to_take_less(config, ranks))
+        raise TrainingError(f"out of memory on {device}{held}. Less is taken by {ways}") from error

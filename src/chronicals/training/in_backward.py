@@ -67,10 +67,13 @@ class UpdatesInBackward:
         ]
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Wait until weights may change, since ``micro`` changes them."""
         hold()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
-        self._forget()
+        """Run forward and backward of the step's only micro-batch, which updates the weights."""
+        self.waiting.clear()
+        self.held = 0
         self.squares.zero_()
         self.optimizer.refresh_rates()
         moved = batch.to(self.precision.device, non_blocking=True)
@@ -94,15 +97,13 @@ class UpdatesInBackward:
         self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
         for parameter in self.waiting:
             parameter.grad = None
-        self._forget()
-
-    def _forget(self) -> None:
         self.waiting.clear()
         self.held = 0
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Return the norm of all gradients and whether all were applied; weights are updated
-        already.
+        """Return the norm of all gradients and whether all were applied.
+
+        Weights are updated already.
         """
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
@@ -113,4 +114,5 @@ class UpdatesInBackward:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._forget()
+        self.waiting.clear()
+        self.held = 0

@@ -15,7 +15,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
-from chronicals.objectives import default_learning_rate
+from chronicals.objectives import OBJECTIVES
 from chronicals.training import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -52,19 +52,23 @@ class Length:
 
     @classmethod
     def of(cls, config: ChronicalsConfig, plan: PackPlan, ranks: int = 1) -> Length:
+        """Return the length of a run over ``plan`` on so many ranks."""
         packs_a_step = config.batch_size * config.gradient_accumulation_steps * ranks
-        steps = config.max_steps or _steps(len(plan) * (config.epochs or 1), packs_a_step)
+        packs = len(plan) * (config.epochs or 1)
+        steps = config.max_steps or -(-packs // packs_a_step)
         return cls(len(plan), plan.tokens, packs_a_step, steps)
 
     @property
     def steps_an_epoch(self) -> int:
-        return _steps(self.packs, self.packs_a_step)
+        """Optimizer steps of one epoch; the last one may take fewer packs."""
+        return -(-self.packs // self.packs_a_step)
 
     def epochs(self, config: ChronicalsConfig) -> float:
         """Return the number of passes over the data in the whole run."""
         return config.epochs or self.steps * self.packs_a_step / self.packs
 
     def words(self, config: ChronicalsConfig) -> str:
+        """Describe the length for the log."""
         epochs = self.epochs(config)
         batch = (
             f"batch_size {config.batch_size} x gradient_accumulation_steps "
@@ -86,12 +90,13 @@ class Length:
 
 
 def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) -> ChronicalsConfig:
-    """Return ``config`` with a ``learning_rate``, by default that of the objective; log the
-    default.
+    """Return ``config`` with a learning rate, by default that of the objective.
 
-    The default depends on whether adapters or all weights are trained.
+    The default depends on whether adapters or all weights are trained, and is logged.
 
     Args:
+        config: configuration of the run.
+        ranks: all ranks; the first one logs.
         model: model that may have adapters already.
     """
     if "learning_rate" in config.explicit:
@@ -101,7 +106,8 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) 
         or hasattr(model, "chronicals_lora")
         or bool(getattr(model, "peft_config", None))
     )
-    rate = default_learning_rate(config, adapters)
+    objective = OBJECTIVES[config.objective]
+    rate = objective.adapter_learning_rate if adapters else objective.full_learning_rate
     if ranks.writer:
         trained = "adapters" if adapters else "full fine-tuning"
         logger.info(
@@ -121,11 +127,15 @@ def fit_batch(
     rank 0. The length of the run is logged.
 
     Args:
+        config: configuration of the run.
         plan: packs of one epoch.
+        ranks: all ranks of the run.
         resumed: checkpoint that the run resumes from.
     """
     before = _config_of_run(resumed) if resumed is not None else {}
-    kept = _on_processes(before, ranks.data_count)
+    # As many forward passes as keep the packs of a step on other processes.
+    passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), ranks.data_count)
+    kept = before if rest or not passes else {**before, PASSES: passes}
     length_before = (
         _length_of_run(before, ranks)
         if resumed is not None and not config.explicit & {*_LENGTHS}
@@ -143,7 +153,7 @@ def fit_batch(
             enough = (
                 size
                 for size in range(batch[name], 0, -1)
-                if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH
+                if -(-len(plan) // (size * rest)) >= STEPS_AN_EPOCH
             )
             batch[name] = kept.get(name) or next(enough, 1)
     agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
@@ -205,19 +215,12 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
         )
 
 
-def _on_processes(before: Mapping[str, Any], processes: int) -> Mapping[str, Any]:
-    """Return the batch of a run, with as many forward passes as keep the packs of a step on
-    ``processes``.
-    """
-    passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), processes)
-    return before if rest or not passes else {**before, PASSES: passes}
-
-
 def _warn_of_other_steps(
     before: Mapping[str, Any], fitted: ChronicalsConfig, processes: int
 ) -> None:
-    """Warn if a resumed run has another number of packs in a step, because there are other
-    processes.
+    """Warn if a resumed run has another number of packs in a step than before.
+
+    The number of processes is another one then.
     """
     then = before.get(PROCESSES, processes)
     of_a_pass = fitted.batch_size * processes
@@ -240,8 +243,9 @@ def _warn_of_other_steps(
 
 
 def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
-    """Return which of ``_LENGTHS`` the run began with, as the first rank knows it; empty if it had
-    neither.
+    """Return which of ``_LENGTHS`` the run began with, as the first rank knows it.
+
+    It is empty if the run had neither.
     """
     steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in _LENGTHS]))[
         0
@@ -257,8 +261,9 @@ def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
 
 
 def _config_of_run(folder: Path) -> Mapping[str, Any]:
-    """Return ``SHRUNK``, ``_LENGTHS`` and ``PROCESSES`` of a checkpoint; empty if it is on another
-    machine.
+    """Return ``SHRUNK``, ``_LENGTHS`` and ``PROCESSES`` of a checkpoint.
+
+    It is empty if the checkpoint is on another machine.
     """
     try:
         state = checkpoint.load_state(folder)
@@ -270,10 +275,6 @@ def _config_of_run(folder: Path) -> Mapping[str, Any]:
         return of_run | ({PROCESSES: state[PROCESSES]} if PROCESSES in state else {})
     except (OSError, json.JSONDecodeError, KeyError):
         return {}
-
-
-def _steps(packs: int, packs_a_step: int) -> int:
-    return -(-packs // packs_a_step)
 
 
 def _counted(count: float, noun: str) -> str:

@@ -32,7 +32,7 @@ from chronicals.policies.divided_weights import check_divisible
 from chronicals.policies.facts import DIVIDE_WEIGHTS, PRODUCT_TYPES
 from chronicals.policies.sharding import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
-from chronicals.training.adapters import begins_with_weights, watcher
+from chronicals.training.adapters import lora_config_of, watcher
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,14 @@ def load_to_train(
     place = saved.place
     loads_as_usual = kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
     plain = not saved.adapted and gguf_of(place) is None and loads_as_usual
+    # Some starting values of adapters are computed from the base's whole weights.
+    starts_from_weights = config.use_lora and (
+        watcher(config) is not None or lora_config_of(config).takes_from_weights
+    )
     by_rows = (
         ranks.count > 1
         and plain
-        and not begins_with_weights(config)
+        and not starts_from_weights
         and not is_packed(saved.config(trust_remote_code))
     )
     if by_rows:
@@ -132,7 +136,8 @@ def _divided(
             model = load_for_rows(place, dtype, trust_remote_code)
     except NotByRows as error:
         otherwise = error
-    _prove_that_files_are_alike(place, ranks)
+    # Each rank keeps rows that no other rank sees, so all must read the same files.
+    prove_alike(ranks, {"the content of the model's files": digest_of_files(place)})
     if otherwise is not None:
         if "sharding" in config.explicit:
             raise otherwise
@@ -149,8 +154,3 @@ def _divided(
     put_whole(layers, device)
     shard_frozen(layers, ranks, sharing, device, kept)
     return model
-
-
-def _prove_that_files_are_alike(place: Path | str, ranks: Mesh) -> None:
-    """Check that all ranks read the same files, since each keeps rows that no other rank sees."""
-    prove_alike(ranks, {"the content of the model's files": digest_of_files(place)})

@@ -1,6 +1,4 @@
-"""Locks on folders, which the kernel releases when the process that holds them ends, however it
-ends.
-"""
+"""Locks on folders, which end with the process that holds them, however it ends."""
 
 from __future__ import annotations
 

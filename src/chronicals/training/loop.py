@@ -1,32 +1,120 @@
-"""Loop of a run: steps, and between them metrics, evaluations, checkpoints and the end."""
+"""Loop of a run: steps, and between them metrics, evaluations, checkpoints and the end.
+
+Ctrl-C, SIGTERM or ``ChronicalsTrainer.stop`` end a run after the current step.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from chronicals.data.packs.steps import Steps
-from chronicals.distributed import RankWatch
+from chronicals.distributed import WAITING, Mesh, RankWatch
 from chronicals.training.audit import FirstStepAudit
 from chronicals.training.callbacks import Callback, Callbacks
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
-from chronicals.training.guard import check_step, check_weights
+from chronicals.training.guard import check_finite_weights, check_step
 from chronicals.training.metrics import Moment, PendingMetrics
 from chronicals.training.resume import how_to_resume
 from chronicals.training.run import Run
 from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.session import Session, StepHooks
 from chronicals.training.step import rate_factor, set_learning_rate
-from chronicals.training.stopping import Stop
 
 logger = logging.getLogger(__name__)
+
+
+class Stop:
+    """Request to end a run, from any rank.
+
+    Attributes:
+        reason: reason for the user; None if nobody has asked.
+        save: True if a checkpoint is written first.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.save = True
+
+    def ask(self, reason: str, save: bool = True) -> None:
+        """Ask the run to end; may be called from any thread and from signal handlers."""
+        self.save = save
+        self.reason = reason
+
+    def is_asked(
+        self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool
+    ) -> bool:
+        """Return whether the run is to end after this step, the same on all ranks.
+
+        All ranks must call it.
+
+        Args:
+            ranks: all ranks of the run.
+            device: device of the run.
+            callbacks: callbacks of the run, one of which may have raised an exception.
+            failed: whether this rank could not write a checkpoint; then, too, it is to end.
+
+        Raises:
+            BaseException: what a callback raised on the first rank since the last time;
+                ``TrainingError`` on the others.
+        """
+        ends = failed or self.reason is not None
+        if ranks.count == 1:
+            return ends
+        own = [ends, self.reason is not None and not self.save, callbacks.error is not None]
+        with WAITING.within():  # around tolist() too: with nccl only it waits for the other ranks
+            asked, unsaved, raised = ranks.sum(
+                torch.tensor(own, dtype=torch.float32, device=device)
+            ).tolist()
+        if raised:
+            callbacks.raise_anywhere()
+        if asked:
+            reasons = enumerate(ranks.gather_values(self.reason))
+            elsewhere = next(
+                (f"{reason} on rank {rank}" for rank, reason in reasons if reason is not None), None
+            )
+            self.reason = self.reason or elsewhere
+            self.save = not unsaved
+        return bool(asked)  # a request since the sum counts after the next step
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Return a context in which the first Ctrl-C or SIGTERM asks the run to end.
+
+        The second ends the process at once. Both work in the main thread only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def heed(number: int, _frame: object) -> None:
+            reason = f"stopped by {signal.Signals(number).name}"
+            logger.warning("%s: finishing the step and saving; again to stop at once", reason)
+            restore()
+            self.ask(reason)
+
+        for number in before:
+            signal.signal(number, heed)
+        try:
+            yield
+        finally:
+            restore()
 
 
 class Loop:
@@ -133,8 +221,9 @@ class Loop:
         self.callbacks.raise_anywhere()
 
     def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
-        """Return whether a step has no gradient and the objective gives a reason; waits for the
-        device.
+        """Return whether a step has no gradient and the objective gives a reason.
+
+        It waits for the device.
         """
         values = {name: float(value) for name, value in scalars.items()}
         return (
@@ -154,13 +243,14 @@ class Loop:
             due.add("evaluate")
         if last or (config.save_steps and run.step % config.save_steps == 0):
             due.add("save")
-        if self._asked_to_stop():
+        # Several ranks ask each other, which waits for the device, only if the metrics of the step,
+        # which are the same on all of them, say that one rank was asked.
+        if (self.session.ranks.count == 1 or self._told) and self._is_stopped():
             due.add("stop")
         return due
 
     def _is_over_after(self, due: set[str]) -> bool:
-        """Do what is due, and return whether the run is over because the held-out loss no longer
-        falls.
+        """Do what is due, and return whether the held-out loss no longer falls enough to go on.
 
         Raises:
             Interrupted: the run was asked to stop, perhaps during the evaluation.
@@ -175,7 +265,7 @@ class Loop:
             or enough
             or (asked and self.stop.save)
         ):
-            check_weights(run, self.session.parameters, self.session.ranks)
+            check_finite_weights(run, self.session.parameters, self.session.ranks)
             self.saved.save(
                 run, self.session.optimizer, self.session.precision, self.steps, self.about()
             )
@@ -193,14 +283,6 @@ class Loop:
             lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
-
-    def _asked_to_stop(self) -> bool:
-        """Return whether the run is asked to stop.
-
-        Several ranks ask each other, which waits for the device, only if the metrics of the step,
-        which are the same on all of them, say that one rank was asked.
-        """
-        return (self.session.ranks.count == 1 or self._told) and self._is_stopped()
 
     def _is_stopped(self) -> bool:
         return self.stop.is_asked(

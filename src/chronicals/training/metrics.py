@@ -49,7 +49,8 @@ class StepMetrics:
             ValueError: the objective calls something by a name that a step's metrics have.
         """
         own = {name: value for name, value in vars(self).items() if name != "others"}
-        if taken := own.keys() & self.others:
+        taken = own.keys() & self.others
+        if taken:
             raise ValueError(
                 f"the objective calls something {', '.join(sorted(taken))}, as metrics of a step "
                 "are; rename it"
@@ -71,12 +72,6 @@ class Moment:
         """Wait until the device reaches it."""
         if self.event is not None:
             self.event.synchronize()
-
-    def seconds_since(self, earlier: Moment) -> float:
-        """Return the seconds between two moments that the device has reached."""
-        if self.event is None or earlier.event is None:
-            return self.clock - earlier.clock
-        return earlier.event.elapsed_time(self.event) / 1000
 
 
 class PendingMetrics:
@@ -122,14 +117,18 @@ class PendingMetrics:
         self.moment.wait()
         if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30
+        ended = self.moment
+        if ended.event is None or self.began.event is None:
+            seconds = ended.clock - self.began.clock
+        else:
+            seconds = self.began.event.elapsed_time(ended.event) / 1000
         got = dict(zip(self.names, self.values.tolist()))
         self.told = got.pop("told", 0.0) > 0
         return StepMetrics(
             loss=got.pop("loss"),
             grad_norm=got.pop("grad_norm"),
             skipped=not got.pop("applied"),
-            tokens_per_second=self.known["tokens"]
-            / max(self.moment.seconds_since(self.began), 1e-9),
+            tokens_per_second=self.known["tokens"] / max(seconds, 1e-9),
             memory_gib=memory,
             others=got,
             **self.known,  # type: ignore[arg-type]

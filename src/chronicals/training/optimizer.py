@@ -33,12 +33,15 @@ with 4.8e-2 gradients explode, and it ends at 6.25. Adapters of rank 16 and alph
 
 
 def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = None) -> FusedAdamW:
-    """Return AdamW over the trained parameters, with LoRA+ groups or with weight decay on matrices
-    only.
+    """Return AdamW over the trained parameters.
+
+    Its groups are LoRA+'s, or have weight decay on matrices only.
 
     Moments are in 8 bits, or states in host memory, if the configuration asks for it.
 
     Args:
+        model: model with the parameters.
+        config: configuration of the run.
         ranks: ranks among which weights and states are sharded; None for no sharding.
 
     Raises:

@@ -66,6 +66,7 @@ class Precision:
                 parameter.data = value.float()
 
     def autocast(self) -> AbstractContextManager:
+        """Return a context in which products are in fp16, if the run is."""
         if self.mode == "fp16":
             return torch.autocast(self.device.type, dtype=torch.float16)
         return nullcontext()
@@ -81,8 +82,10 @@ class Precision:
             self.good_steps.copy_(torch.where(grown, 0.0, good_steps))
 
     def state(self) -> dict[str, float]:
+        """Return the loss scale and its counter, for a checkpoint."""
         return {"scale": float(self.scale), "good_steps": float(self.good_steps)}
 
     def load_state(self, state: dict[str, float]) -> None:
+        """Set the loss scale and its counter to those of a checkpoint."""
         self.scale.fill_(state["scale"])
         self.good_steps.fill_(state["good_steps"])

@@ -1,4 +1,9 @@
-"""Checks of the inputs of a run: device, class of the model, data, and the stop token."""
+"""Checks of the inputs of a run: device, class of the model, vocabulary, data, and stop token.
+
+A missing embedding row for a token is an error, or is added if asked for. A model with more tokens
+than rows can be trained as long as no data has such a token, but no export format accepts it. Only
+the padding token may lack a row, since its row is never read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,9 @@ from chronicals.distributed import Mesh
 from chronicals.models import embedding_table, input_device
 from chronicals.models.loading import RUNS_ON
 from chronicals.objectives import OBJECTIVES
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.saving import text_files
+from chronicals.training.adapters import with_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,8 @@ def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
     With several processes, the model is moved to the GPU of this process.
 
     Args:
+        model: the model as the user gives it.
+        ranks: all ranks of the run.
         divided: do not move the weights, which get there when they are divided among processes.
 
     Raises:
@@ -135,7 +144,11 @@ def open_stores(
     """Return tokenised training and held-out data that has passed the gate's checks.
 
     Args:
+        train: training data.
+        held_out: held-out data; None for none.
         embedding_rows: rows of the model's embedding.
+        tokenizer: the model's tokenizer.
+        config: configuration of the run.
         ranks: the first rank on each machine tokenises, while the others wait for its file.
         reports: folder for the gate's reports, ``train_dataset.json`` and ``eval_dataset.json``.
 
@@ -143,9 +156,7 @@ def open_stores(
         ConfigurationError: both held-out data and a share to hold out are set.
         DataError: training on the data would be wrong.
     """
-
-    def report_of(name: str) -> Path | None:
-        return reports / f"{name}.json" if reports and ranks.writer else None
+    folder = reports if ranks.writer else None
 
     def options(name: str, source: RowSource) -> dict[str, Any]:
         return {
@@ -155,7 +166,7 @@ def open_stores(
             "builder": ranks.local_rank == 0,
             "name": str(source) if isinstance(source, (str, Path)) else name,
             "embedding_rows": embedding_rows,
-            "report_file": report_of(name),
+            "report_file": folder and folder / f"{name}.json",
             "kinds": OBJECTIVES[config.objective].row_kinds,
         }
 
@@ -170,7 +181,8 @@ def open_stores(
         store, rest = open_divided(**options("train_dataset", train))
     else:
         store = open_store(**options("train_dataset", train))
-    if shared := store.tokens_shared:
+    shared = store.tokens_shared
+    if shared:
         whole = shared + int(store.lengths.sum())
         logger.info(
             "answers share their prompts: %s of %s tokens are not computed again",
@@ -179,7 +191,9 @@ def open_stores(
         )
     if held_out is not None:
         return store, open_store(**options("eval_dataset", held_out), training=store)
-    return store, None if rest is None else open_held_out(rest, config, report_of("eval_dataset"))
+    if rest is None:
+        return store, None
+    return store, open_held_out(rest, config, folder and folder / "eval_dataset.json")
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
@@ -187,9 +201,25 @@ def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
 
     Contradictory generation settings are resolved now, since transformers would refuse to save them
     at the end of the run.
+
+    Raises:
+        ConfigurationError: they contradict each other otherwise than by a missing ``do_sample``.
     """
     generation = model.generation_config = model.generation_config or GenerationConfig()
-    _settle(generation)
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        # Files of some models have settings of sampling without do_sample.
+        before = generation.do_sample
+        generation.do_sample = True
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            generation.do_sample = before
+            raise ConfigurationError(
+                f"the model's generation_config could not be saved: {error}; mend it first"
+            ) from error
+        logger.warning("generation_config: it has settings of sampling, so do_sample is set")
     known = generation.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
@@ -201,22 +231,102 @@ def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
         generation.pad_token_id = tokenizer.pad_token_id
 
 
-def _settle(generation: Any) -> None:
-    """Set ``do_sample`` if other settings ask for sampling, as in the files of some models.
+def rows_needed(tokenizer: Any, rows: int, config: ChronicalsConfig) -> int:
+    """Return the number of rows that an embedding of ``rows`` rows needs for a tokenizer.
+
+    It is larger than ``rows`` only if ``config`` asks for more.
 
     Raises:
-        ConfigurationError: generation settings contradict each other in another way.
+        ConfigurationError: tokens have no row, and none are to be added.
     """
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        before = generation.do_sample
-        generation.do_sample = True
-        try:
-            generation.validate(strict=True)
-        except ValueError as error:
-            generation.do_sample = before
-            raise ConfigurationError(
-                f"the model's generation_config could not be saved: {error}; mend it first"
-            ) from error
-        logger.warning("generation_config: it has settings of sampling, so do_sample is set")
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
+    beyond.pop(tokenizer.pad_token, None)
+    if not beyond:
+        return rows
+    token, last = max(beyond.items(), key=lambda item: item[1])
+    if config.resize_embeddings:
+        return max(last + 1, len(tokenizer))
+    raise ConfigurationError(
+        f"resize_embeddings=False: the tokenizer has {token!r} with id {last}, the embedding of "
+        f"the model {rows} rows; what is "
+        "trained so could not be exported. Set resize_embeddings=True to add rows for such tokens "
+        "and train them, or take the "
+        "model's own tokenizer"
+    )
+
+
+def fit_vocabulary(
+    model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh
+) -> ChronicalsConfig:
+    """Add the missing rows to the embedding and the head, if ``config`` asks for it.
+
+    New rows are drawn around the mean of the existing ones, with their covariance (Hewitt, 2021),
+    the same in every process.
+
+    Returns:
+        The configuration; with adapters it lists the new rows as trained tokens.
+
+    Raises:
+        ConfigurationError: tokens have no row, and none are to be added, or none can be.
+    """
+    rows = embedding_table(model).shape[0]
+    needed = rows_needed(tokenizer, rows, config)
+    if needed == rows:
+        return config
+    if config.sharding == DIVIDE_WEIGHTS and ranks.count > 1:
+        raise ConfigurationError(
+            "resize_embeddings=True: weights are divided among processes (sharding='weights') and "
+            "get no rows there; call "
+            "model.resize_token_embeddings(len(tokenizer)), save the model, and train that"
+        )
+    if hasattr(model, "chronicals_lora") or hasattr(model, "peft_config"):
+        raise ConfigurationError(
+            "resize_embeddings=True: the model has adapters already, which belong to an embedding "
+            "of "
+            f"{rows} rows; call model.resize_token_embeddings(len(tokenizer)) before they are "
+            "attached"
+        )
+    config = with_token_ids(config, tokenizer)
+    device = embedding_table(model).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        model.resize_token_embeddings(needed, mean_resizing=True)
+    logger.info(
+        "resize_embeddings: embedding and head have %d rows now, %d of them new, drawn around the "
+        "mean of the others; %s",
+        needed,
+        needed - rows,
+        "they are trained beside the adapters"
+        if config.use_lora
+        else "they are trained with the others",
+    )
+    return with_trained_rows(model, config, range(rows, needed)) if config.use_lora else config
+
+
+def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> ChronicalsConfig:
+    """Return the configuration with new rows as trained tokens of embedding and head.
+
+    Layers that are trained whole, or have an adapter, are left out.
+    """
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    paths = {id(module): path for path, module in model.named_modules()}
+    ends = [paths[id(embedding)]]
+    if head is not None and head.weight is not embedding.weight:
+        ends.append(paths[id(head)])
+    asked = config.lora_trainable_tokens
+    given = asked if isinstance(asked, dict) else {ends[0]: list(asked or [])}
+    otherwise = list(config.lora_modules_to_save or [])
+    # A regular expression usually matches linear layers, and not embeddings.
+    if isinstance(config.lora_target_modules, list):
+        otherwise += config.lora_target_modules
+    tokens = dict(given) if asked else {}
+    for path in ends:
+        if any(f".{path}".endswith(f".{name}") for name in otherwise):
+            continue
+        name = next((name for name in given if f".{path}".endswith(f".{name}")), path)
+        tokens[name] = [
+            *given.get(name, []),
+            *(number for number in new if number not in given.get(name, [])),
+        ]
+    return config.fitted(lora_trainable_tokens=tokens or None)

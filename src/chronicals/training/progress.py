@@ -1,23 +1,25 @@
-"""Progress display of a run: two lines on a terminal, else log lines from time to time."""
+"""Progress display of a run: two lines on a terminal, else log lines from time to time.
+
+Logging goes to stderr for users who configured none; a configuration of the user's is not changed.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chronicals.training.callbacks import Callback
-from chronicals.training.default_logging import is_heard
 from chronicals.training.evaluation import Evaluation
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class Progress:
         if self.metrics is not None:
             parts.append(f"loss {self.metrics.loss:.4f}")
         if self.seconds_left is not None:
-            parts.append(f"{_clock(self.seconds_left)} left")
+            minutes, seconds = divmod(round(self.seconds_left), 60)
+            parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left")
         return parts
 
     def further_parts(self) -> list[str]:
@@ -75,22 +78,29 @@ class Progress:
         return " · ".join([*self.first_parts(), *self.further_parts()])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
         separator = ", " if options.ascii_only else " · "
         step, *rest = self.first_parts()
-        bar = "-" * self._bar_width([step, *rest], options.max_width, separator)
-        parts = [f"{step} {bar}" if bar else step, *rest]
-        for number, line in enumerate(
-            _fitted(parts, self.further_parts(), options.max_width, separator)
-        ):
-            yield (
-                self._with_bar(line, len(step) + 1, len(bar), options.ascii_only)
-                if number == 0 and bar
-                else _text(line)
-            )
+        width = self._bar_width([step, *rest], options.max_width, separator)
+        parts = [f"{step} {'-' * width}" if width else step, *rest]
+        lines = _fitted(parts, self.further_parts(), options.max_width, separator)
+        for number, line in enumerate(lines):
+            if number or not width:
+                yield Text(line, no_wrap=True, overflow="fold")
+                continue
+            # The bar takes the place of the dashes behind the step.
+            start = len(step) + 1
+            done = width * min(self.step, self.total) // max(self.total, 1)
+            full, empty = ("#", "-") if options.ascii_only else ("━", "─")
+            bar = full * done + empty * (width - done)
+            text = Text(line[:start] + bar + line[start + width :], no_wrap=True, overflow="fold")
+            text.stylize("bar.complete", start, start + done)
+            text.stylize("bar.back", start + done, start + width)
+            yield text
 
     def _bar_width(self, parts: list[str], width: int, separator: str) -> int:
-        """Return the width of the bar behind the step, in characters: 0 if two lines have no room
-        for it.
+        """Return the width of the bar behind the step: 0 if two lines have no room for it.
 
         Later parts move to the second line to make room for the bar.
         """
@@ -101,25 +111,11 @@ class Progress:
                 return min(room, WIDEST_BAR)
         return 0
 
-    def _with_bar(self, line: str, start: int, width: int, ascii_only: bool) -> Text:
-        """Return the line with the bar drawn at its place."""
-        done = width * min(self.step, self.total) // max(self.total, 1)
-        full, empty = ("#", "-") if ascii_only else ("━", "─")
-        text = _text(line[:start] + full * done + empty * (width - done) + line[start + width :])
-        text.stylize("bar.complete", start, start + done)
-        text.stylize("bar.back", start + done, start + width)
-        return text
-
-
-def _text(line: str) -> Text:
-    from rich.text import Text
-
-    return Text(line, no_wrap=True, overflow="fold")
-
 
 def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
-    """Return lines of whole parts: all of ``first``, then as many of ``further`` as ``MOST_LINES``
-    hold.
+    """Return lines of whole parts.
+
+    All of ``first`` are there, and as many of ``further`` as ``MOST_LINES`` hold.
     """
     lines = [first[0]]
     for part in first[1:]:
@@ -135,11 +131,6 @@ def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator:
     return lines
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
 class ProgressBar(Callback):
     """Two lines with a bar on a terminal; else log lines, printed if logging is not shown."""
 
@@ -149,6 +140,7 @@ class ProgressBar(Callback):
         self.console = Console(stderr=True)
 
     def run_began(self, run: Run) -> None:
+        """Start the display."""
         from rich.live import Live
 
         self.step, self.total, self.first = run.step, run.total_steps, run.step + 1
@@ -160,18 +152,37 @@ class ProgressBar(Callback):
             self.live.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
+        """Update the display, or log a line if one is due."""
         self.step = metrics.step
         self.metrics = metrics
         self.last_step_at = time.monotonic()
         if metrics.step == self.first:
             self.began = self.last_step_at  # the first step is longer than others
-        if not self.console.is_terminal and self._is_due():
-            self.said = self.last_step_at
-            self._say(self.now().line())
+        # The first and the last step get a line, some between, and any after which the log would be
+        # quiet too long.
+        due = (
+            metrics.step in (self.first, self.total)
+            or metrics.step % max(self.total // LINES_OF_A_RUN, 1) == 0
+            or time.monotonic() - self.said + (self._seconds_a_step() or 0.0)
+            > SECONDS_BETWEEN_LINES
+        )
+        if self.console.is_terminal or not due:
+            return
+        self.said = self.last_step_at
+        line = self.now().line()
+        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+            logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
 
     def now(self) -> Progress:
         """Return the current progress of the run."""
-        return Progress(self.step, self.total, self.metrics, self._seconds_left())
+        left = None
+        seconds = self._seconds_a_step()
+        if seconds is not None and self.last_step_at is not None and self.step < self.total:
+            since = time.monotonic() - self.last_step_at
+            left = max((self.total - self.step) * seconds - since, 0.0)
+        return Progress(self.step, self.total, self.metrics, left)
 
     def _seconds_a_step(self) -> float | None:
         """Return the mean seconds a step since the first one; None after fewer than two steps."""
@@ -182,34 +193,53 @@ class ProgressBar(Callback):
             else (self.last_step_at - self.began) / done
         )
 
-    def _seconds_left(self) -> float | None:
-        seconds = self._seconds_a_step()
-        if seconds is None or self.last_step_at is None or self.step >= self.total:
-            return None
-        since = time.monotonic() - self.last_step_at
-        return max((self.total - self.step) * seconds - since, 0.0)
-
-    def _is_due(self) -> bool:
-        """Return whether this step gets a line: the first and the last step, some between, and any
-        after which the log would be quiet too long.
-        """
-        if (
-            self.step in (self.first, self.total)
-            or self.step % max(self.total // LINES_OF_A_RUN, 1) == 0
-        ):
-            return True
-        quiet = time.monotonic() - self.said
-        return quiet + (self._seconds_a_step() or 0.0) > SECONDS_BETWEEN_LINES
-
-    def _say(self, line: str) -> None:
-        if is_heard(logger):
-            logger.info("%s", line)
-        else:
-            print(line, file=sys.stderr, flush=True)  # noqa: T201
-
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Log the evaluation."""
         logger.info("held-out after step %d: %s", step, evaluation)
 
     def run_ended(self, run: Run) -> None:
+        """Stop the display."""
         if self.console.is_terminal:
             self.live.stop()
+
+
+PACKAGE_LOGGER = logging.getLogger("chronicals")
+
+
+class Stderr(logging.StreamHandler):
+    """Handler that writes to the current ``sys.stderr``.
+
+    Progress bars, notebooks and tests replace it.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        """The current ``sys.stderr``."""
+        return sys.stderr
+
+
+@contextmanager
+def heard(first: bool = True) -> Iterator[None]:
+    """Context manager in which our logger writes to stderr, unless a handler is configured.
+
+    Args:
+        first: True for the first rank; other ranks write only warnings.
+    """
+    if PACKAGE_LOGGER.hasHandlers():
+        yield
+        return
+    handler = Stderr()
+    level = PACKAGE_LOGGER.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setLevel(logging.NOTSET if first else logging.WARNING)
+    PACKAGE_LOGGER.addHandler(handler)
+    if level == logging.NOTSET:
+        PACKAGE_LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        PACKAGE_LOGGER.setLevel(level)
+        PACKAGE_LOGGER.removeHandler(handler)

@@ -90,6 +90,8 @@ PREFERENCE_RATE = 0.1
 
 @dataclass(frozen=True)
 class Answer:
+    """Answers to a question before and after training, and what the documentation says."""
+
     question: str
     before: str
     after: str
@@ -132,12 +134,13 @@ def run_preferences(
     """Run a quickstart, then DPO on pairs of its answers; its model is the reference policy."""
     size = size or default_size()
     done = run_quickstart(folder, seed, size)
-    files = [
-        _write_rows(
-            folder / f"{name}-pairs.jsonl", pairs_of(_read_rows(folder / f"{name}.jsonl"), seed)
-        )
-        for name in ("train", "held-out")
-    ]
+    files = []
+    counts = []
+    for name in ("train", "held-out"):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        pairs = preference_rows([json.loads(line) for line in lines], seed)
+        files.append(_write_rows(folder / f"{name}-pairs.jsonl", pairs))
+        counts.append(len(pairs))
     usual = done.config.replace(output_dir=folder / "preference", num_epochs=PREFERENCE_EPOCHS)
     config = usual.replace(objective="dpo", learning_rate=PREFERENCE_RATE * size.learning_rate)
     by_token = usual.replace(
@@ -150,11 +153,10 @@ def run_preferences(
     after = evaluate_data(
         load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token
     )
-    counts = tuple(len(_read_rows(file)) for file in files)
     return done, Preferences((counts[0], counts[1]), before, after, result)
 
 
-def pairs_of(rows: list[dict], seed: int) -> list[dict]:
+def preference_rows(rows: list[dict], seed: int) -> list[dict]:
     """Return preference pairs: chosen is a question's own answer, rejected another question's."""
     order = np.random.default_rng(seed).permutation(len(rows))
     answers = [row["messages"][1] for row in rows]
@@ -178,12 +180,14 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     a configuration.
     """
     size = size or default_size()
-    train_rows, held_rows = _split(questions_and_answers(), seed)
+    rows = questions_and_answers()
+    order = np.random.default_rng(seed).permutation(len(rows))
+    count = round(HELD_OUT * len(rows))
+    train_rows = [rows[number] for number in order[count:]]
+    held_rows = [rows[number] for number in order[:count]]
     folder.mkdir(parents=True, exist_ok=True)
-    data, held = (
-        _write_rows(folder / name, rows)
-        for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows))
-    )
+    data = _write_rows(folder / "train.jsonl", train_rows)
+    held = _write_rows(folder / "held-out.jsonl", held_rows)
     untrained = folder / "untrained"
     parameters = _write_model(untrained, train_rows, size, seed)
 
@@ -217,24 +221,15 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     )
 
 
-def _split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
-    order = np.random.default_rng(seed).permutation(len(rows))
-    held = round(HELD_OUT * len(rows))
-    return [rows[n] for n in order[held:]], [rows[n] for n in order[:held]]
-
-
 def _write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def _read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
-    """Write an untrained Llama and a tokenizer trained on the rows; return the number of
-    parameters.
+    """Write an untrained Llama and a tokenizer trained on the rows.
+
+    It returns the number of parameters.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -6,7 +6,7 @@ Rank 0 chooses for all ranks: only its ``output_dir`` counts, other machines may
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -31,37 +31,28 @@ def sole_writer(output_dir: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another run does.
     """
-    with ExitStack() as held:
-        try:
-            if not output_dir.exists():
-                held.callback(_remove_if_empty, output_dir)
-            output_dir.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(output_dir))
-            put_back(output_dir)
-        except FolderInUse:
-            raise CheckpointError(
-                f"output_dir={str(output_dir)!r}: another run is writing there; wait until it "
-                "ends, or choose another "
-                "output_dir"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(
-                f"output_dir={str(output_dir)!r}: cannot be written: {error}"
-            ) from error
-        yield
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
-
-
-@contextmanager
-def claimed(output_dir: Path, ranks: Mesh) -> Iterator[None]:
-    """Context manager like ``sole_writer``, held by rank 0 for all ranks."""
-    with ExitStack() as held:
-        ranks.writer_does(lambda: held.enter_context(sole_writer(output_dir)), CheckpointError)
-        yield
+    is_new = False
+    try:
+        with ExitStack() as held:
+            try:
+                is_new = not output_dir.exists()
+                output_dir.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(output_dir))
+                put_back(output_dir)
+            except FolderInUse:
+                raise CheckpointError(
+                    f"output_dir={str(output_dir)!r}: another run is writing there; wait until it "
+                    "ends, or choose another output_dir"
+                ) from None
+            except OSError as error:
+                raise CheckpointError(
+                    f"output_dir={str(output_dir)!r}: cannot be written: {error}"
+                ) from error
+            yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # something was written
+                output_dir.rmdir()
 
 
 def holds_a_run(output_dir: Path) -> bool:
@@ -70,6 +61,7 @@ def holds_a_run(output_dir: Path) -> bool:
 
 
 def how_to_resume(output_dir: Path) -> str:
+    """Say how a run goes on from its newest checkpoint."""
     return f"go on with train(..., resume=True) and output_dir={str(output_dir)!r}"
 
 
@@ -79,8 +71,10 @@ def checkpoint_to_resume(
     """Return the checkpoint that a run resumes from; None if it begins at step 0.
 
     Args:
+        output_dir: folder of the run.
         resume: False for a new run. True for the newest complete checkpoint in ``output_dir``, if
             there is one. A folder for that checkpoint, or for the newest one of that run.
+        ranks: all ranks; the first one chooses for all.
         overwrite: allow a new run to replace what is in ``output_dir``.
 
     Raises:
@@ -88,40 +82,40 @@ def checkpoint_to_resume(
         CheckpointError: what is in ``output_dir`` would be overwritten, or the named checkpoint
             cannot be used.
     """
-    if overwrite and (resume is True or _is_within(resume, output_dir)):
+    named = None if isinstance(resume, bool) else Path(resume).expanduser()
+    if overwrite and (
+        resume is True
+        or (named is not None and named.resolve().is_relative_to(output_dir.resolve()))
+    ):
         raise ConfigurationError(
             f"overwrite=True replaces the run in output_dir={str(output_dir)!r}, with which "
             "resume goes on; leave out one of "
             "the two"
         )
-    refuse = _allow if overwrite else _refuse_to_overwrite
 
     def choose() -> str | None:
-        if isinstance(resume, bool):
-            if not resume:
-                refuse(output_dir)
-                return None
-            found = _newest(output_dir)
+        if named is not None:
+            found: Path | None = _named(named, output_dir, overwrite)
+        elif resume:
+            found = checkpoint.newest_valid(output_dir)
+            if found is None:
+                _refuse_to_replace_a_model(output_dir)
+                logger.warning(
+                    "%s holds no checkpoint to go on from: the run begins at step 0", output_dir
+                )
         else:
-            found = _named(Path(resume).expanduser(), output_dir, refuse)
+            found = None
+            if not overwrite:
+                _refuse_to_overwrite(output_dir)
         return None if found is None else str(found)
 
     chosen = ranks.writer_does(choose, CheckpointError)
     return None if chosen is None else Path(chosen)
 
 
-def _is_within(resume: bool | str | Path, output_dir: Path) -> bool:
-    return not isinstance(resume, bool) and Path(resume).expanduser().resolve().is_relative_to(
-        output_dir.resolve()
-    )
-
-
-def _allow(output_dir: Path) -> None:
-    """Accept any content; stands in for ``_refuse_to_overwrite``."""
-
-
 def _refuse_to_overwrite(output_dir: Path) -> None:
-    if found := checkpoint.checkpoints(output_dir):
+    found = checkpoint.checkpoints(output_dir)
+    if found:
         raise CheckpointError(
             f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): "
             f"{how_to_resume(output_dir)}, replace it with "
@@ -140,34 +134,35 @@ def _refuse_to_replace_a_model(output_dir: Path) -> None:
         )
 
 
-def _newest(output_dir: Path) -> Path | None:
-    found = checkpoint.newest_valid(output_dir)
-    if found is None:
-        _refuse_to_replace_a_model(output_dir)
-        logger.warning("%s holds no checkpoint to go on from: the run begins at step 0", output_dir)
-    return found
+def _named(folder: Path, output_dir: Path, overwrite: bool) -> Path:
+    """Return the checkpoint that ``folder`` is, or the newest one of the run that it holds.
 
-
-def _named(folder: Path, output_dir: Path, refuse: Callable[[Path], None]) -> Path:
+    Raises:
+        CheckpointError: there is none, or going on from it would mix two runs in ``output_dir``.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder to go on from")
-    if (folder / MANIFEST).exists() or (folder / checkpoint.STATE).exists():
-        if damage := checkpoint.check_checkpoint(folder):
+    if (folder / MANIFEST).exists() or (folder / checkpoint.STATE_FILE).exists():
+        damage = checkpoint.check_checkpoint(folder)
+        if damage:
             raise CheckpointError(
                 f"{folder}: {damage}, so no run can go on from it; name another checkpoint"
             )
         chosen = folder
-    elif (newest := checkpoint.newest_valid(folder)) is not None:
-        chosen = newest
     else:
-        raise CheckpointError(
-            f"{folder}: is no checkpoint to go on from, and no run with a whole one"
-        )
+        newest = checkpoint.newest_valid(folder)
+        if newest is None:
+            raise CheckpointError(
+                f"{folder}: is no checkpoint to go on from, and no run with a whole one"
+            )
+        chosen = newest
     if chosen.resolve().parent != (output_dir / checkpoint.CHECKPOINTS).resolve():
-        refuse(output_dir)
+        if not overwrite:
+            _refuse_to_overwrite(output_dir)
         return chosen
     later = [other for other in checkpoint.checkpoints(output_dir) if other.name > chosen.name]
-    if whole := [other.name for other in later if checkpoint.check_checkpoint(other) is None]:
+    whole = [other.name for other in later if checkpoint.check_checkpoint(other) is None]
+    if whole:
         raise CheckpointError(
             f"output_dir={str(output_dir)!r} holds a later checkpoint than {chosen.name} "
             f"({whole[0]}), with which what is "

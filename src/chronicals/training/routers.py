@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from chronicals.config import ConfigurationError
 from chronicals.data import TokenStore
@@ -45,7 +43,8 @@ def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
             check_routers(model, settings)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-    if idle := choose_heads(model, settings):
+    idle = choose_heads(model, settings)
+    if idle:
         logger.info(
             "lookahead heads without a loss are not trained: %s",
             ", ".join(f"router.{name}" for name in idle),
@@ -79,40 +78,40 @@ def add_router_terms(presented: PresentedModel, settings: RouterSettings | None)
         f"router.{name}={weight}" for name, weight in settings.weights.items() if name in OF_ROUTERS
     ]
     named += [f"{SWITCH}=True"] if presented.router_loss is not None else []
-    if named and (untrained := untrained_routers(model)):
-        _warn_of_untrained(
-            named, untrained, any("lora_" in name for name, _ in model.named_parameters())
-        )
+    untrained = untrained_routers(model) if named else []
+    if not untrained:
+        return
+    weights = ",".join(untrained)
+    if any("lora_" in name for name, _ in model.named_parameters()):
+        remedy = f"add {weights} to lora_target_parameters"
+    else:
+        remedy = f"let {weights} require a gradient"
+    logger.warning(
+        "%s: no router is trained (%s frozen, without adapters), so this loss only changes what "
+        "comes to them from trained weights below; %s to train them, or leave the loss out",
+        ", ".join(named),
+        weights,
+        remedy,
+    )
 
 
 OF_ROUTERS = ("balance", "z", "temporal", "locality")
 """Losses whose purpose is to train routers. The anchor also limits the effect of adapters below."""
 
 
-def _warn_of_untrained(losses: list[str], weights: list[str], adapters: bool) -> None:
-    names = ",".join(weights)
-    remedy = (
-        f"add {names} to lora_target_parameters" if adapters else f"let {names} require a gradient"
-    )
-    logger.warning(
-        "%s: no router is trained (%s frozen, without adapters), so this loss only changes what "
-        "comes to them from trained "
-        "weights below; %s to train them, or leave the loss out",
-        ", ".join(losses),
-        names,
-        remedy,
-    )
-
-
 def keep_anchor(
     session: Session, store: TokenStore, output_dir: Path, resumed: Path | None
 ) -> None:
-    """Compute and write the routers' outputs at the start of the run, or read those of a resumed
-    run.
+    """Read the anchor of a resumed run, or compute and write that of a new one.
+
+    The anchor is the routers' outputs at the start of the run.
 
     Does nothing if the anchor has no weight. Call it before a checkpoint's weights are loaded.
 
     Args:
+        session: prepared session.
+        store: training data.
+        output_dir: folder of the run.
         resumed: checkpoint that the run resumes from, in the folder of a run.
 
     Raises:
@@ -144,7 +143,12 @@ def keep_anchor(
                 FILE,
                 resumed,
             )
-        batch = first_tokens(_documents(store), settings.anchor_tokens).to(device)
+        documents = (  # each answer after its prompt
+            torch.from_numpy(store.whole_document(number)[0].astype("int64"))
+            for number in range(len(store))
+            if not store.is_prompt(number)
+        )
+        batch = first_tokens(documents, settings.anchor_tokens).to(device)
         with presented.attending_documents(), session.precision.autocast():
             anchor = Anchor.of(settings.anchor, presented, batch)
     (terms,) = (addition for addition in presented.additions if isinstance(addition, RouterTerms))
@@ -152,12 +156,3 @@ def keep_anchor(
     anchor = replace(anchor, scores=terms.routing.scores)
     session.ranks.writer_does(lambda: anchor.write(output_dir), OSError)
     presented.additions = (*presented.additions, anchor)
-
-
-def _documents(store: TokenStore) -> Iterator[Tensor]:
-    """Yield the token ids of each document, with each answer after its prompt."""
-    return (
-        torch.from_numpy(store.whole_document(n)[0].astype("int64"))
-        for n in range(len(store))
-        if not store.is_prompt(n)
-    )

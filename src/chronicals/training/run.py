@@ -86,6 +86,7 @@ class Run:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Set the part of the state that a checkpoint keeps."""
         unknown = {"best_step": None, "best_evaluation": None}
         # not in checkpoints of 0.1.0's first versions
         earlier = {
@@ -110,12 +111,6 @@ class Run:
             self.best_evaluation = evaluation
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
         return better
-
-    def forget_the_best(self) -> None:
-        """Forget the best step, whose weights are gone; the best of the later steps replaces it."""
-        self.best_loss = float("inf")
-        self.best_step = None
-        self.best_evaluation = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
@@ -27,7 +28,6 @@ from chronicals.models.base_format import BaseFormat
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, save_beside, save_model, text_files
 from chronicals.training import checkpoint
-from chronicals.training.divided_model import DividedModel
 from chronicals.training.earlier_run import EarlierRun
 from chronicals.training.errors import CheckpointError
 from chronicals.training.length import PROCESSES
@@ -62,6 +62,8 @@ class RunCheckpoints:
     Attributes:
         written: step and folder of each finished checkpoint that callbacks do not know yet, on the
             first rank.
+        hold_update: waits, between the backward pass and the update, until the tensors of a
+            checkpoint are copied.
     """
 
     def __init__(
@@ -82,13 +84,16 @@ class RunCheckpoints:
         self._staging = Staging(
             next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
         )
+        self.hold_update = self._staging.hold_update
         self._prepared = False
         self._background = Background(self._staging.device)
         self._ended: WorkEnded | None = None
         self._text_files: dict[str, bytes] = {}
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         self._divided = (
-            DividedModel(model, dtype) if any(is_divided(p) for p in model.parameters()) else None
+            checkpoint.DividedModel(model, dtype)
+            if any(is_divided(p) for p in model.parameters())
+            else None
         )
         self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
@@ -101,8 +106,10 @@ class RunCheckpoints:
     def write_model(
         self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]
     ) -> None:
-        """Write the model of a step, on the first rank: from this process if it has whole weights,
-        else from the files that all ranks wrote into the step's checkpoint.
+        """Write the model of a step, on the first rank.
+
+        It is from this process if it has whole weights, else from the files that all ranks wrote
+        into the step's checkpoint.
         """
         if self._divided is None:
             save_model(aside, self.model, text_files, about)
@@ -139,7 +146,16 @@ class RunCheckpoints:
             checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
         else:
             self._send_weights()
-            self._send_optimizer(optimizer, optimizer_states)
+            # Then the optimizer states that the first rank has read, weight by weight.
+            trained = checkpoint.trained(self.model) if self.ranks.count > 1 else ()
+            for name, parameter in trained:
+                sent = optimizer.empty_states(parameter)
+                for part, tensor in optimizer_states.get(name, {}).items():
+                    # An fp32 weight has no lower half; a run with divided bf16 weights may store one.
+                    if part in sent:
+                        sent[part].copy_(tensor)
+                self.ranks.same_weights(sent.values())
+                optimizer.load_state(parameter, sent)
         states = {
             name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
             for name, text in random_states.items()
@@ -148,7 +164,10 @@ class RunCheckpoints:
         precision.load_state(state["precision"])
         run.load_state(state)
         if self.keeps_best and not self._has_best(run):
-            run.forget_the_best()
+            # The best of the later steps replaces the best step, whose weights are gone.
+            run.best_loss = float("inf")
+            run.best_step = None
+            run.best_evaluation = None
         left = steps.left(run.position)
         if left is not None:  # steps may have another number of packs than before
             run.total_steps = run.step + left
@@ -161,15 +180,16 @@ class RunCheckpoints:
         steps: Steps,
         states: dict[str, dict[str, Tensor]],
     ) -> dict[str, Any]:
-        """Load weights and optimizer states into this rank's, optimizer states also into
-        ``states``, and return the rest as JSON.
+        """Load weights and optimizer states on this rank, and return the rest as JSON.
+
+        Optimizer states are put into ``states``, too.
         """
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
         if self._divided is None:
-            checkpoint.load_weights(folder, self.model)
+            checkpoint.load_checkpoint_weights(folder, self.model)
             states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
-        random_states = checkpoint.load_random_states(folder)
+        random_states = load_file(folder / checkpoint.RNG)
         return {
             "state": state,
             "random_states": {
@@ -178,8 +198,9 @@ class RunCheckpoints:
         }
 
     def _check_continuity(self, folder: Path, state: Mapping[str, Any], steps: Steps) -> None:
-        """Check that the run goes on with the same data, order, base and kind of optimizer states;
-        warn of other fields that were changed.
+        """Check that the run goes on as it began; warn of other fields that were changed.
+
+        Data, order, base and kind of optimizer states must be the same.
         """
         earlier_version = state["data"] in steps.earlier_data
         if state["data"] != steps.data and not earlier_version:
@@ -188,9 +209,22 @@ class RunCheckpoints:
                 "max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
-        self._check_states(folder, state["config"])
+        in_8bit = state["config"].get("use_8bit_optimizer", False)
+        if in_8bit != self.config.use_8bit_optimizer:
+            kind = "8 bits" if in_8bit else "fp32 or bf16"
+            raise CheckpointError(
+                f"{folder}: its optimizer states are in {kind}, so use_8bit_optimizer="
+                f"{not in_8bit} cannot go on with them; resume with use_8bit_optimizer={in_8bit}, "
+                "or begin a new run from its model in another output_dir"
+            )
         self._check_base(folder, state.get("about", {}))
-        changed = self._changed_since({"model": state["model"], **state["config"]})
+        before = {"model": state["model"], **state["config"]}
+        now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
+        changed = {
+            name: f"{name}={now[name]!r} (before: {before[name]!r})"
+            for name in sorted((now.keys() & before.keys()) - OF_A_START)
+            if now[name] != before[name]
+        }
         if state["order"] != steps.fingerprint:
             otherwise = (
                 "this version tokenises the data otherwise"
@@ -227,29 +261,6 @@ class RunCheckpoints:
                 "and mixed_precision that the run began with, or choose another output_dir"
             )
 
-    def _check_states(self, folder: Path, before: Mapping[str, Any]) -> None:
-        """Check that optimizer states are of the same kind: 8 bits or not."""
-        had = before.get("use_8bit_optimizer", False)
-        if had != self.config.use_8bit_optimizer:
-            kind = "8 bits" if had else "fp32 or bf16"
-            raise CheckpointError(
-                f"{folder}: its optimizer states are in {kind}, so use_8bit_optimizer={not had} "
-                "cannot go on with them; resume "
-                f"with use_8bit_optimizer={had}, or begin a new run from its model in another "
-                "output_dir"
-            )
-
-    def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """Return the fields of the configuration, and ``model``, that were changed, with words for
-        each.
-        """
-        now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
-        names = (now.keys() & before.keys()) - OF_A_START
-        changed = [name for name in names if now[name] != before[name]]
-        return {
-            name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)
-        }
-
     def _send_weights(self) -> None:
         """Send the first rank's weights to all ranks.
 
@@ -261,21 +272,6 @@ class RunCheckpoints:
         sent = (*whole_parts(self.model.parameters()), *buffers)
         self.ranks.same_weights(tensor for tensor in sent if tensor.device in trained)
 
-    def _send_optimizer(
-        self, optimizer: FusedAdamW, states: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
-        """Send the optimizer states that the first rank has read to all ranks, weight by weight."""
-        if self.ranks.count == 1:
-            return
-        for name, parameter in checkpoint.trained(self.model):
-            sent = optimizer.empty_states(parameter)
-            for part, tensor in states.get(name, {}).items():
-                # An fp32 weight has no lower half; a run with divided bf16 weights may store one.
-                if part in sent:
-                    sent[part].copy_(tensor)
-            self.ranks.same_weights(sent.values())
-            optimizer.load_state(parameter, sent)
-
     def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
         """Start to allocate the memory for checkpoints that are written before the run ends.
 
@@ -285,28 +281,24 @@ class RunCheckpoints:
             return
         self._prepared = True
         midway = self.keeps_best or (self.config.save_steps or run.total_steps) < run.total_steps
-        if midway and (self._writes(optimizer) or self.ranks.count > 1):
+        writes = self.ranks.writer or isinstance(optimizer, ShardedAdamW)
+        if midway and (writes or self.ranks.count > 1):
             state = self._state(optimizer, {}, {})
             if self._fits(state):
                 self._staging.prepare(state.changing().values())
 
-    def _writes(self, optimizer: FusedAdamW) -> bool:
-        """Return whether this rank writes a part of a checkpoint: the first rank does, and all
-        ranks do if states are sharded.
-        """
-        return self.ranks.writer or isinstance(optimizer, ShardedAdamW)
-
     def _state(
         self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]
-    ) -> checkpoint.State:
+    ) -> checkpoint.CheckpointState:
         """Return the state that this rank writes: the tensors themselves, no copies."""
         weights: dict[str, Tensor] = {}
         if self.ranks.writer and self._divided is None:
             weights = self.model.state_dict(keep_vars=True)
         states: dict[str, Any] = {}
-        if self._writes(optimizer):
+        # The first rank writes; all ranks do if states are sharded.
+        if self.ranks.writer or isinstance(optimizer, ShardedAdamW):
             states = checkpoint.optimizer_states(self.model, optimizer)
-        return checkpoint.State(weights, states, random, facts)
+        return checkpoint.CheckpointState(weights, states, random, facts)
 
     def save(
         self,
@@ -339,7 +331,13 @@ class RunCheckpoints:
             "about": about,
         }
         state = self._state(optimizer, random, facts)
-        waits = self._must_wait(state, run)
+        fits = self._fits(state)
+        if not fits and run.step != run.total_steps:
+            logger.warning(
+                "host memory is too small for a copy of the state: training waits while "
+                "checkpoints are written"
+            )
+        waits = run.step == run.total_steps or not fits
         files = (
             RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
         )
@@ -357,21 +355,10 @@ class RunCheckpoints:
         if waits:
             self.finish()
 
-    def _must_wait(self, state: checkpoint.State, run: Run) -> bool:
-        """Return whether training waits until the checkpoint is written: after the last step, or if
-        a copy does not fit.
-        """
-        fits = self._fits(state)
-        if not fits and run.step != run.total_steps:
-            logger.warning(
-                "host memory is too small for a copy of the state: training waits while "
-                "checkpoints are written"
-            )
-        return run.step == run.total_steps or not fits
+    def _fits(self, state: checkpoint.CheckpointState) -> bool:
+        """Return whether the host memory of each machine holds the copies of its ranks.
 
-    def _fits(self, state: checkpoint.State) -> bool:
-        """Return whether the host memory of each machine holds the copies of its ranks; all ranks
-        must call it.
+        All ranks must call it.
         """
         host = socket.gethostname()
         needed = self._staging.needed(state.changing().values())
@@ -381,14 +368,15 @@ class RunCheckpoints:
 
     def _start(
         self,
-        state: checkpoint.State,
+        state: checkpoint.CheckpointState,
         waits: bool,
-        write: Callable[[checkpoint.State], None],
+        write: Callable[[checkpoint.CheckpointState], None],
         ended: WorkEnded | None = None,
     ) -> None:
         """Start to write a state, from copies unless training waits.
 
         Args:
+            state: state that this rank writes.
             waits: True if training waits until it is written.
             write: writes the state.
             ended: signals to the other ranks that it is written; None if nobody waits.
@@ -402,7 +390,11 @@ class RunCheckpoints:
         self._background.start(work if ended is None else partial(ended.after, work))
 
     def _write(
-        self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State
+        self,
+        step: int,
+        best: int | None,
+        files: RankFiles | None,
+        state: checkpoint.CheckpointState,
     ) -> None:
         """Write the checkpoint of a step, on the first rank, with the files of the other ranks."""
         write_divided = None
@@ -436,7 +428,7 @@ class RunCheckpoints:
             earlier.discard()
         self.written.append((step, folder))
 
-    def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:
+    def _deliver(self, files: RankFiles, state: checkpoint.CheckpointState) -> None:
         """Write this rank's part of the checkpoint, and hand it to the first rank."""
         share = (
             None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
@@ -444,7 +436,9 @@ class RunCheckpoints:
         files.deliver(lambda folder: state.write_optimizer(folder, self.ranks), share)
 
     def _write_staged(
-        self, write: Callable[[checkpoint.State], object], state: checkpoint.State
+        self,
+        write: Callable[[checkpoint.CheckpointState], object],
+        state: checkpoint.CheckpointState,
     ) -> None:
         with self._staging.reading():
             write(state)
@@ -457,12 +451,6 @@ class RunCheckpoints:
         """
         self.ranks.writer_does(self._background.wait, CheckpointError)
         self._background.wait()
-
-    def hold_update(self) -> None:
-        """Wait, between the backward pass and the update, until the tensors of a checkpoint are
-        copied.
-        """
-        self._staging.hold_update()
 
     @property
     def failed(self) -> bool:
@@ -489,8 +477,9 @@ class RunCheckpoints:
         self._staging.release()
 
     def _has_best(self, run: Run) -> bool:
-        """Return whether the first rank's folder holds the weights of the best step, which older
-        checkpoints do not name.
+        """Return whether the first rank's folder holds the weights of the best step.
+
+        Older checkpoints do not name that step.
         """
         if run.best_step is None:
             if math.isfinite(run.best_loss):
@@ -501,43 +490,40 @@ class RunCheckpoints:
                     run.best_loss,
                 )
             return False
-        damage = self.ranks.writer_does(
-            lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError
-        )
+        best = self.folder_of(run.best_step)
+        damage = self.ranks.writer_does(lambda: checkpoint.check_checkpoint(best), CheckpointError)
         if damage is not None:
             logger.warning(
                 "%s, with the lowest held-out loss so far (%.4f): %s; the best is looked for anew "
                 "from here on",
-                self._best(run),
+                best,
                 run.best_loss,
                 damage,
             )
         return damage is None
 
-    def _best(self, run: Run) -> Path:
-        assert run.best_step is not None
-        return self.folder_of(run.best_step)
-
     def restore_best(self, run: Run) -> int:
-        """Load the weights of the step with the lowest held-out loss, unless it is the last step;
-        return the step whose weights the model has now.
+        """Load the weights of the step with the lowest held-out loss, unless it is the last one.
+
+        It returns the step whose weights the model has now.
         """
         if run.best_step is None or run.best_step == run.step:
             return run.step
+        best = self.folder_of(run.best_step)
 
         def load() -> bool:
-            damage = checkpoint.check_checkpoint(self._best(run))
+            damage = checkpoint.check_checkpoint(best)
             if damage:
                 logger.error(
                     "%s: %s; the model of the last step is written instead of the best",
-                    self._best(run),
+                    best,
                     damage,
                 )
                 return False
             if self._divided is not None:
                 return True
             try:
-                checkpoint.load_weights(self._best(run), self.model)
+                checkpoint.load_checkpoint_weights(best, self.model)
             except CheckpointError as error:  # raised before any weight is changed
                 logger.error("%s; the model of the last step is written instead of the best", error)
                 return False
@@ -547,9 +533,7 @@ class RunCheckpoints:
             return run.step
         if self._divided is not None:
             assert isinstance(self._optimizer, ShardedAdamW)
-            checkpoint.load_divided(
-                self._best(run), self.model, self._optimizer, self.ranks, states=False
-            )
+            checkpoint.load_divided(best, self.model, self._optimizer, self.ranks, states=False)
         else:
             self._send_weights()
         return run.best_step

@@ -52,6 +52,7 @@ class ScatteredStep(EagerStep):
         }
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run forward and backward of a micro-batch, which sends its gradients bucket by bucket."""
         self._missing = [len(bucket.weights) for bucket in self._order]
         self._next = 0
         self._adds = not first

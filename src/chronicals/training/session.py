@@ -1,6 +1,6 @@
 """Preparation of a model for training in one fixed order, and its optimizer step.
 
-``ChronicalsTrainer`` and ``verify`` use ``prepare``, and the benchmark uses it through the trainer.
+``ChronicalsTrainer`` and ``verify`` use ``prepare_session``, and the benchmark uses it through the trainer.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ from chronicals.policies.sharding import SHARDING
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
-from chronicals.training.frozen import bring_frozen, frozen_attending, release_frozen
-from chronicals.training.gathered_step import FrozenGatheredStep, GatheredStep
+from chronicals.training.frozen import bring_frozen, frozen_attending
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.optimizer import build_optimizer, say_learning_rates
@@ -62,7 +61,9 @@ from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import (
     EagerStep,
-    StepParts,
+    FrozenGatheredStep,
+    GatheredStep,
+    TrainingStepParts,
     counts_of,
     known_before,
     nothing,
@@ -72,7 +73,7 @@ from chronicals.training.step import (
 logger = logging.getLogger(__name__)
 
 
-def prepare(
+def prepare_session(
     model: Any,
     config: ChronicalsConfig,
     objective: Objective,
@@ -94,6 +95,10 @@ def prepare(
     6. FP8 copies of the joined weights; only such copies can wait in host memory.
 
     Args:
+        model: the loaded model, on its device.
+        config: configuration of the run.
+        objective: what is minimised.
+        ranks: all ranks of the run; None for a single process.
         resumed: checkpoint that the run resumes from.
         tokenizer: the model's tokenizer; an objective with frozen models or parameters of its own
             may need it.
@@ -121,7 +126,11 @@ def prepare(
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
     if config.use_fused_kernels and facts.on_card:
-        _patch(presented.model, whole_layers=facts.unfused is None)
+        patched = patch_parts(presented.model, whole_layers=facts.unfused is None).counts()
+        logger.info(
+            "fused kernels: %s",
+            ", ".join(f"{count} x {by}" for by, count in patched.items()) or "no module has one",
+        )
     apply_policies(Stage.MODULES, presented.model, facts, decisions)
     SHARDING.divide(model, facts, decisions["sharding"], ranks)
     optimizer = build_optimizer(model, config, ranks if decisions["sharding"].runs else None)
@@ -152,8 +161,9 @@ def prepare(
 def decide_together(
     presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh
 ) -> tuple[Facts, dict[str, Decision]]:
-    """Return the facts of the run and the decisions on them, the same in all processes; log the
-    reasons.
+    """Return the facts of the run and the decisions on them, the same in all processes.
+
+    The reasons are logged.
 
     Memory policies of an earlier run are removed from the model first.
 
@@ -161,7 +171,8 @@ def decide_together(
         ConfigurationError: what is asked for cannot run, or processes decided differently.
     """
     model = presented.model
-    if reason := why_neighbours_matter(model.config, config.max_seq_length):
+    reason = why_neighbours_matter(model.config, config.max_seq_length)
+    if reason:
         logger.warning("%s", reason)
     forget_policies(model)
     forget_recomputation(model)
@@ -186,15 +197,6 @@ def decide_together(
     return facts, decisions
 
 
-def _patch(model: Any, whole_layers: bool) -> None:
-    """Replace modules by kernels, and log which."""
-    patched = patch_parts(model, whole_layers).counts()
-    logger.info(
-        "fused kernels: %s",
-        ", ".join(f"{count} x {by}" for by, count in patched.items()) or "no module has one",
-    )
-
-
 @contextmanager
 def prepared(
     model: Any,
@@ -204,14 +206,14 @@ def prepared(
     resumed: Path | None = None,
     tokenizer: Any = None,
 ) -> Iterator[Session]:
-    """Context manager around ``prepare`` that restores the model afterwards.
+    """Context manager around ``prepare_session`` that restores the model afterwards.
 
     Its weights are then separate tensors again without gradients, and frozen models are released.
     """
     try:
-        yield prepare(model, config, objective, ranks, resumed, tokenizer)
+        yield prepare_session(model, config, objective, ranks, resumed, tokenizer)
     finally:
-        release_frozen(objective)
+        objective.frozen.clear()
         _leave(model)
 
 
@@ -256,7 +258,7 @@ class Session:
     parameters: list[Tensor]
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
-    _parts: StepParts = field(init=False)
+    _parts: TrainingStepParts = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _summing: ScatteredStep | None = field(init=False, default=None)
     _compiles: bool = field(init=False, default=False)
@@ -264,8 +266,9 @@ class Session:
 
     @contextmanager
     def stepping(self, hooks: StepHooks | None = None) -> Iterator[None]:
-        """Context manager in which ``train_once`` may be called; the model attends within
-        documents.
+        """Context manager in which ``train_once`` may be called.
+
+        The model attends within documents.
 
         Afterwards its weights are separate tensors again, to be saved or used.
         """
@@ -285,7 +288,20 @@ class Session:
                     around.enter_context(policy.around_steps(self.model))
             self._parts = self._step_parts(around)
             if self.decisions["use_cuda_graphs"].runs:
-                self._graphed = self._graphed_step(around)
+                exchange = None
+                if gathers_of(self.model) is not None:
+                    exchange = HostExchange(self.ranks)
+                    around.callback(exchange.close)
+                around.callback(setattr, self, "_graphed", None)
+                around.callback(self.release_graphs)  # before that
+                self._graphed = GraphedStep(
+                    self._parts,
+                    self.model.parameters(),
+                    self.parameters,
+                    self.optimizer,
+                    with_update=not self.decisions["sharding"].runs,
+                    exchange=exchange,
+                )
             self._has_magnitudes = has_magnitudes(self.model)
             in_backward = self.decisions["optimizer_in_backward"].runs
             alone = self.ranks.context is None and self.decisions["sharding"].how != DIVIDE_WEIGHTS
@@ -296,7 +312,7 @@ class Session:
             self.model.zero_grad(set_to_none=True)
             yield
 
-    def _step_parts(self, around: ExitStack) -> StepParts:
+    def _step_parts(self, around: ExitStack) -> TrainingStepParts:
         """Return what computes micro-batches and updates, as decided."""
         given = self.presented, self.objective, self.parameters, self.optimizer, self.precision
         norm = self.config.max_grad_norm
@@ -313,22 +329,6 @@ class Session:
         if gathers_of(self.model) is not None:
             return FrozenGatheredStep(*given, norm, self._sums.norm)
         return EagerStep(*given, norm, self._sums.norm)
-
-    def _graphed_step(self, around: ExitStack) -> GraphedStep:
-        """Return the step as CUDA graphs, which are dropped at the end."""
-        exchange = None
-        if gathers_of(self.model) is not None:
-            exchange = HostExchange(self.ranks)
-            around.callback(exchange.close)
-        around.callback(self._drop_graphs)
-        return GraphedStep(
-            self._parts,
-            self.model.parameters(),
-            self.parameters,
-            self.optimizer,
-            with_update=not self.decisions["sharding"].runs,
-            exchange=exchange,
-        )
 
     def train_once(
         self, step: Step, inspect: Callable[[], None] | None = None
@@ -414,10 +414,6 @@ class Session:
         """Release the memory of CUDA graphs between steps; later steps are captured again."""
         if self._graphed is not None:
             self._graphed.release()
-
-    def _drop_graphs(self) -> None:
-        self.release_graphs()
-        self._graphed = None
 
 
 def _leave(model: Any) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, gathers_of
 from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
@@ -32,7 +32,7 @@ def nothing() -> None:
     """Do nothing; default of optional callbacks."""
 
 
-class StepParts(Protocol):
+class TrainingStepParts(Protocol):
     """The two parts of a step that have several implementations, ``micro`` and ``update``.
 
     Attributes:
@@ -87,12 +87,14 @@ def train_step(
     The host does not wait for the device.
 
     Args:
+        step: micro-batches of the step.
         counts: result of ``counts_of``.
-        micro, update: as in ``StepParts``.
+        micro: as in ``TrainingStepParts``.
         reduce: replaces all gradients, and the scalars that it is given, by their sums over the
             ranks. It may start while gradients are computed, but has finished in stream order when
             it returns. It returns how many ranks had a gradient of each parameter, fp32
             ``[parameters]``, or None for one rank.
+        update: as in ``TrainingStepParts``.
         passed: called after each micro-batch is launched; the device may not have finished it.
 
     Returns:
@@ -145,10 +147,12 @@ class EagerStep:
         """Do nothing: weights change only in ``update``."""
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run forward and backward of a micro-batch, and add to the gradients."""
         moved = batch.to(self.precision.device, non_blocking=True)
         return micro_step(self.model, self.objective, moved, counts, self.precision)
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
+        """Clip, apply and drop the gradients."""
         if self.inspect is not None:
             self.inspect()
         scalars = update(
@@ -156,6 +160,48 @@ class EagerStep:
         )
         self.optimizer.zero_grad()
         return scalars
+
+
+class GatheredStep(EagerStep):
+    """``EagerStep`` that sums gradients over copies of the weights only after the last micro-batch.
+
+    The copies are those of several machines.
+    """
+
+    _left = 0
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Note the number of micro-batches, the last of which sums gradients over the copies."""
+        self._left = micro_batches
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run a micro-batch; after the last one gradients are summed over the copies."""
+        self._left -= 1
+        # FSDP all-reduces the sums among the copies after this backward pass, or not yet.
+        self.model.model.set_requires_all_reduce(self._left == 0)
+        return super().micro(batch, counts, first)
+
+
+class FrozenGatheredStep(EagerStep):
+    """``EagerStep`` over frozen weights that are gathered layer by layer.
+
+    Every micro-step gathers the same weights in the same order, including all that it reads.
+    """
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        gathers = gathers_of(self.model.model)
+        assert gathers is not None
+        self.gathers = gathers
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Forget which weights earlier passes gathered."""
+        self.gathers.forget()
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        """Run a micro-batch in a pass that gathers its weights layer by layer."""
+        with self.gathers.passing():
+            return super().micro(batch, counts, first)
 
 
 @torch.no_grad()
@@ -173,9 +219,15 @@ def known_before(
     These depend on all Batches of the step.
 
     Args:
+        step: the step.
+        counts: result of ``counts_of``.
+        model: the model, presented.
+        objective: what is minimised.
+        ranks: all ranks of the run.
+        precision: dtypes of the run.
         passed: as for ``train_step``.
     """
-    if not asks_before(objective):
+    if type(objective).before_step is Objective.before_step:
         return step
     batches = []
     sums = dict[str, Tensor]()
@@ -189,11 +241,6 @@ def known_before(
     return replace(
         step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches]
     )
-
-
-def asks_before(objective: Objective) -> bool:
-    """Return whether the objective needs values of all Batches of a step before it scores one."""
-    return type(objective).before_step is not Objective.before_step
 
 
 def asked_before(
@@ -213,6 +260,9 @@ def values_before(
 
     Args:
         sums: sum of each term over this rank's Batches.
+        terms: terms of any Batch, for the names of their counts.
+        counts: counts of all Batches of all ranks.
+        ranks: all ranks of the run.
     """
     totals = ranks.sum(torch.stack(list(sums.values())))
     return {
@@ -239,15 +289,13 @@ def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
         raise ValueError(
             f"Batch.weights: give their sum over all {ranks.count} processes as counts['weight']"
         )
-    return {**counts, "weight": sum(_weight(batch) for batch in step.batches)}
-
-
-def _weight(batch: Batch) -> float:
-    """Return the sum of the weights of the targets, 1 each without weights."""
-    trained = batch.targets != IGNORED
-    return float(
-        (trained if batch.weights is None else batch.weights[trained]).sum(dtype=torch.float64)
-    )
+    total = 0.0
+    for batch in step.batches:
+        trained = batch.targets != IGNORED
+        # Targets of a Batch without weights weigh 1 each.
+        weights = trained if batch.weights is None else batch.weights[trained]
+        total += float(weights.sum(dtype=torch.float64))
+    return {**counts, "weight": total}
 
 
 def micro_step(
@@ -285,6 +333,11 @@ def update(
     """Clip and apply the gradients, unless they are not finite.
 
     Args:
+        parameters: the trained parameters.
+        optimizer: optimizer of the parameters.
+        precision: loss scale of the run.
+        max_grad_norm: norm to which larger gradients are scaled down; None for no clipping.
+        norm: returns the norm of all gradients.
         holders: number of ranks that had a gradient of each parameter. If it is 0, the parameter is
             neither decayed nor moved, like one without a gradient on a single rank.
 
@@ -301,6 +354,7 @@ def update(
 
 
 def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

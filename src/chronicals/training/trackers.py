@@ -22,10 +22,9 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
@@ -39,7 +38,10 @@ logger = logging.getLogger(__name__)
 
 PARTS = "train", "eval"
 
-PATIENCE = 60.0
+TRACKER_IDS = "trackers.json"
+"""File in a run's folder: the run's id in each tracker."""
+
+SECONDS_TO_STORE_THE_REST = 60.0
 """Maximum seconds that the end of a run waits for a tracker to store the rest."""
 
 MAX_WAITING = 10_000
@@ -87,8 +89,9 @@ class Tracker(Callback, ABC):
         threading.Thread(target=self._import, daemon=True).start()
 
     def _import(self) -> None:
-        """Import what ``begin`` needs while model and data are prepared; errors are raised by
-        ``begin``.
+        """Import what ``begin`` needs, while model and data are prepared.
+
+        ``begin`` raises the errors.
         """
         with suppress(Exception):
             importlib.import_module(self.used or self.module)
@@ -115,8 +118,9 @@ class Tracker(Callback, ABC):
 
     @abstractmethod
     def store(self, points: list[Point]) -> None:
-        """Store points in ascending order of steps; after an exception the same points are passed
-        again.
+        """Store points in ascending order of steps.
+
+        After an exception the same points are passed again.
         """
 
     @abstractmethod
@@ -145,18 +149,23 @@ class Tracker(Callback, ABC):
         self.thread.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
+        """Hand the step's metrics to the thread."""
         self._offer("train", metrics.step, metrics.to_dict())
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Hand the evaluation to the thread."""
         self._offer("eval", step, evaluation.to_dict())
 
     def run_ended(self, run: Run) -> None:
+        """Tell the thread how the run ended, and wait for it, but not for ever."""
         self.arrivals.put(run.outcome)
         self.over.set()
-        self.thread.join(PATIENCE)
+        self.thread.join(SECONDS_TO_STORE_THE_REST)
         if self.thread.is_alive():
             logger.warning(
-                "%s: still not done %.0f s after the run; it is left to itself", self.name, PATIENCE
+                "%s: still not done %.0f s after the run; it is left to itself",
+                self.name,
+                SECONDS_TO_STORE_THE_REST,
             )
 
     def _offer(self, part: str, step: int, values: dict[str, float]) -> None:
@@ -174,7 +183,10 @@ class Tracker(Callback, ABC):
         complained = False
         given_up = 0
         while outcome is None:
-            for arrival in self._arrived():
+            arrivals = [self.arrivals.get()]
+            while not self.arrivals.empty():
+                arrivals.append(self.arrivals.get())
+            for arrival in arrivals:
                 if isinstance(arrival, Point):
                     waiting.append(arrival)
                 else:
@@ -204,12 +216,6 @@ class Tracker(Callback, ABC):
                 "%s: the end of the run (%s) could not be marked: %s", self.name, outcome, error
             )
 
-    def _arrived(self) -> Iterator[Point | Outcome]:
-        """Return at least one event, and all others that have arrived."""
-        yield self.arrivals.get()
-        while not self.arrivals.empty():
-            yield self.arrivals.get()
-
 
 class TensorBoard(Tracker):
     """Event files in ``tensorboard/`` of the run's folder.
@@ -224,6 +230,7 @@ class TensorBoard(Tracker):
     remedy = "make output_dir writable"
 
     def begin(self, run: Run) -> dict[str, int]:
+        """Open event files, or go on with those of the earlier part after its checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.output_dir / "tensorboard"
@@ -235,17 +242,20 @@ class TensorBoard(Tracker):
         return dict.fromkeys(PARTS, run.step) if earlier else {}
 
     def store(self, points: list[Point]) -> None:
+        """Write an event for each value."""
         for point in points:
             for name, value in point.values.items():
                 self.writer.add_scalar(name, value, point.step, walltime=point.time)
 
     def end(self, outcome: Outcome) -> None:
+        """Close the event files."""
         self.writer.close()
 
 
 class WeightsAndBiases(Tracker):
-    """A run in the W&B project; server and account are W&B's settings (``wandb login``,
-    ``WANDB_MODE``, ...).
+    """A run in the W&B project.
+
+    Server and account are W&B's settings (``wandb login``, ``WANDB_MODE``, ...).
 
     W&B accepts only ascending steps and cannot remove any. After a resume, steps that it already
     has keep their first values, and the run continues after them. Offline, each part is a folder in
@@ -260,6 +270,7 @@ class WeightsAndBiases(Tracker):
     """Exit code by outcome; 255 is what W&B itself reports for a program ended by Ctrl-C."""
 
     def begin(self, run: Run) -> dict[str, int]:
+        """Begin a run of W&B, or continue the one that ``trackers.json`` names."""
         import wandb
 
         earlier = earlier_id(run, self.name)
@@ -280,16 +291,19 @@ class WeightsAndBiases(Tracker):
         return {part: step for part, step, _ in _known(run)}
 
     def store(self, points: list[Point]) -> None:
+        """Log the values of each step."""
         for point in points:
             self.run.log(point.values, step=point.step)
 
     def end(self, outcome: Outcome) -> None:
+        """Finish the run with the outcome's exit code."""
         self.run.finish(exit_code=self.EXIT_CODES[outcome])
 
 
 class MLflow(Tracker):
-    """A run in the experiment ``project``, at MLflow's tracking URI (by default
-    ``sqlite:///mlflow.db``).
+    """A run in the experiment ``project`` of MLflow.
+
+    It is at MLflow's tracking URI, by default ``sqlite:///mlflow.db``.
 
     MLflow cannot remove values or change parameters. After a resume, steps that it already has keep
     their first values, and changed fields become tags ``resumed.FIELD``. An interrupted run is
@@ -312,8 +326,10 @@ class MLflow(Tracker):
     """Maximum number of values that MLflow accepts in one call."""
 
     def begin(self, run: Run) -> dict[str, int]:
+        """Begin a run of MLflow, or continue the one that ``trackers.json`` names."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
 
         self.client = MlflowClient()
         fields = {name: str(value) for name, value in self.config.to_dict().items()}
@@ -324,32 +340,27 @@ class MLflow(Tracker):
             known = self.client.get_run(earlier).data.params
             for name in [name for name in fields if known.get(name) != fields[name]]:
                 self.client.set_tag(earlier, f"resumed.{name}", fields[name])
-            return {part: self._last_step(f"{part}/loss") for part in PARTS}
-        self.id = self.client.create_run(
-            self._experiment(), run_name=self.config.run_name
-        ).info.run_id
+            last = {}
+            for part in PARTS:
+                stored = self.client.get_metric_history(earlier, f"{part}/loss")
+                last[part] = max((value.step for value in stored), default=0)
+            return last
+        project = self.config.project or MLFLOW_EXPERIMENT_NAME.get()
+        if project is None:
+            experiment = MLFLOW_EXPERIMENT_ID.get() or "0"  # "0" is MLflow's default experiment
+        else:
+            found = self.client.get_experiment_by_name(project)
+            experiment = found.experiment_id if found else self.client.create_experiment(project)
+        created = self.client.create_run(experiment, run_name=self.config.run_name)
+        self.id = created.info.run_id
         keep_id(run, self.name, self.id)
         self.client.log_batch(
             self.id, params=[Param(name, value) for name, value in fields.items()]
         )
         return {}
 
-    def _experiment(self) -> str:
-        """Return the id of ``project``, else of MLflow's default experiment."""
-        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
-
-        name = self.config.project or MLFLOW_EXPERIMENT_NAME.get()
-        if name is None:
-            return MLFLOW_EXPERIMENT_ID.get() or "0"
-        found = self.client.get_experiment_by_name(name)
-        return found.experiment_id if found else self.client.create_experiment(name)
-
-    def _last_step(self, metric: str) -> int:
-        return max(
-            (value.step for value in self.client.get_metric_history(self.id, metric)), default=0
-        )
-
     def store(self, points: list[Point]) -> None:
+        """Log the values, as many in a call as MLflow accepts."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -361,6 +372,7 @@ class MLflow(Tracker):
             self.client.log_batch(self.id, metrics=metrics[start : start + self.AT_ONCE])
 
     def end(self, outcome: Outcome) -> None:
+        """Set the run's status to the outcome's."""
         self.client.set_terminated(self.id, self.STATES[outcome])
 
 
@@ -370,8 +382,10 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
-    """Build the trackers that ``config.trackers`` names; TensorBoard if it is installed and the
-    field was not set.
+    """Build the trackers that ``config.trackers`` names.
+
+    If the field was not set, it is TensorBoard, if that is installed. A project or a name of the
+    run that no tracker shows is logged.
 
     Raises:
         ConfigurationError: one is not installed; the message names the extra.
@@ -379,44 +393,35 @@ def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
     names = config.trackers
     if names is None:
         names = ["tensorboard"] if TensorBoard.installed() else []
-    _warn_of_unused_names(config, names)
+    if not {WeightsAndBiases.name, MLflow.name} & set(names):
+        for name in ("project", "run_name"):
+            value = getattr(config, name)
+            if value is not None:
+                logger.warning(
+                    "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run "
+                    "are %s; set trackers=['wandb'] or trackers=['mlflow'], or leave it out",
+                    name,
+                    value,
+                    " and ".join(names) or "none",
+                )
     return [TRACKERS[name](config) for name in dict.fromkeys(names)]
-
-
-def _warn_of_unused_names(config: ChronicalsConfig, trackers: Sequence[str]) -> None:
-    """Log the names of a project and a run that no tracker of this run shows."""
-    if {WeightsAndBiases.name, MLflow.name} & set(trackers):
-        return
-    used = " and ".join(trackers) or "none"
-    for name in ("project", "run_name"):
-        value = getattr(config, name)
-        if value is not None:
-            logger.warning(
-                "%s=%r is shown nowhere: W&B and MLflow have it, and the trackers of this run are "
-                "%s; set trackers=['wandb'] "
-                "or trackers=['mlflow'], or leave it out",
-                name,
-                value,
-                used,
-            )
 
 
 # --- identity of a run in its tracker
 
 
-def _ids(run: Run) -> tuple[Path, dict[str, str]]:
-    path = run.output_dir / "trackers.json"
-    return path, json.loads(path.read_text()) if path.exists() else {}
-
-
 def earlier_id(run: Run, tracker: str) -> str | None:
     """Return the tracker's name for the run that is now resumed; None for a new one."""
-    return _ids(run)[1].get(tracker) if run.step else None
+    path = run.output_dir / TRACKER_IDS
+    if not run.step or not path.exists():
+        return None
+    return json.loads(path.read_text()).get(tracker)
 
 
 def keep_id(run: Run, tracker: str, identity: str) -> None:
     """Store the tracker's id of this run."""
-    path, ids = _ids(run)
+    path = run.output_dir / TRACKER_IDS
+    ids = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".aside")
     aside.write_text(to_json({**ids, tracker: identity}, indent=1))
@@ -424,8 +429,9 @@ def keep_id(run: Run, tracker: str, identity: str) -> None:
 
 
 def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yield the metrics of the earlier part that ``metrics.jsonl`` holds: ``train`` or ``eval``,
-    the step, and the values.
+    """Yield the metrics of the earlier part that ``metrics.jsonl`` holds.
+
+    They are ``train`` or ``eval``, the step, and the values.
     """
     for line in read_metrics(run.output_dir / "metrics.jsonl"):
         step = line.pop("step")

@@ -31,36 +31,33 @@ from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.sharding import with_sharding
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
-from chronicals.training.columns import StartColumns, with_frozen_columns
-from chronicals.training.default_logging import heard
 from chronicals.training.disk import check_disk, disk_use
 from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.finish import about_data, finish
-from chronicals.training.frozen import check_frozen_positions
-from chronicals.training.guard import check_that_something_was_applied
+from chronicals.training.frozen import with_frozen_columns
+from chronicals.training.guard import check_that_something_was_applied, saying_what_helps
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.loop import Loop
-from chronicals.training.out_of_memory import saying_what_helps
+from chronicals.training.loop import Loop, Stop
 from chronicals.training.preparation import (
     RowSource,
     check_class,
     check_precision,
     check_tokenizer,
+    fit_vocabulary,
     one_device,
     open_stores,
     teach_generation_to_stop,
 )
-from chronicals.training.progress import ProgressBar
-from chronicals.training.resume import checkpoint_to_resume, claimed, holds_a_run
+from chronicals.training.progress import ProgressBar, heard
+from chronicals.training.report import Samples
+from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
 from chronicals.training.routers import keep_anchor
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
-from chronicals.training.samples import Samples
 from chronicals.training.session import Session, prepared
-from chronicals.training.stopping import Stop
+from chronicals.training.start_columns import StartColumns
 from chronicals.training.trackers import build_trackers
-from chronicals.training.vocabulary import fit_vocabulary
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -109,7 +106,15 @@ class ChronicalsTrainer:
         )
         check_precision(self.config, self.device)
         self.objective = build_objective(self.config)
-        self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.writer else []
+        self.callbacks: list[Callback] = []
+        if self.ranks.writer:
+            self.callbacks = [
+                # Trackers come first: they read the earlier metrics that they continue from.
+                *build_trackers(self.config),
+                MetricsFile(self.output_dir / "metrics.jsonl"),
+                ProgressBar(),
+                *callbacks,
+            ]
         self._users_callbacks = bool(callbacks)
         self._stop = Stop()
         self._session: Session | None = None
@@ -117,15 +122,17 @@ class ChronicalsTrainer:
         self._write_recipe = write_recipe
 
     def release_graphs(self) -> None:
-        """Release the memory of CUDA graphs. A callback may call it between steps; later steps are
-        captured anew.
+        """Release the memory of CUDA graphs.
+
+        A callback may call it between steps; later steps are captured anew.
         """
         if self._session is not None:
             self._session.release_graphs()
 
     def stop(self, save: bool = True) -> None:
-        """End the run after the current step: ``train`` writes a checkpoint and raises
-        ``Interrupted``.
+        """End the run after the current step.
+
+        ``train`` then writes a checkpoint and raises ``Interrupted``.
 
         It may be called from any thread, from callbacks, and on any rank; all ranks stop after the
         same step. It does nothing if ``train`` is not running.
@@ -167,7 +174,10 @@ class ChronicalsTrainer:
             with heard(self.ranks.writer), watched as self._watch:
                 prove_alike(self.ranks, shared_settings(self.config))
                 self.ranks = sharing_packs(self.ranks, self.config, self.model)
-                with claimed(self.output_dir, self.ranks):
+                with ExitStack() as held:  # by rank 0 for all ranks
+                    self.ranks.writer_does(
+                        lambda: held.enter_context(sole_writer(self.output_dir)), CheckpointError
+                    )
                     resumed = checkpoint_to_resume(
                         self.output_dir, resume, self.ranks, self.config.overwrite
                     )
@@ -234,7 +244,8 @@ class ChronicalsTrainer:
             with prepared(
                 model, config, self.objective, self.ranks, resumed, self.tokenizer
             ) as session:
-                check_frozen_positions(self.objective, longest)
+                for frozen in self.objective.frozen.values():
+                    check_positions(frozen.model, longest)
                 self._session = session
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()
@@ -384,12 +395,3 @@ class ChronicalsTrainer:
                 "order": stream.fingerprint,
             }
             prove_alike(self.ranks, {**data, **facts, "weights": fingerprint_here(weights)})
-
-    def _own_callbacks(self) -> list[Callback]:
-        """Return the callbacks of every run."""
-        return [
-            # Trackers come first: they read the earlier metrics that they continue from.
-            *build_trackers(self.config),
-            MetricsFile(self.output_dir / "metrics.jsonl"),
-            ProgressBar(),
-        ]

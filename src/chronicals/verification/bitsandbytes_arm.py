@@ -12,25 +12,23 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 
 from chronicals.config import ChronicalsConfig
 from chronicals.lora.peft_format import CHANGED
 from chronicals.models import (
     QUANTISED_FROM,
-    has_4bit_layers,
     load_by_bitsandbytes,
     missing_for_bitsandbytes,
     score_of,
 )
-from chronicals.quantization import packed_weight
-from chronicals.quantization.bitsandbytes import has_foreign_layers, weight_of_layer
+from chronicals.quantization import packed_experts, packed_weight
+from chronicals.quantization.bitsandbytes import weight_of_layer
 from chronicals.quantization.nf4 import SCALE_TENSORS
+from chronicals.verification.comparison import plain_name
 from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import (
     AGREES,
     dense_weight,
-    quantised_experts,
     quantised_layers,
     weights_of_experts,
 )
@@ -46,7 +44,7 @@ _NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of an adapter's trained tensors."""
 
 
-class NotRun(Exception):
+class BitsAndBytesNotRun(Exception):
     """Reason why this arm cannot run; the message continues a sentence."""
 
 
@@ -65,32 +63,34 @@ class BitsAndBytesArm(PlainArm):
         notes: what this arm copies from our model.
 
     Raises:
-        NotRun: a package is missing, the checkpoint is unknown or cannot be loaded this way, or the
-            model is not the one in the checkpoint.
+        BitsAndBytesNotRun: a package is missing, the checkpoint is unknown or cannot be loaded this
+            way, or the model is not the one in the checkpoint.
     """
 
     def __init__(self, model: Any, fp32: PlainArm, config: ChronicalsConfig):
-        if missing := [
-            *missing_for_bitsandbytes(),
-            *(["peft"] if find_spec("peft") is None else []),
-        ]:
-            raise NotRun(f"{', '.join(missing)}: not installed")
+        missing = list(missing_for_bitsandbytes())
+        if find_spec("peft") is None:
+            missing.append("peft")
+        if missing:
+            raise BitsAndBytesNotRun(f"{', '.join(missing)}: not installed")
         if score_of(model) is not None:
-            raise NotRun("the model is a reward model, whose classifier PEFT adapts otherwise")
+            raise BitsAndBytesNotRun(
+                "the model is a reward model, whose classifier PEFT adapts otherwise"
+            )
         self.device = fp32.device
         self.alone = False
         self.router_loss = fp32.router_loss
         self.objective = fp32.objective
         self.frozen = fp32.frozen
-        base = _load(model, config, self.device)
-        experts = _take_experts(base, model)
+        base, experts = _load(model, config, self.device)
         self.differs, close = _differing(base, model, {*fp32.trained, *experts})
         self.differs |= {name: off for name, off in experts.items() if off > OF_ROUNDING}
-        self.notes = (
-            [f"{ARM}: {close} layers have codes or scales that ours round otherwise; it takes ours"]
-            if close
-            else []
-        )
+        self.notes = []
+        if close:
+            self.notes.append(
+                f"{ARM}: {close} layers have codes or scales that ours round otherwise; it takes "
+                "ours"
+            )
         if experts:
             self.notes.append(
                 f"{ARM}: that library has no stacked experts; it takes the values of ours in 16 "
@@ -98,7 +98,19 @@ class BitsAndBytesArm(PlainArm):
             )
         self.model = _adapted(base, fp32, adapter_fields(model, config))
         self.autocast = torch.float16 if config.mixed_precision == "fp16" else None
-        self.trained = _trained_as(fp32.trained, self.model)
+        # PEFT's parameters by our names.
+        theirs = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        names = {}
+        for name in fp32.trained:
+            path, _, last = name.rpartition(".")
+            if last in _NAMES:
+                names[name] = f"base_model.model.{path}.{last}.default.weight"
+            else:
+                names[name] = f"base_model.model.{path}.modules_to_save.default.{last}"
+        wrong = set(names.values()) ^ theirs.keys()
+        if wrong:
+            raise BitsAndBytesNotRun(f"PEFT trains something else: {min(wrong)}")
+        self.trained = {name: theirs[own] for name, own in names.items()}
         self.model.train()
         if self.device.type == "cuda" and getattr(base, "supports_gradient_checkpointing", False):
             self.model.gradient_checkpointing_enable(
@@ -106,15 +118,19 @@ class BitsAndBytesArm(PlainArm):
             )
 
 
-def wants_bitsandbytes(model: Any) -> bool:
-    """Return whether ``model`` has layers in 4 bits, in our format or that of bitsandbytes."""
-    return has_4bit_layers(model) or has_foreign_layers(model)
+@torch.no_grad()
+def _load(
+    model: Any, config: ChronicalsConfig, device: torch.device
+) -> tuple[Any, dict[str, float]]:
+    """Load the checkpoint of a model with bitsandbytes' layers and our values of experts.
 
-
-def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
+    Returns:
+        The loaded model; and by name the relative distance of the experts in 4 bits, whose
+        dequantised values it takes, from the values in the checkpoint.
+    """
     place = str(getattr(model.config, "_name_or_path", "") or "")
     if getattr(model, CHANGED, False) or not place:
-        raise NotRun("the model in memory has no checkpoint that it could load")
+        raise BitsAndBytesNotRun("the model in memory has no checkpoint that it could load")
     kind = getattr(model, "plain_class", type(model))
     quantised = quantised_layers(model).values()
     layers = [weight for weight in map(packed_weight, quantised) if weight is not None]
@@ -126,40 +142,23 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
         own = getattr(model, QUANTISED_FROM, next(iter(model.parameters())).dtype)
         base = load_by_bitsandbytes(kind, place, own, device, nested, products=products)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise NotRun(f"{place}: {' '.join(str(error).split())}") from error
+        raise BitsAndBytesNotRun(f"{place}: {' '.join(str(error).split())}") from error
     if layers and layers[0].dtype != own:
-        _cast(base, layers[0].dtype)
-    return base
-
-
-def _cast(base: Any, dtype: torch.dtype) -> None:
-    """Cast dense weights, and set the dtype to which packed ones are dequantised.
-
-    Our models do the same if they are cast after quantisation.
-    """
-    for parameter in base.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    for layer in quantised_layers(base).values():
-        layer.weight.quant_state.dtype = dtype  # type: ignore[union-attr]
-
-
-@torch.no_grad()
-def _take_experts(base: Any, model: Any) -> dict[str, float]:
-    """Copy the dequantised values of the model's 4-bit experts into ``base``.
-
-    Returns:
-        The relative distance of each from the values in the checkpoint, by name.
-    """
+        # Our models do the same if they are cast after quantisation: dense weights get the dtype,
+        # and packed ones are dequantised to it.
+        for parameter in base.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(layers[0].dtype)
+        for layer in quantised_layers(base).values():
+            layer.weight.quant_state.dtype = layers[0].dtype  # type: ignore[union-attr]
     found = {}
-    for path, experts in quantised_experts(model).items():
-        for name, values in weights_of_experts(path, experts).items():
-            place = base.get_parameter(name)
-            found[name] = float(
-                (values - place).float().norm() / place.float().norm().clamp(min=1e-30)
-            )
-            place.copy_(values)
-    return found
+    for path, experts in packed_experts(model):
+        for name, values in weights_of_experts(plain_name(path), experts).items():
+            parameter = base.get_parameter(name)
+            off = (values - parameter).float().norm() / parameter.float().norm().clamp(min=1e-30)
+            found[name] = float(off)
+            parameter.copy_(values)
+    return base, found
 
 
 @torch.no_grad()
@@ -171,6 +170,8 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
     that differ by this only therefore take our codes.
 
     Args:
+        base: with bitsandbytes' layers.
+        model: ours.
         trained: names of weights that may differ from the checkpoint, and of experts.
 
     Returns:
@@ -178,63 +179,58 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
         number of layers that took our codes.
 
     Raises:
-        NotRun: the sets of 4-bit layers differ, other weights differ, or a layer does not multiply
-            by the weight that its codes and scales represent.
+        BitsAndBytesNotRun: the sets of 4-bit layers differ, other weights differ, or a layer does
+            not multiply by the weight that its codes and scales represent.
     """
     theirs = quantised_layers(base)
     ours = quantised_layers(model)
     found = dict[str, float]()
     close = 0
     if theirs.keys() != ours.keys():
-        raise NotRun(
+        raise BitsAndBytesNotRun(
             f"its layers in 4 bits are others: {', '.join(sorted(theirs.keys() ^ ours.keys())[:2])}"
         )
     named = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
     for name, value in base.named_parameters():
-        if (
-            name.removesuffix(".weight") not in ours
-            and name not in trained
-            and not _same(value, named.get(name))
-        ):
-            raise NotRun(f"{name} of the model is not that of its checkpoint")
+        if name.removesuffix(".weight") in ours or name in trained:
+            continue
+        own = named.get(name)
+        # Equal after a cast to the narrower dtype.
+        is_same = own is not None and (
+            torch.equal(value, own.to(value)) or torch.equal(value.to(own), own)
+        )
+        if not is_same:
+            raise BitsAndBytesNotRun(f"{name} of the model is not that of its checkpoint")
     for path, layer in theirs.items():
         read = weight_of_layer(layer).dense().float()
-        own = dense_weight(path, ours[path])
-        if off := _off(dense_weight(path, layer), read):
-            raise NotRun(
+        own_dense = dense_weight(path, ours[path])
+        off = _off(dense_weight(path, layer), read)
+        if off:
+            raise BitsAndBytesNotRun(
                 f"its {path} does not multiply by the weight that its codes stand for (off by "
                 f"{off:.1%}), as bitsandbytes on a "
                 "CPU where inputs are no multiple of a block"
             )
-        if off := _off(own, read):
+        off = _off(own_dense, read)
+        if off:
             found[path] = off
-        elif not torch.equal(own, read):
-            _take(layer, ours[path])
+        elif not torch.equal(own_dense, read):
+            # The layer takes our codes and scales.
+            packed = _packed(ours[path])
+            place = weight_of_layer(layer)
+            place.codes.copy_(packed.codes.view(-1))
+            for name in SCALE_TENSORS:
+                scale = getattr(place.scales, name)
+                if scale is not None:
+                    scale.copy_(getattr(packed.scales, name))
             close += 1
     return found, close
-
-
-def _take(layer: Any, ours: Any) -> None:
-    """Copy the codes and scales of ``ours``, a layer of either library, into ``layer``."""
-    own = _packed(ours)
-    place = weight_of_layer(layer)
-    place.codes.copy_(own.codes.view(-1))
-    for name in SCALE_TENSORS:
-        if (tensor := getattr(place.scales, name)) is not None:
-            tensor.copy_(getattr(own.scales, name))
 
 
 def _packed(layer: Any) -> Any:
     """Return the packed weight of a layer of either library."""
     own = packed_weight(layer)
     return weight_of_layer(layer) if own is None else own
-
-
-def _same(theirs: torch.Tensor, ours: torch.Tensor | None) -> bool:
-    """Return whether two tensors are equal after a cast to the narrower dtype."""
-    return ours is not None and (
-        torch.equal(theirs, ours.to(theirs)) or torch.equal(theirs.to(ours), ours)
-    )
 
 
 def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -266,21 +262,4 @@ def _adapted(base: Any, fp32: PlainArm, fields: Mapping[str, Any]) -> Any:
     try:
         return peft.get_peft_model(base, described)
     except (TypeError, ValueError) as error:
-        raise NotRun(f"PEFT does not adapt these layers: {error}") from error
-
-
-def _trained_as(trained: Mapping[str, nn.Parameter], model: Any) -> dict[str, nn.Parameter]:
-    """Return PEFT's parameters by our names."""
-    theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {}
-    for name in trained:
-        path, _, last = name.rpartition(".")
-        parts = (
-            (path, last, "default.weight")
-            if last in _NAMES
-            else (path, "modules_to_save.default", last)
-        )
-        found[name] = f"base_model.model.{'.'.join(parts)}"
-    if wrong := set(found.values()) ^ theirs.keys():
-        raise NotRun(f"PEFT trains something else: {min(wrong)}")
-    return {name: theirs[own] for name, own in found.items()}
+        raise BitsAndBytesNotRun(f"PEFT does not adapt these layers: {error}") from error

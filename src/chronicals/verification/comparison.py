@@ -43,12 +43,13 @@ operations than a layer.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from chronicals.verification.modules import Modules
+from torch import Size, Tensor
 
 ALLOWED = 1.5
 OUTLIERS = 4.0
@@ -75,8 +76,85 @@ UNCLEAR = 0.8 / CLEAR
 TINY = 1e-300
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a weight in the model without adapters; adapter matrices keep theirs."""
+    return (
+        name
+        if ".lora_" in name
+        else ".".join(part for part in name.split(".") if part != "base_layer")
+    )
+
+
 @dataclass(frozen=True)
-class Deviation:
+class Modules:
+    """The modules of a model's trained weights.
+
+    Attributes:
+        names: path of each module: that of the layer that owns the weights, ``….experts.3`` for one
+            of several experts in a tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
+        kinds: the same without the indices of layers and experts, ``….layers.*.q_proj``; ``lora_A``
+            for every adapter's A.
+        routed: bool ``[M]``, True if a module belongs to a block with trained experts.
+        sizes: float64 ``[M]``, number of elements.
+        places: by name of a weight: the index of its first module, and the number of modules that
+            share it along its first dimension.
+    """
+
+    names: list[str]
+    kinds: list[str]
+    routed: Tensor
+    sizes: Tensor
+    places: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Size]) -> Modules:
+        """Group weights, given their shapes by name."""
+        names: dict[str, int] = {}
+        sizes: list[int] = []
+        places = {}
+        for weight, shape in shapes.items():
+            owner, _, last = weight.rpartition(".")
+            several = len(shape) == 3 and owner.rpartition(".")[2] == "experts"
+            own = (
+                [f"{owner}.{n}" for n in range(shape[0])]
+                if several
+                else [weight if last.startswith("lora_") else owner]
+            )
+            for name in own:
+                if name not in names:
+                    names[name] = len(sizes)
+                    sizes.append(0)
+                sizes[names[name]] += shape.numel() // len(own)
+            places[weight] = (names[own[0]], len(own))
+        kinds = [
+            re.sub(r".*\.(?=lora_)", "", re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names
+        ]
+        blocks = tuple(
+            {name.partition(".experts.")[0] + "." for name in names if ".experts." in name}
+        )
+        routed = torch.tensor([name.startswith(blocks) for name in names])
+        return cls(list(names), kinds, routed, torch.tensor(sizes, dtype=torch.float64), places)
+
+
+class ReportRow:
+    """A row of a report, with a measure that is compared with its limit."""
+
+    @property
+    def ratio(self) -> float:
+        """The measure over its limit; above 1 it is wrong."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON; numbers that are not finite become null."""
+        values = {**vars(self), "share_of_allowed": self.ratio}
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None
+        return values
+
+
+@dataclass(frozen=True)
+class Deviation(ReportRow):
     """Deviation of one module's gradient or update.
 
     Attributes:
@@ -112,12 +190,9 @@ class Deviation:
         """True if ours is zero in every element and step, and the other arms are not."""
         return self.norm_ratio == 0 and self.overall > MISSING > self.plain
 
-    def to_dict(self) -> dict:
-        return _as_json(self)
-
 
 @dataclass(frozen=True)
-class StepLoss:
+class StepLoss(ReportRow):
     """Loss of one step in the three arms, and the allowed difference of ours from fp32."""
 
     step: int
@@ -130,23 +205,72 @@ class StepLoss:
     def ratio(self) -> float:
         """Difference from fp32 over the allowed difference."""
         difference = abs(self.ours - self.fp32)
-        return (
-            difference / self.allowed
-            if math.isfinite(difference) and math.isfinite(self.allowed)
-            else math.inf
-        )
-
-    def to_dict(self) -> dict:
-        return _as_json(self)
+        if not math.isfinite(difference) or not math.isfinite(self.allowed):
+            return math.inf
+        return difference / self.allowed
 
 
-def _as_json(row: Deviation | StepLoss) -> dict:
-    """Return the fields for JSON; numbers that are not finite become null."""
-    values = {**asdict(row), "share_of_allowed": row.ratio}
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+@dataclass(frozen=True)
+class Beside:
+    """Results of transformers, bitsandbytes and PEFT on the same steps.
+
+    Attributes:
+        losses: a row for each step, with their loss in place of ours.
+        gradients: a row for each module, with their gradient in place of ours, worst first.
+    """
+
+    losses: list[StepLoss]
+    gradients: list[Deviation]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of a verification.
+
+    Attributes:
+        losses: a row for each step.
+        gradients, updates: a row for each module, worst first.
+        optimizer: the same for our updates compared with those of torch's AdamW from our gradients.
+        failures: messages; empty if the run is as exact as plain transformers in its own dtype.
+        notes: messages about what was done differently from the run.
+        facts: the run, the machine and the versions.
+        bitsandbytes: results of the bitsandbytes arm for a base in 4 bits; if it did not run, a
+            note says why.
+    """
+
+    losses: list[StepLoss]
+    gradients: list[Deviation]
+    updates: list[Deviation]
+    optimizer: list[Deviation]
+    failures: list[str]
+    notes: list[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+    bitsandbytes: Beside | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True if no message says that something is wrong."""
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON."""
+        beside = None
+        if self.bitsandbytes is not None:
+            beside = {
+                "losses": [row.to_dict() for row in self.bitsandbytes.losses],
+                "gradients": [row.to_dict() for row in self.bitsandbytes.gradients],
+            }
+        return {
+            "passed": self.passed,
+            "failures": self.failures,
+            "notes": self.notes,
+            "losses": [row.to_dict() for row in self.losses],
+            "gradients": [row.to_dict() for row in self.gradients],
+            "updates": [row.to_dict() for row in self.updates],
+            "optimizer": [row.to_dict() for row in self.optimizer],
+            "bitsandbytes": beside,
+            "facts": self.facts,
+        }
 
 
 def rounding_walk(layers: int) -> float:
@@ -158,8 +282,9 @@ def rounding_walk(layers: int) -> float:
 
 
 class Tally:
-    """Sums over the elements of each module, one row per step, kept on the device until they are
-    read.
+    """Sums over the elements of each module, a row for each step.
+
+    They are on the device until they are read.
 
     Args:
         quantity: the summed quantity, for the table.
@@ -174,6 +299,7 @@ class Tally:
         self.steps: list[Tensor] = []
 
     def begin_step(self) -> None:
+        """Begin a row of zeros."""
         self.steps.append(
             torch.zeros(len(self.modules.names), 5, dtype=torch.float64, device=self.device)
         )
@@ -190,11 +316,9 @@ class Tally:
 
     def sums(self) -> Tensor:
         """Return ‖f‖², ‖g − f‖², ‖p − f‖², g · f and ‖g‖², float64 ``[steps, M, 5]``."""
-        return (
-            torch.stack(self.steps).cpu()
-            if self.steps
-            else torch.zeros(1, len(self.modules.names), 5, dtype=torch.float64)
-        )
+        if not self.steps:
+            return torch.zeros(1, len(self.modules.names), 5, dtype=torch.float64)
+        return torch.stack(self.steps).cpu()
 
     def deviations(self, floor: float | Tensor) -> list[Deviation]:
         """Return the deviation of every module, worst first.
@@ -209,7 +333,10 @@ class Tally:
         allowed = torch.maximum(
             ALLOWED * self._scale(plain, plain_each), torch.as_tensor(floor, dtype=torch.float64)
         )
-        typical = torch.minimum(ours, _median_where(ours_each, each[..., 0] > 0))
+        # The median over the steps in which fp32 has a gradient; zero without such a step.
+        present = torch.where(each[..., 0] > 0, ours_each, torch.nan)
+        median = present.nanmedian(0).values.nan_to_num(0.0, math.inf, math.inf)
+        typical = torch.minimum(ours, median)
         fp32, _, _, dot, own = together.unbind(1)
         cosine = dot / (fp32 * own).sqrt().clamp(min=TINY)
         ratio = (own / fp32.clamp(min=TINY)).sqrt()
@@ -254,19 +381,6 @@ class Tally:
         return torch.maximum(plain, of_kind).clamp(min=float(plain.nan_to_num(0.0).median()))
 
 
-def _median_where(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the lower median over steps of ``values`` ``[steps, M]`` where ``counts`` is true,
-    ``[M]``.
-
-    It is zero for a module without a step that counts.
-    """
-    return (
-        torch.where(counts, values, torch.nan)
-        .nanmedian(0)
-        .values.nan_to_num(0.0, math.inf, math.inf)
-    )
-
-
 def update_floors(
     gradients: list[Deviation], modules: Modules, weights: Tensor, changes: Tensor
 ) -> Tensor:
@@ -274,6 +388,7 @@ def update_floors(
 
     Args:
         gradients: deviations of the gradients.
+        modules: the rows.
         weights: ‖w‖ ``[M]``.
         changes: ‖Δw‖ ``[M]``.
     """
@@ -283,7 +398,9 @@ def update_floors(
         .nan_to_num(1.0, 1.0)
         .clamp(max=1.0)
     )
-    return torch.maximum(d + (UNCLEAR * d).sqrt(), _of_a_difference(weights, changes))
+    # Δw is the difference of two weights rounded in fp32.
+    difference = torch.finfo(torch.float32).eps * weights / changes.clamp(min=TINY)
+    return torch.maximum(d + (UNCLEAR * d).sqrt(), difference)
 
 
 def optimizer_floors(weights: Tensor, changes: Tensor) -> Tensor:
@@ -293,12 +410,8 @@ def optimizer_floors(weights: Tensor, changes: Tensor) -> Tensor:
         weights: ‖w‖ ``[M]``.
         changes: ‖Δw‖ ``[M]``.
     """
-    return rounding_walk(1) + _of_a_difference(weights, changes)
-
-
-def _of_a_difference(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return the relative error of Δw as the difference of two weights rounded in fp32."""
-    return torch.finfo(torch.float32).eps * weights / changes.clamp(min=TINY)
+    difference = torch.finfo(torch.float32).eps * weights / changes.clamp(min=TINY)
+    return rounding_walk(1) + difference
 
 
 def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> list[StepLoss]:

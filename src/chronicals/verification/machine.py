@@ -79,16 +79,15 @@ def missing_extras() -> dict[str, str]:
     """
     lacking = {}
     for extra, purpose in PURPOSES.items():
-        if wrong := [
-            words for requirement in _requirements(extra) if (words := _wrong(requirement))
-        ]:
+        wrong = [words for words in map(_wrong, _requirements(extra)) if words is not None]
+        if wrong:
             lacking[extra] = f"{', '.join(wrong)}: {purpose}; pip install 'chronicals[{extra}]'"
     return lacking
 
 
 def untested_versions() -> list[str]:
     """Return messages for required packages whose version is outside the supported range."""
-    return [words for requirement in _requirements() if (words := _wrong(requirement))]
+    return [words for words in map(_wrong, _requirements()) if words is not None]
 
 
 def _requirements(extra: str = "") -> list[Requirement]:

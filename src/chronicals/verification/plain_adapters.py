@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,17 +22,19 @@ _FIRST_TOKEN = 3
 """Length and token id of a forward pass that shows which layers a class calls."""
 
 
+@dataclass(frozen=True)
 class PlainAdapters:
     """The adapters of one model.
 
     Attributes:
+        model: without adapters.
+        device: of new parameters.
         trained: everything that is trained, by the names of the run's parameters.
     """
 
-    def __init__(self, model: Any, device: torch.device):
-        self.model = model
-        self.device = device
-        self.trained: dict[str, nn.Parameter] = {}
+    model: Any
+    device: torch.device
+    trained: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def attach(self, fields: Mapping[str, Any]) -> None:
         """Freeze the model and attach ``x ↦ layer(x) + scale · B (A x)`` to every targeted layer.
@@ -61,7 +64,8 @@ class PlainAdapters:
             )  # Conv1D is [in, out]
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
             b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
-            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            self.trained[f"{path}.lora_A"] = a
+            self.trained[f"{path}.lora_B"] = b
             upright = isinstance(layer, nn.Linear)
             lengths = None
             if fields["use_dora"]:
@@ -75,12 +79,11 @@ class PlainAdapters:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
     def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
-        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``, with e the class's embedding
-        scale.
-        """
+        """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``; e is the class's own scale."""
         a = nn.Parameter(torch.zeros(rank, layer.num_embeddings, device=self.device))
         b = nn.Parameter(torch.randn(layer.embedding_dim, rank, device=self.device))
-        self.trained[f"{path}.lora_embedding_A"], self.trained[f"{path}.lora_embedding_B"] = a, b
+        self.trained[f"{path}.lora_embedding_A"] = a
+        self.trained[f"{path}.lora_embedding_B"] = b
         scale *= float(getattr(layer, "embed_scale", 1.0))
 
         def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -91,18 +94,14 @@ class PlainAdapters:
 
     def _adapt_parameters(self, fields: Mapping[str, Any]) -> None:
         """Make layers run with ``W[e] + scale · B[e] A[e]`` instead of a targeted parameter W."""
-        named = [name for name, _ in self.model.named_parameters()]
-        named = [
-            n
-            for n in named
-            if any(f".{n}".endswith(f".{end}") for end in fields["target_parameters"] or ())
-        ]
         layers = fields["layers"]
-        named = [
-            n
-            for n in named
-            if layers is None or any(int(part) in layers for part in n.split(".") if part.isdigit())
-        ]
+        ends = tuple(f".{end}" for end in fields["target_parameters"] or ())
+        named = []
+        for name, _ in self.model.named_parameters():
+            numbers = [int(part) for part in name.split(".") if part.isdigit()]
+            is_in_layer = layers is None or any(number in layers for number in numbers)
+            if is_in_layer and f".{name}".endswith(ends):
+                named.append(name)
         for full in named:
             owner, _, name = full.rpartition(".")
             beneath = [n for n in named if n.rpartition(".")[0] == owner]
@@ -119,7 +118,8 @@ class PlainAdapters:
                 torch.randn(experts * rank, wide, device=self.device) / math.sqrt(wide)
             )
             b = nn.Parameter(torch.zeros(narrow, rank * experts, device=self.device))
-            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            self.trained[f"{path}.lora_A"] = a
+            self.trained[f"{path}.lora_B"] = b
             _put_in_place(layer, name, a, b, scale, experts, transposed)
 
     def _train_rows(self, asked: Any) -> None:
@@ -135,13 +135,11 @@ class PlainAdapters:
             or layer is self.model.get_output_embeddings()
         }
         known: dict[int, nn.Parameter] = {}
-        named = (
-            asked
-            if isinstance(asked, Mapping)
-            else {}
-            if asked is None
-            else {next(iter(ends)): asked}
-        )
+        named: Mapping[str, Any] = {}
+        if isinstance(asked, Mapping):
+            named = asked
+        elif asked is not None:
+            named = {next(iter(ends)): asked}
         for name, tokens in named.items():
             weight = next(
                 layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")
@@ -150,9 +148,8 @@ class PlainAdapters:
             for path, layer in ends.items():
                 if layer._parameters.get("weight") is weight:
                     if id(weight) not in known:
-                        known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(
-                            weight.detach()[ids].float()
-                        )
+                        known[id(weight)] = nn.Parameter(weight.detach()[ids].float())
+                        self.trained[f"{path}.lora_tokens"] = known[id(weight)]
                     parametrize.register_parametrization(
                         layer, "weight", _RowsInWeight(ids, known[id(weight)])
                     )
@@ -170,8 +167,13 @@ def _put_in_place(
     """Replace parameter ``name`` by the adapted one while the layer runs.
 
     Args:
+        layer: that owns the parameter.
+        name: of the parameter.
         a: A, ``[experts · rank, in]``, grouped by expert.
         b: B, ``[out, rank · experts]``, grouped by rank.
+        scale: of their product.
+        experts: how many the parameter stacks.
+        transposed: the parameter is ``[E, in, out]``.
     """
 
     def before(layer: nn.Module, _: Any) -> None:
@@ -224,8 +226,7 @@ class _RowsInWeight(nn.Module):
 
 
 class _AdaptedWeight(nn.Module):
-    """Parametrization ``W ↦ W + scale · B A``, transposed for a Conv1D, whose weight is ``[in,
-    out]``.
+    """Parametrization ``W ↦ W + scale · B A``, transposed for a Conv1D's weight ``[in, out]``.
 
     If ``lengths`` are given, the rows are rescaled to these lengths (DoRA).
     """
@@ -239,13 +240,8 @@ class _AdaptedWeight(nn.Module):
         lengths: nn.Parameter | None,
     ):
         super().__init__()
-        self.adapter = (
-            a,
-            b,
-            scale,
-            upright,
-            lengths,
-        )  # in a tuple, so that they are no parameters of the model
+        # In a tuple, so that they are no parameters of the model.
+        self.adapter = (a, b, scale, upright, lengths)
 
     def forward(self, weight: Tensor) -> Tensor:
         a, b, scale, upright, lengths = self.adapter
@@ -319,6 +315,7 @@ def targeted(
     """Return the paths of the linear layers and embeddings to adapt, in a model without adapters.
 
     Args:
+        model: without adapters.
         wanted: ``target_modules``: suffixes of paths, a regular expression, or ``all-linear``.
         layers: indices of the layers to adapt; None for all.
     """
@@ -337,4 +334,5 @@ def targeted(
     paths += [path for path, layer in model.named_modules() if isinstance(layer, nn.Embedding)]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
-    return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
+    ends = tuple(f".{name}" for name in wanted)
+    return [path for path in paths if f".{path}".endswith(ends)]

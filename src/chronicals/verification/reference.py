@@ -30,13 +30,13 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import SCORE, beside_text, is_within, score_of
 from chronicals.models.classifier import classifier_of
 from chronicals.models.router_loss import SWITCH, asks_for_router_loss, read_router_loss
-from chronicals.objectives import Objective, ScoredDocument, Terms
-from chronicals.verification.modules import plain_name
+from chronicals.objectives import Objective, ScoredDocument
+from chronicals.quantization import packed_experts
+from chronicals.verification.comparison import plain_name
 from chronicals.verification.plain_adapters import PlainAdapters, adapter_fields
 from chronicals.verification.quantised import (
     dense_weight,
     multiply_as,
-    quantised_experts,
     quantised_layers,
     weights_of_experts,
 )
@@ -66,11 +66,6 @@ class MaskedDocument(NamedTuple):
 Item = list[MaskedDocument]
 
 
-def is_mismatched(document: MaskedDocument) -> bool:
-    """Return whether ``document`` is the answer to another prompt, stored with a judged answer."""
-    return document.side == 1 and document.label >= 0
-
-
 def count_targets(document: MaskedDocument) -> int:
     """Return the number of trained tokens, without the first, which nothing predicts."""
     return int(document.trained[1:].sum())
@@ -82,10 +77,13 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
     The names are those of ``Step.counts``.
     """
     items = [item for pack in packs for item in pack]
-    firsts = [next(document for document in item if document.side == 0) for item in items]
+    firsts = []
+    for item in items:
+        firsts.append(next(document for document in item if document.side == 0))
     targets = sum(count_targets(document) for item in items for document in item)
     good = sum(d.label == 1 for d in firsts)
-    mismatched = sum(is_mismatched(document) for item in items for document in item)
+    # Answers to another prompt, stored with a judged answer.
+    mismatched = sum(d.side == 1 and d.label >= 0 for item in items for d in item)
     return {
         "targets": targets,
         "weight": targets,
@@ -96,16 +94,6 @@ def count_items(packs: Sequence[Sequence[Item]]) -> dict[str, int]:
         "packs": len(packs),
         "mismatched_items": mismatched,
     }
-
-
-def _divided(terms: Terms, counts: Mapping[str, float]) -> Tensor:
-    """Return the contribution of an item to the loss of its step."""
-    parts = [
-        term.coefficient * term.sum / (counts[term.per] or 1)
-        for term in terms.values()
-        if term.coefficient
-    ]
-    return torch.stack(parts).sum()
 
 
 class PlainArm:
@@ -145,14 +133,15 @@ class PlainArm:
         self.alone = alone
         self.objective = objective
         self.usual_attention = usual_attention
-        self.model = _fresh(model, device, usual_attention and _takes_sdpa(model))
+        self.model = _fresh(model, device, usual_attention)
         self.frozen: dict[str, nn.Module] = {}
         self.router_loss = (
             read_router_loss(model).coefficient if asks_for_router_loss(model) else 0.0
         )
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
-        if (score := score_of(model)) is not None:
+        score = score_of(model)
+        if score is not None:
             self.pad_token_id = score.pad_token_id
             if self.router_loss:
                 raise ConfigurationError(
@@ -182,18 +171,6 @@ class PlainArm:
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
 
-    def use_types_of(self, model: Any, autocast: torch.dtype | None) -> None:
-        """Cast every weight to its dtype in ``model``, the run's; quantised ones to that of their
-        products.
-
-        Gradients of several passes are accumulated in fp32.
-        """
-        _take_types(self.model, model)
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad_dtype = torch.float32
-        self.autocast = autocast
-
     def take_frozen(self, frozen: Mapping[str, Any], own_types: bool) -> None:
         """Create the objective's frozen models anew.
 
@@ -211,25 +188,10 @@ class PlainArm:
                     "whole model that chronicals "
                     "merge makes of it"
                 )
-            plain = _fresh(model, self.device, self.usual_attention and _takes_sdpa(model))
+            plain = _fresh(model, self.device, self.usual_attention)
             if own_types:
-                _take_types(plain, model)
+                take_types(plain, model)
             self.frozen[name] = plain.eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def take_bases(self, model: Any) -> None:
-        """Copy the base weights of adapted layers from ``model``, the run's.
-
-        This is needed if the adapters started with a part of the weight, which the base then lacks.
-        """
-        for path, layer in model.named_modules():
-            if getattr(layer, "lora_start_A", None) is not None:
-                own = self.model.get_submodule(path)
-                own.get_parameter(
-                    "parametrizations.weight.original"
-                    if hasattr(own, "parametrizations")
-                    else "weight"
-                ).copy_(layer.base_layer.weight)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -256,17 +218,27 @@ class PlainArm:
         items = [item for pack in packs for item in pack]
         found = torch.zeros(len(items), dtype=torch.float64)
         known = self._known(items, counts)
-        for rows in self._forward_passes(
-            [max(len(document.ids) for document in item) for item in items]
-        ):
+        lengths = []
+        for item in items:
+            lengths.append(max(len(document.ids) for document in item))
+        order = sorted(range(len(items)), key=lambda row: -lengths[row])
+        tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
+        while order:
+            # As many items as the limits allow when they are padded to the longest.
+            many = 1 if self.alone else max(1, tokens // lengths[order[0]])
+            rows = order[:many]
+            order = order[many:]
+            of_items = []
             with self._products():
-                scored = self._scored([items[row] for row in rows])
-                losses = torch.stack(
-                    [
-                        _divided(self.objective.item_definition(item, known), counts)
-                        for item in scored
+                for item in self._scored([items[row] for row in rows]):
+                    terms = self.objective.item_definition(item, known).values()
+                    parts = [
+                        term.coefficient * term.sum / (counts[term.per] or 1)
+                        for term in terms
+                        if term.coefficient
                     ]
-                )
+                    of_items.append(torch.stack(parts).sum())
+                losses = torch.stack(of_items)
             (losses.sum() * scale).backward()
             found[rows] = losses.detach().double().cpu() * counts["targets"]
         if self.router_loss:
@@ -292,24 +264,15 @@ class PlainArm:
                 sums[name] = sums.get(name, 0.0) + term.sum / (counts[term.per] or 1)
         return {name: total[None] for name, total in sums.items()}
 
-    def _forward_passes(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Yield the items of each forward pass, as indices, longest items first.
-
-        A pass takes as many items as the limits allow when padded to the longest.
-        """
-        tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        while order:
-            many = 1 if self.alone else max(1, tokens // lengths[order[0]])
-            yield order[:many]
-            order = order[many:]
-
     def _router_losses(self, packs: Sequence[Sequence[Item]], scale: float) -> float:
         """Backpropagate the class's own router loss, averaged over packs, and return its value."""
         value = 0.0
         for pack in packs:
-            own = (document for item in pack for document in item if not is_mismatched(document))
-            counted = [document for document in own if count_targets(document)]
+            counted = []
+            for document in (document for item in pack for document in item):
+                is_mismatched = document.side == 1 and document.label >= 0
+                if not is_mismatched and count_targets(document):
+                    counted.append(document)
             if counted:
                 ids, mask, _ = self._rows(counted)
                 with self._products():
@@ -330,9 +293,7 @@ class PlainArm:
         return value
 
     def _rows(self, documents: list[MaskedDocument]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token ids, attention mask, and a bool mask of trained tokens, with a row per
-        document.
-        """
+        """Return token ids, attention mask and a bool mask of trained tokens, a row a document."""
         width = max(len(document.ids) for document in documents)
         ids = torch.full((len(documents), width), self.pad_token_id or 0)
         mask = torch.zeros_like(ids)
@@ -348,50 +309,46 @@ class PlainArm:
         documents = [document for item in items for document in item]
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        if self.pad_token_id is not None:
-            return self._with_scores(items, logits)
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            frozen = {
-                name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                for name, model in self.frozen.items()
-            }
-        at = trained[:, 1:]
-        targets = ids[:, 1:]
-        scored = iter(
-            ScoredDocument(
-                logits[row, :-1][at[row]],
-                targets[row][at[row]],
-                {name: theirs[row, :-1][at[row]] for name, theirs in frozen.items()},
-                document.side,
-                document.label,
-            )
-            for row, document in enumerate(documents)
-        )
-        return [[next(scored) for _ in item] for item in items]
-
-    def _with_scores(self, items: list[Item], scores: Tensor) -> list[list[ScoredDocument]]:
-        """Return the documents of some items with their scores ``[N, 1]``."""
-        nothing = scores.new_zeros(0, 0)
-        left = iter(scores.float().squeeze(-1).unbind())
-        return [
-            [ScoredDocument(nothing, nothing, {}, d.side, d.label, next(left)) for d in item]
-            for item in items
-        ]
+        scored = []
+        if self.pad_token_id is not None:  # the class gives scores [N, 1]
+            nothing = logits.new_zeros(0, 0)
+            for document, score in zip(documents, logits.float().squeeze(-1).unbind()):
+                one = ScoredDocument(nothing, nothing, {}, document.side, document.label, score)
+                scored.append(one)
+        else:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                frozen = {
+                    name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+                    for name, model in self.frozen.items()
+                }
+            for row, document in enumerate(documents):
+                at = trained[row, 1:]
+                targets = ids[row, 1:][at]
+                theirs = {name: other[row, :-1][at] for name, other in frozen.items()}
+                one = ScoredDocument(
+                    logits[row, :-1][at], targets, theirs, document.side, document.label
+                )
+                scored.append(one)
+        rest = iter(scored)
+        by_item = []
+        for item in items:
+            by_item.append([next(rest) for _ in item])
+        return by_item
 
     def _products(self) -> AbstractContextManager:
-        return (
-            torch.autocast(self.device.type, dtype=self.autocast)
-            if self.autocast
-            else nullcontext()
-        )
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
 
 
-def _take_types(plain: nn.Module, model: Any) -> None:
-    """Cast every weight of ``plain`` to its dtype in ``model``; quantised ones to that of their
-    products.
+def take_types(plain: nn.Module, model: Any) -> None:
+    """Cast every weight of ``plain`` to its dtype in ``model``.
+
+    Quantised ones get the dtype of their products.
     """
     types = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
-    for path, experts in quantised_experts(model).items():
+    for path, experts in packed_experts(model):
+        path = plain_name(path)
         types |= {f"{path}.{name}": experts.dtype for name in experts.stacked}
     quantised = quantised_layers(model)
     for name, parameter in plain.named_parameters():
@@ -402,20 +359,15 @@ def _take_types(plain: nn.Module, model: Any) -> None:
         multiply_as(layer, plain.get_submodule(path))
 
 
-def _takes_sdpa(model: Any) -> bool:
-    """Return whether SDPA computes what the class does.
-
-    It does not if attention scores are capped, because SDPA omits the cap.
-    """
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return bool(getattr(model, "_supports_sdpa", False)) and not capped
-
-
-def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
+def _fresh(model: Any, device: torch.device, usual_attention: bool) -> Any:
     """Return a model of the same class, configuration and weights in fp32, without dropout.
 
-    Attention is eager or SDPA. For a model with a score, the class is the classifier.
+    Attention is eager, or SDPA if the usual one is asked for and the class has it. For a model with
+    a score, the class is the classifier.
     """
+    # SDPA omits the cap on attention scores that some classes have.
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    sdpa = usual_attention and bool(getattr(model, "_supports_sdpa", False)) and not capped
     score = score_of(model)
     kind, config = (
         (type(model), copy.deepcopy(model.config)) if score is None else classifier_of(model)
@@ -433,9 +385,8 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
         ) from error
     without_dropout(fresh)
     if score is not None:
-        fresh.get_input_embeddings().padding_idx = (
-            None  # or the token has no gradient where an answer has it
-        )
+        # Else the token of padding has no gradient where an answer has it.
+        fresh.get_input_embeddings().padding_idx = None
     weights = {
         plain_name(name): tensor
         for name, tensor in model.state_dict().items()
@@ -448,7 +399,8 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
             for name, x in weights.items()
             if not name.startswith(f"{path}.") or name == f"{path}.bias"
         }
-    for path, experts in quantised_experts(model).items():
+    for path, experts in packed_experts(model):
+        path = plain_name(path)
         weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.")}
         weights |= weights_of_experts(path, experts)
     if score is not None:
@@ -458,28 +410,6 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
     for path, layer in quantised.items():
         fresh.get_submodule(path).weight.data = dense_weight(path, layer)
     return fresh
-
-
-def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
-    """Return a message for each buffer of ``model`` that differs from what its configuration gives.
-
-    For example, ``model.bfloat16()`` also casts rotary frequencies, which then rotate every
-    position by a wrong angle.
-    """
-    own = dict(model.named_buffers())
-    found = []
-    for name, right in fresh.named_buffers():
-        value = own.get(name)
-        if value is None or not right.is_floating_point() or value.shape != right.shape:
-            continue
-        off = float((value.to(right) - right).abs().max() / right.abs().max().clamp(min=1e-30))
-        if off > 1e-6:
-            found.append(
-                f"{name} is off by {off:.1e} from what the configuration gives, which the plain "
-                "arms have: load the model "
-                "in its type (dtype=…) instead of casting it"
-            )
-    return found
 
 
 def without_dropout(model: nn.Module) -> list[str]:
@@ -536,8 +466,7 @@ def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
 
 
 class PlainAdamW:
-    """torch's AdamW with its own states over fp32 copies of weights, which are set before each
-    update.
+    """torch's AdamW with its own states over fp32 copies of weights, set before each update.
 
     Args:
         weights: fp32 tensors by name.
@@ -570,6 +499,8 @@ class PlainAdamW:
         """Set the weights to ``before`` and update them once.
 
         Args:
+            before: fp32 values by name.
+            gradients: by name; a weight without one stays.
             factor: learning-rate factor, from ``scheduled_rates``.
         """
         with torch.no_grad():

@@ -7,7 +7,7 @@ most ``_ALLOWED`` times as large, or two roundings of the dtype if that is large
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from chronicals.lora.merged_linear import MergedWeights, merged_linear, merged_linear_reference
-from chronicals.verification.eight_bits import rounded_linear
+from chronicals.verification.quantised import rounded_linear
 
 _ALLOWED = 1.5
 _LENGTHS = (17, 1, 31)
@@ -75,9 +75,6 @@ class SelfTest:
     error: float
     plain_error: float
     passed: bool
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
@@ -120,15 +117,10 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
             )
         )
     dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))
-    norms = [gate, drawn.up.float(), drawn.hidden.half()]
-    norm, plain_norm, exact_norm = (
-        function([x.to(dtype or x.dtype) for x in norms])
-        for function, dtype in (
-            (gradient_norm, None),
-            (gradient_norm_reference, None),
-            (_norm, torch.float64),
-        )
-    )
+    tensors = [gate, drawn.up.float(), drawn.hidden.half()]
+    norm = gradient_norm(tensors)
+    plain_norm = gradient_norm_reference(tensors)
+    exact_norm = torch.cat([x.double().flatten() for x in tensors]).norm()
     return [
         *compared,
         dropped,
@@ -167,6 +159,7 @@ class _Drawn:
         return cls(device, gate, up, hidden, weight, targets, (cos, sin))
 
     def random(self, *shape: int) -> Tensor:
+        """Return normally distributed numbers, bf16."""
         return torch.randn(*shape, device=self.device, dtype=DTYPE)
 
 
@@ -202,9 +195,6 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
     inputs = (drawn.hidden, drawn.weight)
     teacher = LinearHead(random(len(targets), 2 * WIDTH), random(VOCABULARY, 2 * WIDTH) * 0.1)
 
-    def taught(x: Tensor) -> LinearHead:
-        return LinearHead(teacher.hidden.to(x), teacher.weight.to(x))
-
     return [
         (
             "linear_cross_entropy",
@@ -221,7 +211,10 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
             ),
             lambda h, w: (
                 linear_distillation_reference(
-                    LinearHead(h, w), taught(h), targets, Divergence.jsd()
+                    LinearHead(h, w),
+                    LinearHead(teacher.hidden.to(h), teacher.weight.to(h)),
+                    targets,
+                    Divergence.jsd(),
                 ).loss
             ),
             inputs,
@@ -341,18 +334,15 @@ def _judged(
     exact: list[Tensor],
     dtype: torch.dtype,
 ) -> SelfTest:
-    pairs = [
-        tuple(float((got.double() - e).norm() / e.norm()) for got in (a, b))
-        for a, b, e in zip(ours, plain, exact, strict=True)
-    ]
+    pairs = []
+    for a, b, e in zip(ours, plain, exact, strict=True):
+        error = float((a.double() - e).norm() / e.norm())
+        plain_error = float((b.double() - e).norm() / e.norm())
+        pairs.append((error, plain_error))
     rounding = 2 * torch.finfo(dtype).eps
     passed = all(error <= max(_ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in tensors]).norm()
 
 
 def _compare_dropped(

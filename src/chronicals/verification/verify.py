@@ -24,7 +24,7 @@ import importlib.metadata
 import math
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,38 +37,54 @@ from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.data.packs.loader import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
+from chronicals.kernels.adamw import join_master
 from chronicals.memory import checkpoints_end_with_errors
-from chronicals.models import ModelShape, check_positions, embedding_table
+from chronicals.models import ModelShape, check_positions, embedding_table, has_4bit_layers
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
+from chronicals.quantization.bitsandbytes import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
-from chronicals.training.columns import StartColumns, with_frozen_columns
+from chronicals.training.frozen import with_frozen_columns
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.preparation import RowSource, check_precision, one_device, open_stores
+from chronicals.training.preparation import (
+    RowSource,
+    check_precision,
+    fit_vocabulary,
+    one_device,
+    open_stores,
+)
 from chronicals.training.routers import prepare_routers
-from chronicals.training.vocabulary import fit_vocabulary
+from chronicals.training.session import prepare_session
+from chronicals.training.start_columns import StartColumns
+from chronicals.training.step import rate_factor, set_learning_rate
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import (
     ARM,
     BitsAndBytesArm,
-    NotRun,
-    wants_bitsandbytes,
+    BitsAndBytesNotRun,
 )
-from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
-from chronicals.verification.eight_bits import round_experts, round_products
-from chronicals.verification.modules import Modules
-from chronicals.verification.path import Made, TrainingPath
+from chronicals.verification.comparison import (
+    Beside,
+    Deviation,
+    Modules,
+    StepLoss,
+    Tally,
+    Verification,
+    plain_name,
+    rounding_walk,
+)
+from chronicals.verification.quantised import rounded_experts, rounded_layer
 from chronicals.verification.reference import (
     Item,
     MaskedDocument,
     PlainAdamW,
     PlainArm,
-    changed_buffers,
     count_items,
     exact_products,
     scheduled_rates,
+    take_types,
     without_dropout,
 )
 
@@ -95,63 +111,75 @@ RATE = 1e-9
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Results of transformers, bitsandbytes and PEFT on the same steps.
+class Made:
+    """Results of one training step.
 
     Attributes:
-        losses: a row for each step, with their loss in place of ours.
-        gradients: a row for each module, with their gradient in place of ours, worst first.
+        loss: loss of the whole step.
+        applied: False if a gradient was not finite and the update was skipped.
+        gradients: by name of the weight, before clipping, in their own dtype, with fp16's loss
+            scale divided out.
     """
 
-    losses: list[StepLoss]
-    gradients: list[Deviation]
-
-    def to_dict(self) -> dict:
-        return {
-            name: [row.to_dict() for row in getattr(self, name)] for name in ("losses", "gradients")
-        }
+    loss: float
+    applied: bool
+    gradients: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Result of a verification.
+class TrainingPath:
+    """The session of training, without CUDA graphs, because gradients are copied before the update.
 
-    Attributes:
-        losses: a row for each step.
-        gradients, updates: a row for each module, worst first.
-        optimizer: the same for our updates compared with those of torch's AdamW from our gradients.
-        failures: messages; empty if the run is as exact as plain transformers in its own dtype.
-        notes: messages about what was done differently from the run.
-        facts: the run, the machine and the versions.
-        bitsandbytes: results of the bitsandbytes arm for a base in 4 bits; if it did not run, a
-            note says why.
+    Args:
+        model: the model on its device; steps train it.
+        config: configuration of the run.
+        total_steps: number of steps of the whole run.
+        tokenizer: the model's tokenizer.
     """
 
-    losses: list[StepLoss]
-    gradients: list[Deviation]
-    updates: list[Deviation]
-    optimizer: list[Deviation]
-    failures: list[str]
-    notes: list[str]
-    facts: dict[str, Any] = field(default_factory=dict)
-    bitsandbytes: Beside | None = None
-
-    @property
-    def passed(self) -> bool:
-        return not self.failures
-
-    def to_dict(self) -> dict:
-        return {
-            "passed": self.passed,
-            "failures": self.failures,
-            "notes": self.notes,
-            "losses": [row.to_dict() for row in self.losses],
-            "gradients": [row.to_dict() for row in self.gradients],
-            "updates": [row.to_dict() for row in self.updates],
-            "optimizer": [row.to_dict() for row in self.optimizer],
-            "bitsandbytes": self.bitsandbytes and self.bitsandbytes.to_dict(),
-            "facts": self.facts,
+    def __init__(
+        self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None
+    ):
+        self.model = model
+        self.config = config
+        self.total_steps = total_steps
+        self.session = prepare_session(model, config, build_objective(config), tokenizer=tokenizer)
+        self.trained = {
+            plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
         }
+        self.stepping = self.session.stepping
+        model.train()
+
+    def step(self, step: Step, number: int) -> Made:
+        """Train one step; call it in the context of ``stepping``."""
+        factor = rate_factor(self.config, number, self.total_steps)
+        set_learning_rate(self.session.optimizer, factor)
+        gradients: dict[str, Tensor] = {}
+
+        def hold() -> None:
+            scale = float(self.session.precision.scale)
+            for name, parameter in self.trained.items():
+                if parameter.grad is not None:
+                    gradients[name] = (
+                        parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
+                    )
+
+        scalars = self.session.train_once(step, hold)
+        return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
+
+    @torch.no_grad()
+    def weight(self, name: str) -> Tensor:
+        """Return a copy of a trained weight in fp32.
+
+        A bf16 weight is joined with the low half that its master keeps.
+        """
+        parameter = self.trained[name]
+        optimizer = self.session.optimizer
+        low = optimizer.state_of(parameter).get("low") if parameter in optimizer.state else None
+        return (
+            parameter.detach().float().clone()
+            if low is None
+            else join_master(parameter, low.to(parameter.device))
+        )
 
 
 def verify(
@@ -168,7 +196,11 @@ def verify(
     The model is changed: load it again before training.
 
     Args:
-        train_dataset, eval_dataset: as ``ChronicalsTrainer.train`` takes them.
+        model: on the device on which it trains.
+        tokenizer: of the model.
+        config: of the run.
+        train_dataset: as ``ChronicalsTrainer.train`` takes it.
+        eval_dataset: the same.
         steps: 5 to 20; a shorter run is compared as a whole.
         progress: called after each step with the number of steps done and of all steps.
 
@@ -177,7 +209,13 @@ def verify(
             field.
         DataError: the data would make training wrong.
     """
-    objective = _defined_objective(config, steps)
+    if not FEWEST <= steps <= _MOST:
+        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {_MOST}")
+    require_one_process("verify")
+    objective = build_objective(config)
+    why_not = objective.why_not_defined()
+    if why_not is not None:
+        raise ConfigurationError(f"objective={config.objective!r}: {why_not}")
     device = one_device(model, Mesh())
     check_precision(config, device)
     if config.resize_embeddings:
@@ -217,30 +255,16 @@ def verify(
     compared = _Comparison(path, arms, scheduled_rates(config, total), device)
     with path.stepping(), checkpoints_end_with_errors():
         for number, step in enumerate(stream.steps(count=steps)):
-            compared.one_step(step, number, items_of(store, stream, step.began))
+            compared.one_step(step, number, step_items(store, stream, step.began))
             if progress is not None:
                 progress(number + 1, steps)
     return compared.verification(notes, _facts(model, config, device, steps))
 
 
-def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
-    """Return the objective of the run.
-
-    Raises:
-        ConfigurationError: the run cannot be compared.
-    """
-    if not FEWEST <= steps <= _MOST:
-        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {_MOST}")
-    require_one_process("verify")
-    objective = build_objective(config)
-    if (why := objective.why_not_defined()) is not None:
-        raise ConfigurationError(f"objective={config.objective!r}: {why}")
-    return objective
-
-
 def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, list[str]]:
-    """Return the configuration without random numbers and rounded states, which the plain arms
-    lack.
+    """Return the configuration without random numbers and rounded states.
+
+    The plain arms have none.
 
     Returns:
         The configuration, and messages about what was changed.
@@ -260,7 +284,8 @@ def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, li
     if config.use_8bit_optimizer:
         notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
     sections = dict(config.sections)
-    if beside := {name: sections.pop(name) for name in BESIDE if name in sections}:
+    beside = {name: sections.pop(name) for name in BESIDE if name in sections}
+    if beside:
         notes.append(
             f"{beside}: these losses and metrics are in no arm, and their own tests hold them to "
             "their formulas"
@@ -294,25 +319,44 @@ class _Arms:
         objective: Objective,
         notes: list[str],
     ) -> _Arms:
-        """Create the arms from the model before the run changes it; messages are added to
-        ``notes``.
-        """
+        """Create the arms from the model, before the run changes it; add messages to ``notes``."""
         exact = config.mixed_precision == "fp32"
         fp32 = PlainArm(model, device, config, objective)
         plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
-        notes += changed_buffers(model, fp32.model)
-        others, why_not = _others(model, fp32, config)
-        notes += why_not
-        if (name := objective.frozen_start()) is not None:
+        own = dict(model.named_buffers())
+        for name, right in fp32.model.named_buffers():
+            value = own.get(name)
+            if value is None or not right.is_floating_point() or value.shape != right.shape:
+                continue
+            off = float((value.to(right) - right).abs().max() / right.abs().max().clamp(min=1e-30))
+            if off > 1e-6:
+                # model.bfloat16() also casts rotary frequencies, which then rotate every position
+                # by a wrong angle.
+                notes.append(
+                    f"{name} is off by {off:.1e} from what the configuration gives, which the "
+                    "plain arms have: load the model in its type (dtype=…) instead of casting it"
+                )
+        others = None
+        if has_4bit_layers(model) or has_foreign_layers(model):
+            try:
+                others = BitsAndBytesArm(model, fp32, config)
+                notes += others.notes
+            except BitsAndBytesNotRun as reason:
+                notes.append(f"{ARM} is not run: {reason}")
+        start = objective.frozen_start()
+        if start is not None:
             for arm in (fp32, plain):
-                arm.take_frozen({name: model}, own_types=arm is plain)
+                arm.take_frozen({start: model}, own_types=arm is plain)
         return cls(config, fp32, plain, others)
 
     def follow(self, path: TrainingPath, further: Mapping[str, Any], notes: list[str]) -> None:
-        """Take over what the run made of its model: dtypes, initial values, frozen models, router
-        losses.
+        """Take over what the run made of its model.
+
+        These are dtypes, initial values, frozen models and router losses.
 
         Args:
+            path: of the run.
+            notes: gets messages.
             further: more frozen models, by name, that only the objective's definition needs.
         """
         model = path.model
@@ -322,35 +366,34 @@ class _Arms:
                 arm.router_loss = 0.0
             told = f"{type(model).__name__} adds none, or one that the run leaves out"
             notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
+        # Adapters that started with a part of the weight leave a base that lacks it.
+        for path_of_layer, layer in model.named_modules():
+            if getattr(layer, "lora_start_A", None) is None:
+                continue
+            for arm in (self.fp32, self.plain):
+                own = arm.model.get_submodule(path_of_layer)
+                is_parametrised = hasattr(own, "parametrizations")
+                name = "parametrizations.weight.original" if is_parametrised else "weight"
+                own.get_parameter(name).data.copy_(layer.base_layer.weight)
         frozen = {name: presented.model for name, presented in session.objective.frozen.items()}
         frozen |= {name: other.to(self.fp32.device) for name, other in further.items()}
         for arm in (self.fp32, self.plain):
-            arm.take_bases(model)
             arm.take_frozen(frozen, own_types=arm is self.plain)
-        self.plain.use_types_of(
-            model, torch.float16 if self.config.mixed_precision == "fp16" else None
-        )
+        take_types(self.plain.model, model)
+        for parameter in self.plain.model.parameters():
+            if parameter.requires_grad:  # gradients of several passes are accumulated in fp32
+                parameter.grad_dtype = torch.float32
+        self.plain.autocast = torch.float16 if self.config.mixed_precision == "fp16" else None
         if self.config.use_fp8:
             for name in layers_in_fp8(model):
-                round_products(self.plain.model.get_submodule(name))
+                layer = self.plain.model.get_submodule(name)
+                layer.forward = partial(rounded_layer, layer)
             for name in experts_in_fp8(model):
-                round_experts(self.plain.model.get_submodule(name.replace(".base_layer", "")))
+                layer = self.plain.model.get_submodule(name.replace(".base_layer", ""))
+                layer.forward = partial(rounded_experts, layer)
 
 
-def _others(
-    model: Any, fp32: PlainArm, config: ChronicalsConfig
-) -> tuple[BitsAndBytesArm | None, list[str]]:
-    """Return the bitsandbytes arm for a base in 4 bits, or None, and messages."""
-    if not wants_bitsandbytes(model):
-        return None, []
-    try:
-        arm = BitsAndBytesArm(model, fp32, config)
-    except NotRun as reason:
-        return None, [f"{ARM} is not run: {reason}"]
-    return arm, arm.notes
-
-
-def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
+def step_items(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
     """Return the items of each pack of the step that begins at ``position``, read from the store.
 
     Each document is returned separately.
@@ -413,6 +456,13 @@ class _Comparison:
         }
 
     def one_step(self, step: Step, number: int, packs: list[list[Item]]) -> None:
+        """Compute a step in all arms from the weights of the run, and add up what differs.
+
+        Args:
+            step: of the run.
+            number: of the step, from 0.
+            packs: the items of each pack of the step.
+        """
         before = self._weights()
         counts = {**step.counts, **count_items(packs)}
         targets = int(counts["targets"])
@@ -427,7 +477,23 @@ class _Comparison:
         scale = PLAIN_SCALE if self.config.mixed_precision == "fp16" else 1.0
         plain_losses, plain = self.plain.differentiate(packs, counts, scale)
         self.losses.append((made.loss, exact_losses, plain_losses, targets))
-        self._compare(made, exact, plain, before, self.rates[number])
+        with torch.no_grad():
+            self.fp32_optimizer.update(before, exact, self.rates[number])
+            self.plain_optimizer.update(before, plain, self.rates[number])
+            self.our_gradients.update(before, made.gradients, self.rates[number])
+            for tally in (self.gradients, self.updates, self.optimizer, self.sizes):
+                tally.begin_step()
+            self._add(self.gradients, before, made.gradients, plain, exact)
+            for name, weight in before.items():
+                nothing = torch.zeros((), device=self.device).expand_as(weight)
+                p, f = (gradients.get(name, nothing) for gradients in (plain, exact))
+                clear = comparison.decided(f, p, self.walk)
+                after = self.path.weight(name) if name in self.path.trained else weight
+                arms = after, self.plain_optimizer.weights[name], self.fp32_optimizer.weights[name]
+                self.updates.add(name, *((now - weight) * clear for now in arms))
+                due = self.our_gradients.weights[name] - weight
+                self.optimizer.add(name, after - weight, due, due)
+                self.sizes.add(name, weight, weight, weight)
         if self.others is not None:
             self.others.load(before)
             their_losses, theirs = self.others.differentiate(packs, counts, scale)
@@ -450,33 +516,8 @@ class _Comparison:
             nothing = torch.zeros((), device=self.device).expand_as(weight)
             tally.add(name, *(gradients.get(name, nothing) for gradients in (ours, plain, exact)))
 
-    @torch.no_grad()
-    def _compare(
-        self,
-        made: Made,
-        exact: dict[str, Tensor],
-        plain: dict[str, Tensor],
-        before: dict[str, Tensor],
-        factor: float,
-    ) -> None:
-        self.fp32_optimizer.update(before, exact, factor)
-        self.plain_optimizer.update(before, plain, factor)
-        self.our_gradients.update(before, made.gradients, factor)
-        for tally in (self.gradients, self.updates, self.optimizer, self.sizes):
-            tally.begin_step()
-        self._add(self.gradients, before, made.gradients, plain, exact)
-        for name, weight in before.items():
-            nothing = torch.zeros((), device=self.device).expand_as(weight)
-            p, f = (gradients.get(name, nothing) for gradients in (plain, exact))
-            clear = comparison.decided(f, p, self.walk)
-            after = self.path.weight(name) if name in self.path.trained else weight
-            arms = after, self.plain_optimizer.weights[name], self.fp32_optimizer.weights[name]
-            self.updates.add(name, *((now - weight) * clear for now in arms))
-            due = self.our_gradients.weights[name] - weight
-            self.optimizer.add(name, after - weight, due, due)
-            self.sizes.add(name, weight, weight, weight)
-
     def verification(self, notes: list[str], facts: dict[str, Any]) -> Verification:
+        """Return the result of all steps, with messages and facts of the run."""
         if self.skipped:
             notes = [
                 *notes,
@@ -500,7 +541,24 @@ class _Comparison:
         optimizer = self.optimizer.deviations(comparison.optimizer_floors(sizes, due))
         failures = self._failures(losses, [*gradients, *updates, *optimizer])
         if self.others is not None and beside is not None:
-            failures += _failures_beside(beside, self.others.differs)
+            for path, off in self.others.differs.items():
+                failures.append(f"{path}: the weight of {ARM} is another, by {off:.1%}")
+            # If other libraries differ from fp32 by more than rounding, they understand this run
+            # differently.
+            wrong = comparison.wrong_losses(beside.losses)
+            if wrong:
+                failures.append(
+                    f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
+                    f"{wrong[0].fp32:.6g}"
+                )
+            exceeding = [row for row in beside.gradients if row.ratio > 1]
+            if 2 * len(exceeding) > len(beside.gradients):
+                worst = exceeding[0]
+                failures.append(
+                    f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules "
+                    f"are others; {worst.module} deviates by {worst.deviation:.2e}, allowed "
+                    f"{worst.allowed:.2e}"
+                )
         return Verification(losses, gradients, updates, optimizer, failures, notes, facts, beside)
 
     def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
@@ -514,7 +572,14 @@ class _Comparison:
             f"{name}: trained, though the options do not ask for it"
             for name in sorted(trained - asked)
         ]
-        failures += self._wrong_rates()[:1]
+        for number, rate in enumerate(self.rates):
+            ours = rate_factor(self.path.config, number, self.path.total_steps)
+            if not abs(ours - rate) <= RATE:
+                failures.append(
+                    f"learning rate of step {number + 1}: {ours:.6g} of its peak, by lr_scheduler="
+                    f"{self.config.lr_scheduler!r} {rate:.6g}"
+                )
+                break
         if not losses:
             failures.append(
                 f"no step could be compared: the gradients of all steps ({self.skipped}) are not "
@@ -541,40 +606,6 @@ class _Comparison:
                     f"{found.allowed:.2e}"
                 )
         return failures
-
-    def _wrong_rates(self) -> list[str]:
-        """Return a message for each step of the run with a wrong learning rate."""
-        pairs = [(self.path.rate_factor(number), rate) for number, rate in enumerate(self.rates)]
-        by = f"by lr_scheduler={self.config.lr_scheduler!r}"
-        return [
-            f"learning rate of step {number + 1}: {ours:.6g} of its peak, {by} {rate:.6g}"
-            for number, (ours, rate) in enumerate(pairs)
-            if not abs(ours - rate) <= RATE
-        ]
-
-
-def _failures_beside(beside: Beside, differs: Mapping[str, float]) -> list[str]:
-    """Return messages if bitsandbytes has other weights, or most of its steps or gradients are off.
-
-    If they differ from fp32 by more than rounding, other libraries understand this run differently.
-    """
-    found = [
-        f"{path}: the weight of {ARM} is another, by {off:.1%}" for path, off in differs.items()
-    ]
-    if wrong := comparison.wrong_losses(beside.losses):
-        found.append(
-            f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
-            f"{wrong[0].fp32:.6g}"
-        )
-    exceeding = [row for row in beside.gradients if row.ratio > 1]
-    if 2 * len(exceeding) > len(beside.gradients):
-        worst = exceeding[0]
-        found.append(
-            f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules are "
-            f"others; {worst.module} deviates "
-            f"by {worst.deviation:.2e}, allowed {worst.allowed:.2e}"
-        )
-    return found
 
 
 def _facts(

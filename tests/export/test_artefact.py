@@ -11,13 +11,13 @@ import pytest
 
 import tiny
 from chronicals.export import export
-from chronicals.export.workspace import files_of_others, workspace
+from chronicals.export.artefact import files_of_others, workspace
 from chronicals.training import lock
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from chronicals.export.workspace import workspace
+from chronicals.export.artefact import workspace
 with workspace(Path(sys.argv[1])) as place:
     (place / "half").write_bytes(b"weights")
     print(place, flush=True)
