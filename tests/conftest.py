@@ -168,6 +168,17 @@ def set_constants(monkeypatch):
 
 
 @pytest.fixture
+def let_return(monkeypatch):
+    """Let functions return a value whatever they are given: ``let_return(module, size=8)``."""
+
+    def change(owner, **values):
+        for name, value in values.items():
+            monkeypatch.setattr(owner, name, lambda *_, value=value, **__: value)
+
+    return change
+
+
+@pytest.fixture
 def must_not_call(monkeypatch):
     """Let a test fail if a function is called: ``must_not_call(module, "compute", "why")``."""
 

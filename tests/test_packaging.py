@@ -69,12 +69,12 @@ def test_without_a_card_it_says_so_and_fails():
     )
 
 
-def test_its_last_line_is_the_verdict(monkeypatch, capsys):
+def test_its_last_line_is_the_verdict(monkeypatch, let_return, capsys):
     import torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    let_return(torch.cuda, is_available=True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    let_return(torch.cuda, get_device_name="a card")
     for status, verdict in ((0, "passed"), (1, "failed")):
         done = subprocess.CompletedProcess([], status)
         monkeypatch.setattr(subprocess, "run", lambda command, done=done: done)

@@ -229,7 +229,7 @@ def test_what_is_chosen_here_compiles_whole():
 
 
 def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
-    monkeypatch, set_constants, tmp_path
+    monkeypatch, let_return, set_constants, tmp_path
 ):
     from importlib.metadata import PackageNotFoundError
 
@@ -245,6 +245,6 @@ def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
     monkeypatch.setattr(flash_attn_4, "version", missing)
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
     assert not flash_attn_4.os.environ and asked == [torch.device("cuda", 1)]
-    monkeypatch.setattr(flash_attn_4, "version", lambda name: "1.0")
+    let_return(flash_attn_4, version="1.0")
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
     assert flash_attn_4.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"].endswith("quack-1.0-sm90")

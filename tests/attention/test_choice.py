@@ -17,11 +17,11 @@ FP32 = torch.float32
 
 
 @pytest.fixture
-def card(monkeypatch):
+def card(monkeypatch, let_return):
     """A machine with a card of the given capability, on which those backends are installed."""
 
     def pretend(capability, installed=tuple(BACKENDS)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        let_return(torch.cuda, get_device_capability=capability)
         for name, backend in BACKENDS.items():
             monkeypatch.setitem(
                 BACKENDS, name, replace(backend, available=lambda name=name: name in installed)

@@ -241,7 +241,7 @@ def test_packages_by_what_is_trained(monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def asked(monkeypatch, let_return):
     """What its loader is asked for."""
     asked = {}
 
@@ -263,7 +263,7 @@ def asked(monkeypatch):
     module = ModuleType("unsloth")
     module.FastLanguageModel = module.FastModel = Loader
     monkeypatch.setitem(sys.modules, "unsloth", module)
-    monkeypatch.setattr(unsloth, "start_from", lambda *given: None)
+    let_return(unsloth, start_from=None)
     return asked
 
 
@@ -280,13 +280,13 @@ def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(
     assert asked["use_gradient_checkpointing"] == ("unsloth" if recompute else False)
 
 
-def test_unsloth_adapts_what_the_row_adapts(tmp_path, asked, monkeypatch):
+def test_unsloth_adapts_what_the_row_adapts(tmp_path, asked, let_return):
     """Of a mixture only attention: were experts named too, it would adapt their stacks."""
     start = {
         f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight": torch.ones(1)
         for name in ("q_proj", "o_proj")
     }
-    monkeypatch.setattr(unsloth, "start_of", lambda *given: start)
+    let_return(unsloth, start_of=start)
     unsloth.load(planned(tmp_path, "lora"), False)
     assert asked["target_modules"] == ["o_proj", "q_proj"]
 
@@ -310,7 +310,9 @@ def test_a_mixture_of_a_peer_has_no_router_loss(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "mixture"), [("lora", True), ("full", True), ("lora", False)])
-def test_trl_has_grouped_products_of_frozen_experts(tmp_path, monkeypatch, mode, mixture):
+def test_trl_has_grouped_products_of_frozen_experts(
+    tmp_path, monkeypatch, let_return, mode, mixture
+):
     """Not Liger's, whose backward makes their gradients."""
     asked = {}
     model = (
@@ -320,7 +322,7 @@ def test_trl_has_grouped_products_of_frozen_experts(tmp_path, monkeypatch, mode,
     )
     work = planned(tmp_path, mode, model)
     monkeypatch.setattr(trl, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(trl, "find_spec", lambda name: True)
+    let_return(trl, find_spec=True)
     monkeypatch.setattr(
         trl,
         "train_with_trainer",

@@ -64,12 +64,12 @@ def test_arms_that_would_be_ended_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("card", [False, True])
-def test_the_command_says_so_before_anything_runs(card, monkeypatch, tmp_path):
+def test_the_command_says_so_before_anything_runs(card, monkeypatch, let_return, tmp_path):
     def measure(*_):
         raise ConfigurationError("begun")
 
     monkeypatch.setattr(rounds, "measure_row", measure)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    let_return(torch.cuda, is_available=card)
     done = CliRunner().invoke(
         app, ["benchmark", "--model", "tiny", "--folder", str(tmp_path)], env={"COLUMNS": "200"}
     )

@@ -142,14 +142,14 @@ def test_settings_that_not_every_arm_has_are_refused(tmp_path, teacher):
         chosen_peers(["trl"], "fixed", lora=False, objective="distill")
 
 
-def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch):
+def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch, let_return):
     built = []
     monkeypatch.setattr(
         "chronicals.benchmark.shapes.build_model",
         lambda name, place, device: built.append((name, place)),
     )
-    monkeypatch.setattr(Work, "stream", lambda self: None)
-    monkeypatch.setattr(DistillationWork, "write_tokenizer", lambda self: None)
+    let_return(Work, stream=None)
+    let_return(DistillationWork, write_tokenizer=None)
     work = made.work(tmp_path, objective="distill", sections={"distill": {"teacher": "qwen3-8b"}})
     prepare_work(work)
     assert dict(built) == {

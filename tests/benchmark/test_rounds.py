@@ -41,7 +41,7 @@ FLOOR = {
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch, let_return):
     """Arms that measure nothing: their speeds are a table, and ``bench.ran`` is who ran."""
 
     class Bench:
@@ -60,7 +60,7 @@ def bench(tmp_path, monkeypatch):
         def measure(self, began=None, **options):
             work = made.work(tmp_path)
             job = Job(DecoderShape(2, 64, 4, 2, 16, 128, 1024, 0, 10**5), 100, 64.0)
-            monkeypatch.setattr(type(work), "job", lambda work: job)
+            let_return(type(work), job=job)
             return measure_row(work, Options(**options), began=began, session_class=PeerSession)
 
     bench = Bench()
@@ -124,7 +124,7 @@ def bench(tmp_path, monkeypatch):
     bench.rates = rates
     monkeypatch.setattr(rounds, "RunningArm", Running)
     monkeypatch.setattr(peer_rounds, "RunningArm", Running)
-    monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
+    let_return(rounds, run_preparation=rates)
     monkeypatch.setattr(
         peer_rounds,
         "missing_packages_of",

@@ -54,9 +54,9 @@ def measured(monkeypatch, folder, count, took=0.3, seconds=100.0, left=200.0):
     }
 
 
-def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, tmp_path):
+def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, let_return, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    monkeypatch.setattr(cards.os, "cpu_count", lambda: 32)
+    let_return(cards.os, cpu_count=32)
     left, seen = measured(monkeypatch, tmp_path, 2)
     assert not left and list(seen) == NAMES
     assert {words[0] for words in seen.values()} == {"5", "7"} and {

@@ -21,9 +21,9 @@ rows = scripts.script("rows")
         ("Tesla T4", "tesla-t4"),
     ],
 )
-def test_a_card_by_its_model(name, short, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+def test_a_card_by_its_model(name, short, let_return):
+    let_return(torch.cuda, is_available=True)
+    let_return(torch.cuda, get_device_name=name)
     assert rows.card() == short
 
 
@@ -61,14 +61,14 @@ def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, monkeypatch, ca
     )
 
 
-def test_a_note_is_added_to_the_rows_own(tmp_path, monkeypatch):
+def test_a_note_is_added_to_the_rows_own(tmp_path, monkeypatch, let_return):
     def measure(name, output, *given):
         output.write_text(json.dumps({"notes": ["its own"], "seconds": 1.0}))
         return True
 
     monkeypatch.setattr(rows, "measure", measure)
-    monkeypatch.setattr(rows, "card", lambda: "h100")
-    monkeypatch.setattr(rows, "table", lambda files: "")
+    let_return(rows, card="h100")
+    let_return(rows, table="")
     monkeypatch.setattr(
         sys, "argv", ["rows.py", str(tmp_path), TWO[0], "--note", "beside another row"]
     )

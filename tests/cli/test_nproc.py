@@ -142,10 +142,10 @@ def test_processes_have_time_to_save_and_a_second_signal_is_passed_on():
     )
 
 
-def test_it_becomes_torchrun(monkeypatch):
+def test_it_becomes_torchrun(monkeypatch, let_return):
     began = []
     monkeypatch.setattr(launch.os, "execv", lambda program, words: began.append(words))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    let_return(torch.cuda, device_count=4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     become_launcher(4, ["train", "recipe.yaml"])
     launcher = ["-m", "chronicals.distributed.torchrun", "--standalone", "--nproc-per-node=4"]

@@ -70,13 +70,13 @@ class Alike(Told):
         return [value] * self.count
 
 
-def test_a_decision_says_what_machines_share(tmp_path, monkeypatch):
+def test_a_decision_says_what_machines_share(tmp_path, monkeypatch, let_return):
     ranks = Alike(0, 8, told=[tmp_path])
     assert decided(monkeypatch, ranks, 4).reason.endswith("1/4 in each process, 2 copies")
     assert decided(monkeypatch, ranks, 8).reason.endswith("1/8 in each process")
     spread = decided(monkeypatch, ranks, 4, sharding_ranks=8).reason
     assert spread.endswith("1/8 in each process, each over 2 machines")
-    monkeypatch.setattr(facts, "card_memory", lambda _: 1)
+    let_return(facts, card_memory=1)
     made = decided(
         monkeypatch, ranks, 4, check_memory=False
     )  # which would refuse a card of one byte
@@ -100,13 +100,13 @@ def test_processes_that_would_share_with_others_are_refused(tmp_path, monkeypatc
         decided(monkeypatch, ranks, 2)
 
 
-def test_the_smallest_card_decides(tmp_path, monkeypatch):
+def test_the_smallest_card_decides(tmp_path, monkeypatch, let_return):
     """Each would decide for itself, and wait for others that decided otherwise."""
     ranks = Told(0, 2, told=[1 << 40, 1 << 20])
     free = runs.config(tmp_path)
     monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
     monkeypatch.setattr(sharding, "card_memory", lambda _: 1 << 40)
-    monkeypatch.setattr(sharding, "on_each_machine", lambda _: 2)
+    let_return(sharding, on_each_machine=2)
     assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
     ranks.told[1] = 1 << 40
     assert with_sharding(free, tiny.llama(), ranks).sharding == "optimizer"

@@ -132,13 +132,13 @@ def test_processes_that_do_not_come_are_named():
     assert "within 2 seconds" in done.stderr and "1/2 clients joined" in done.stderr
 
 
-def test_weights_that_are_sent_by_a_card_are_waited_for(monkeypatch):
+def test_weights_that_are_sent_by_a_card_are_waited_for(monkeypatch, let_return):
     """nccl returns at once, and the host would wait elsewhere, where nobody looks."""
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(WAITING.since))
     monkeypatch.setattr(Mesh, "_device_sent_from", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: None)
+    let_return(torch.cuda, current_stream=stream)
+    let_return(dist, broadcast=None)
     Mesh(0, 2).same_weights([torch.ones(3)])
     assert len(waited) == 1 and waited[0] is not None and WAITING.since is None
 

@@ -53,14 +53,14 @@ def written(rank: int, folder: Path):
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
-def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch, set_constants):
+def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, let_return, set_constants):
     set_constants(rank_files, SENT_PIECE=1000)
     files = of_all()
     aside = tmp_path / "aside"
     places = []
     aside.mkdir()
     if not seen:
-        monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
+        let_return(rank_files, is_seen=False)
     threads, raised = delivering(
         files, lambda rank, folder: (places.append(folder), written(rank, folder))
     )
@@ -81,10 +81,10 @@ def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
-def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_path, monkeypatch):
+def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_path, let_return):
     files = of_all()
     if not seen:
-        monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
+        let_return(rank_files, is_seen=False)
 
     def write(rank, folder):
         if rank == 1:
@@ -187,11 +187,11 @@ def test_a_folder_of_the_same_name_on_another_machine_is_not_taken_for_it(tmp_pa
     assert not rank_files.is_seen(tmp_path, ".token") and rank_files.is_seen(tmp_path, "other")
 
 
-def test_torchs_own_store_takes_large_files(tmp_path, monkeypatch):
+def test_torchs_own_store_takes_large_files(tmp_path, monkeypatch, let_return):
     """It refuses values of more than 8 MiB; and keeps none of what was fetched."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     monkeypatch.setattr(RankFiles, "_store", store)
-    monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
+    let_return(rank_files, is_seen=False)
     files = of_all(2)
     content = bytes(range(256)) * 40_000
     threads, raised = delivering(

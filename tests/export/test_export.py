@@ -527,11 +527,11 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
     assert "| data | rows.jsonl |" in text and "secret" not in text
 
 
-def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, monkeypatch):
+def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, let_return):
     import huggingface_hub
 
     hub = Hub()
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    let_return(huggingface_hub, HfApi=hub)
     export(run, ["gguf-f16", "merged"], tmp_path, name="mine", push_to_hub="mine")
     assert hub.made == {"mine": True}
     assert {
@@ -542,14 +542,14 @@ def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, monkeypatch):
     } <= set(hub.files)
 
 
-def test_an_upload_that_fails_leaves_the_artefacts(run, tmp_path, monkeypatch):
+def test_an_upload_that_fails_leaves_the_artefacts(run, tmp_path, monkeypatch, let_return):
     import huggingface_hub
 
     hub = Hub()
     monkeypatch.setattr(
         hub, "create_repo", lambda *_, **__: (_ for _ in ()).throw(OSError("no route"))
     )
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    let_return(huggingface_hub, HfApi=hub)
     with pytest.raises(UploadError, match="push_to_hub='mine': the upload failed: no route"):
         export(run, "gguf-f16", tmp_path, name="mine", push_to_hub="mine")
     assert (tmp_path / "mine-f16.gguf").exists()

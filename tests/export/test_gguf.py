@@ -64,9 +64,9 @@ def written(folder, kind="f32"):
 
 
 @pytest.mark.parametrize("name", gguf_models.MODELS)
-def test_every_family_is_proved(name, tmp_path, monkeypatch):
+def test_every_family_is_proved(name, tmp_path, let_return):
     """By the reader of files alone, which says that llama.cpp was not asked."""
-    monkeypatch.setattr(llama_cpp, "is_there", lambda: False)
+    let_return(llama_cpp, is_there=False)
     (exported,) = export(saved(tmp_path, gguf_models.build(name)), "gguf-f32")
     compared = {check.name: check for check in exported.proof.checks}
     assert compared["weights in F32"].value <= 1e-6 and compared["every weight is there"].passed
@@ -496,8 +496,8 @@ def test_few_bits_need_rows(tmp_path):
         export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-iq2_xs")
 
 
-def test_llama_cpps_types_need_llama_cpp(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama_cpp, "is_there", lambda: False)
+def test_llama_cpps_types_need_llama_cpp(tmp_path, let_return):
+    let_return(llama_cpp, is_there=False)
     with pytest.raises(
         ValueError,
         match="gguf-q4_k_m: weights are quantised by llama.cpp itself, .* pip install "

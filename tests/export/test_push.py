@@ -45,8 +45,8 @@ def run(base, tmp_path_factory):
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
+def hub(monkeypatch, let_return):
+    let_return(huggingface_hub, get_token=TOKEN)
     return Hub().take_the_place(monkeypatch)
 
 

@@ -222,9 +222,9 @@ def test_recomputed_and_kept(tmp_path, changes):
     [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}],
     ids=["full", "adapters"],
 )
-def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
+def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch, let_return):
     """Such layers, which a run has on a card only."""
-    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
+    let_return(facts, why_not_fused=None)
     # a proof runs layers, too
     monkeypatch.setattr(facts, "plan_for", lambda model: PatchPlan())
     remakes = []

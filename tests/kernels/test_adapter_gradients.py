@@ -99,9 +99,9 @@ def draw(rows, sizes, ranks, dtype, device):
 
 
 @pytest.fixture
-def several_parts(monkeypatch):
+def several_parts(monkeypatch, let_return):
     """Of rows, with several tiles each, on any device."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 12)
+    let_return(launch, multiprocessors=12)
     monkeypatch.setattr(module, "multiprocessors", launch.multiprocessors)
 
 

@@ -152,10 +152,10 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("rank", [0, 64, 129, 257, 300])
 @pytest.mark.parametrize("fast", [False, True])
-def test_launches_fit_the_card(fast, rank, kib, monkeypatch):
+def test_launches_fit_the_card(fast, rank, kib, monkeypatch, let_return):
     hopper = kib == 227
     monkeypatch.setattr(kernel, "shared_memory", lambda _: kib << 10)
-    monkeypatch.setattr(kernel, "has_boxes", lambda _: hopper)
+    let_return(kernel, has_boxes=hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0) if hopper else (8, 9))
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
         card = torch.device("cuda", 0)
@@ -217,12 +217,12 @@ def test_what_does_not_fit_is_refused(change, message, device):
         )
 
 
-def test_a_card_without_fp8_is_named(device, monkeypatch):
+def test_a_card_without_fp8_is_named(device, let_return):
     case = CASES[1]
     x, w = operands(case, True, device)
     to = dispatch_to_experts(drawn(*case[:3], device), case[2])
     given = fp8_quantize(x, "row")[0], fp8_quantize_experts(w)[0], to, True
-    monkeypatch.setattr(module, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
+    let_return(module, lacks_fp8="NVIDIA A100 (8.0) has no FP8")
     with pytest.raises(
         ValueError,
         match=r"fp8_grouped_product: NVIDIA A100 \(8.0\) has no FP8; use grouped_product in bf16",

@@ -175,9 +175,9 @@ def test_what_does_not_fit_is_refused(change, message, device):
         change(x, weight)
 
 
-def test_a_card_without_fp8(device, monkeypatch):
+def test_a_card_without_fp8(device, let_return):
     x, weight, _ = draw(device)
-    monkeypatch.setattr(MODULE, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
+    let_return(MODULE, lacks_fp8="NVIDIA A100 (8.0) has no FP8")
     with pytest.raises(
         ValueError,
         match=r"fp8_linear: NVIDIA A100 \(8.0\) has no FP8; use torch.nn.functional.linear",

@@ -185,10 +185,10 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
 
 
 @pytest.mark.parametrize(("kib", "boxes"), [(99, False), (163, False), (227, True)])
-def test_launches_fit_the_card(kib, boxes, monkeypatch):
+def test_launches_fit_the_card(kib, boxes, monkeypatch, let_return):
     """A gradient's stages, of which two hold no rows, too."""
     monkeypatch.setattr(module, "shared_memory", lambda _: kib << 10)
-    monkeypatch.setattr(module, "has_boxes", lambda _: boxes)
+    let_return(module, has_boxes=boxes)
     card = torch.device("cuda", 0)
     for launch, rows in (
         (product_launch(128, 1536, card), 128),

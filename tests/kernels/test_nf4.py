@@ -108,7 +108,7 @@ def test_the_kernel_is_its_reference(dtype, device):
 
 
 @pytest.mark.parametrize("block", [64, 4096])
-def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch, set_constants):
+def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch, let_return, set_constants):
     """With the same codes, scales and values; where rows lie apart it takes it whole."""
     given = weight((97, 271), torch.float32, torch.device("cpu"))
     codes, absmax = quantize_nf4_reference(given, block)
@@ -119,7 +119,7 @@ def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch, set_cons
             nf4, name, lambda *of, keep=keep: (calls.append(keep.__name__), keep(*of))[1]
         )
     set_constants(nf4, PIECE_ELEMENTS=8192)
-    monkeypatch.setattr(nf4, "runs_triton", lambda *_: False)
+    let_return(nf4, runs_triton=False)
     found = quantize_nf4(given, block)
     assert torch.equal(found[0], codes) and torch.equal(found[1], absmax) and len(calls) == 4
     for scales in (Scales(absmax), quantize_scales(absmax)):
@@ -184,9 +184,9 @@ def test_what_does_not_fit_is_refused(device):
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_scales_in_blocks_of_another_size(triton, monkeypatch, device):
+def test_scales_in_blocks_of_another_size(triton, let_return, device):
     if not triton:
-        monkeypatch.setattr(nf4, "runs_triton", lambda _: False)
+        let_return(nf4, runs_triton=False)
     packed, absmax = quantize_nf4_reference(torch.randn(16, 640, device=device))
     codes = torch.randint(0, 256, absmax.shape, dtype=torch.uint8, device=device)
     scales = Scales(

@@ -129,8 +129,8 @@ def left_to_its_class(layer, change):
     return expert_inputs(change(layer), {"down_proj": 0}, (hidden, chosen, shares), {}) is None
 
 
-def test_what_is_more_than_its_flags_is_left_to_its_class(monkeypatch):
-    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: False)
+def test_what_is_more_than_its_flags_is_left_to_its_class(let_return):
+    let_return(stacked_experts, transformers_before=False)
 
     def several_ranks(layer):
         layer._is_expert_parallel = True

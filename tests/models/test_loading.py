@@ -212,7 +212,7 @@ def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(
 @pytest.mark.parametrize("fields", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", ["experts one by one", "FP8"])
 def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divided(
-    tmp_path, monkeypatch, caplog, kind, fields
+    tmp_path, monkeypatch, let_return, caplog, kind, fields
 ):
     """Nobody named anything wrong where the memory asks for it. Linear layers beside experts are
     read by themselves.
@@ -229,7 +229,7 @@ def test_files_of_another_form_are_loaded_whole_unless_weights_were_to_be_divide
     else:
         model = families.mixture("qwen3_moe")
         model.save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "choose_sharding", lambda *_: "weights")
+    let_return(loading, choose_sharding="weights")
     saved = SavedModel.find(tmp_path)
     config = runs.config(tmp_path, **fields)
     if kind == "FP8" or not fields:

@@ -140,7 +140,7 @@ def test_attention_that_takes_no_mask_is_told(caplog):
     assert "attn_implementation=flash_mla; with eager or sdpa it takes packs" in caplog.text
 
 
-def test_a_run_in_packs_learns_what_one_in_padded_rows_does(tmp_path, monkeypatch):
+def test_a_run_in_packs_learns_what_one_in_padded_rows_does(tmp_path, let_return):
     vocabulary = len(tiny.tokenizer())
     changes = {
         "max_steps": 2,
@@ -151,7 +151,7 @@ def test_a_run_in_packs_learns_what_one_in_padded_rows_does(tmp_path, monkeypatc
     trained = {}
     for way in ("packs", "padded rows"):
         if way == "padded rows":
-            monkeypatch.setattr(presenting, "why_not_one_by_one", lambda model: "as the test wants")
+            let_return(presenting, why_not_one_by_one="as the test wants")
         torch.manual_seed(3)
         model = sparse("GlmMoeDsa", vocab_size=vocabulary, indexer_types=["full", "shared", "full"])
         runs.train(tmp_path / way, model=model, **changes)

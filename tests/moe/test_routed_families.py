@@ -163,7 +163,9 @@ def test_what_experts_got_is_what_their_router_chose(kind):
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind, monkeypatch):
+def test_logits_are_read_from_routers_where_the_class_does_not_record_them(
+    kind, monkeypatch, let_return
+):
     """As DeepSeek's and GLM's do not under older versions of transformers; nothing of it stays."""
     model = build(kind)
     batch = documents()
@@ -173,7 +175,7 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(kind,
             2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
         ),
     )
-    monkeypatch.setattr(routed_experts, "transformers_before", lambda version: True)
+    let_return(routed_experts, transformers_before=True)
     monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
     presented = PresentedModel(model, packed=True, head_is_read=False)
     routers = routed_experts.unrecorded_routers(model)
@@ -282,7 +284,7 @@ def test_losses_that_mean_nothing_are_named(monkeypatch):
     assert terms_of(model, documents(), z=0.1).keys() >= {"router/z", "router/busiest"}
 
 
-def test_models_without_router_logits_are_named(monkeypatch):
+def test_models_without_router_logits_are_named(monkeypatch, let_return):
     from chronicals.moe import routers
 
     monkeypatch.setattr(routers, "_prove", lambda twin: (None, False))
@@ -293,7 +295,7 @@ def test_models_without_router_logits_are_named(monkeypatch):
     ):
         check_routers(model, RouterSettings(z=0.1))
     check_routers(model, RouterSettings(metrics=True))
-    monkeypatch.setattr(versions, "transformers_before", lambda version: True)
+    let_return(versions, transformers_before=True)
     with pytest.raises(
         ValueError,
         match=r"transformers \d.* is installed, and from 5\.19 on all classes of it record them",

@@ -397,9 +397,9 @@ def test_draws_are_not_verified_and_cost_no_pass_of_the_teacher(teacher, tmp_pat
         checked(tmp_path, teacher, 1, stored="drawn")
 
 
-def test_a_full_disk_is_said_before_anything_is_computed(teacher, tmp_path, monkeypatch):
+def test_a_full_disk_is_said_before_anything_is_computed(teacher, tmp_path, let_return):
     few = type("Usage", (), {"free": 10})()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: few)
+    let_return(shutil, disk_usage=few)
     with pytest.raises(
         ConfigurationError, match=r"distill.stored_tokens=9: 0.0 GiB are needed for [\d,]+ targets"
     ):

@@ -388,9 +388,9 @@ class Driver:
         del self.registered[address]
 
 
-def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch):
+def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch, let_return):
     driver = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    let_return(torch.cuda, cudart=driver)
     capturing = []
     waited = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))

@@ -217,7 +217,9 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(
 @pytest.mark.interpreted
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, device, monkeypatch):
+def test_norms_units_and_rotations_find_what_is_quantised(
+    family, adapted, device, monkeypatch, let_return
+):
     """Six of a layer's eight x and dy; what attention gives and what comes back to the last
     product are others'.
     """
@@ -236,7 +238,7 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
         found = found_in(model, batch(device))
         layers = len(model.get_decoder().layers)
         assert sum(told) == 6 * layers - adapted  # nothing is below the first A
-        monkeypatch.setattr(Amax, "take", lambda self, x: None)
+        let_return(Amax, take=None)
         again = found_in(model, batch(device))
     assert all(torch.equal(found[name], again[name]) for name in found)
 

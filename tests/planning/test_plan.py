@@ -577,12 +577,12 @@ def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(
         (2, {"use_gradient_checkpointing": False}),
     ],
 )
-def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, monkeypatch):
+def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, let_return):
     usual = {name: value for name, value in DIVIDED.items() if name != "memory"}
     model = large()
     config = runs.config(tmp_path, **{**usual, "max_seq_length": 16, **fields})
     memory, _ = room_for(spare, config, model, 8)
-    monkeypatch.setattr(facts, "card_memory", lambda _: memory)
+    let_return(facts, card_memory=memory)
     made = decide(Facts.of(config, present(model, True, True, pack_width=16), ranks=8))["sharding"]
     assert plan(model, config, 8, Machines(memory=memory)).stay == made.stay
     assert (made.stay > 0) == (spare > 0 and fields.get("memory") != ["recompute_layers"])

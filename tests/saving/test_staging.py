@@ -33,9 +33,9 @@ class Unpinned:
 
 
 @pytest.fixture
-def driver(monkeypatch, set_constants):
+def driver(let_return, set_constants):
     found = Unpinned()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    let_return(torch.cuda, cudart=found)
     set_constants(host_memory, PIN_CALL_BYTES=mmap.PAGESIZE)
     return found
 

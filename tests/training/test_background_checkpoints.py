@@ -156,7 +156,7 @@ def test_weights_change_only_after_the_copies(tmp_path, monkeypatch, options):
         assert events[:update] == ["forward"] * events[:update].count("forward") + ["hold"]
 
 
-def test_without_room_for_copies_training_waits(tmp_path, monkeypatch, caplog):
+def test_without_room_for_copies_training_waits(tmp_path, monkeypatch, let_return, caplog):
     events = []
     monkeypatch.setattr(NextToken, "__call__", noted(events, "forward", NextToken.__call__))
 
@@ -167,7 +167,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch, caplog):
         return write()
 
     writing(monkeypatch, slowly)
-    monkeypatch.setattr(run_checkpoints.Staging, "fits", lambda self, tensors, beside: False)
+    let_return(run_checkpoints.Staging, fits=False)
     runs.train(tmp_path, **OPTIONS)
     assert "host memory is too small" in caplog.text
     assert len(checkpoints(tmp_path / "run")) == 3

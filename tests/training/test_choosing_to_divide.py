@@ -73,12 +73,14 @@ def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
     assert all(p.requires_grad for p in model.parameters()), "a choice changes nothing of the model"
 
 
-def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path, monkeypatch):
+def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(
+    tmp_path, monkeypatch, let_return
+):
     """Not of trained ones, which FSDP gathers, nor by gloo, which works on the host."""
 
     def why_not(backend="nccl", **fields):
-        monkeypatch.setattr(cuda_graphs.dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(cuda_graphs.dist, "get_backend", lambda: backend)
+        let_return(cuda_graphs.dist, is_initialized=True)
+        let_return(cuda_graphs.dist, get_backend=backend)
         monkeypatch.setattr(facts, "input_device", lambda _: torch.device("cuda"))
         model = tiny.llama()
         if fields:
@@ -102,8 +104,8 @@ def test_weights_that_their_class_keeps_in_fp32_stay_whole(tmp_path):
     )
 
 
-def test_a_decision_says_why_weights_stay_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "card_memory", lambda _: SMALL)
+def test_a_decision_says_why_weights_stay_whole(tmp_path, let_return):
+    let_return(facts, card_memory=SMALL)
     config = runs.config(tmp_path, memory=["reduce_in_backward"], check_memory=False)
     made = decide(Facts.of(config, present(tiny.llama()), ranks=4))["sharding"]
     assert (

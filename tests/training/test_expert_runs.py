@@ -58,9 +58,9 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def anywhere(monkeypatch):
+def anywhere(monkeypatch, let_return):
     """Fused layers and FP8, which a run has on a card only, for products of every size."""
-    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
+    let_return(facts, why_not_fused=None)
     for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
         monkeypatch.setattr(fp8_experts, limit, 1)
 
@@ -201,7 +201,7 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, set_constants, caplog):
         runs.train(tmp_path / "none", model=mixture("qwen3_moe"), **fields)
 
 
-def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
+def test_in_fp8_without_fused_layers(tmp_path, monkeypatch, let_return):
     """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run
     as products either.
     """
@@ -215,7 +215,7 @@ def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
     ):
         in_fp8.decide(asked, course)
     monkeypatch.setattr(facts, "input_device", lambda model: torch.device("cuda", 0))
-    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")
+    let_return(fp8, lacks_fp8="")
     assert in_fp8.decide(asked, course).runs
     dense = Facts(config, families.build("llama"), unfused="not on a card")
     with pytest.raises(ConfigurationError, match="and none run"):

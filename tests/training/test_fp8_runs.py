@@ -18,9 +18,9 @@ from comparison import equal
 
 
 @pytest.fixture
-def fused_anywhere(monkeypatch, set_constants):
+def fused_anywhere(let_return, set_constants):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
-    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
+    let_return(facts, why_not_fused=None)
     set_constants(layer_policies, MIN_FP8_WIDTH=16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
@@ -159,16 +159,16 @@ def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog)
         runs.train(tmp_path / "none", model=fused_anywhere, use_fp8=True, mixed_precision="bf16")
 
 
-def test_what_cannot_run_is_refused(tmp_path, monkeypatch):
+def test_what_cannot_run_is_refused(tmp_path, let_return):
     small = "no product of this model has inputs and outputs of a harmonic mean of 2304"
     reason = small if torch.cuda.is_available() else "only fused decoder layers"
     with pytest.raises(ConfigurationError, match=f"use_fp8=True.*{reason}.*leave it out"):
         runs.train(tmp_path, use_fp8=True, mixed_precision="bf16")
-    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
+    let_return(facts, why_not_fused=None)
     with pytest.raises(
         ConfigurationError, match=r"batch_size \* max_seq_length=200 is no multiple of 16"
     ):
         runs.train(tmp_path / "rows", use_fp8=True, mixed_precision="bf16", max_seq_length=100)
-    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
+    let_return(fp8, lacks_fp8="NVIDIA A100 (8.0) has no FP8")
     with pytest.raises(ConfigurationError, match=r"NVIDIA A100 \(8.0\) has no FP8; leave it out"):
         runs.train(tmp_path / "card", use_fp8=True, mixed_precision="bf16")

@@ -321,14 +321,14 @@ EMULATED = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 @pytest.mark.parametrize("arm", EMULATED)
-def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch):
+def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch, let_return):
     """Emulated: which micro-steps and updates are replayed, and that gradients are begun, added
     and dropped as usual.
     """
     usual, weights, _ = run(
         tmp_path / "usual", False, **{"mixed_precision": "fp32"} | EMULATED[arm]
     )
-    monkeypatch.setattr(CudaGraphs, "why_not", lambda *_: None)
+    let_return(CudaGraphs, why_not=None)
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
     replayed, ours, _ = run(
         tmp_path / "graphs", True, **{"mixed_precision": "fp32"} | EMULATED[arm]

@@ -101,7 +101,7 @@ def test_updates_in_the_backward_pass_go_with_it(kind, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 @pytest.mark.parametrize("policies", [AWAY, [*AWAY, "optimizer_in_backward"]], ids=str)
-def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
+def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch, let_return):
     given = {
         "max_grad_norm": float("inf"),
         "gradient_accumulation_steps": 1,
@@ -109,7 +109,7 @@ def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
         "save_steps": None,
     }
     runs.train(tmp_path / "usual", **given, memory=[])
-    monkeypatch.setattr(CudaGraphs, "why_not", lambda *_: None)
+    let_return(CudaGraphs, why_not=None)
     monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
     usual = EmulatedStep.release
     captured = []
@@ -138,8 +138,8 @@ def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, set_constants
         runs.train(tmp_path, memory=AWAY, **changes)
 
 
-def test_where_host_memory_is_too_small_it_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy, "available_memory", lambda: 100_000)
+def test_where_host_memory_is_too_small_it_is_refused(tmp_path, let_return):
+    let_return(policy, available_memory=100_000)
     with pytest.raises(
         ConfigurationError,
         match=r"memory=.*: states of 0.00 GiB, and 0.00 GiB .* set use_8bit_optimizer=True",

@@ -107,7 +107,7 @@ def test_where_it_runs(tmp_path):
     [(1.0, None, False), (0.6, None, True), (0.6, [], False)],
 )
 def test_a_card_without_room_for_all_gradients_decides_for_it(
-    room, memory, runs_in_backward, tmp_path, monkeypatch
+    room, memory, runs_in_backward, tmp_path, monkeypatch, let_return
 ):
     """``room`` of what two ranks take with all gradients; ``memory`` leaves nothing to decide."""
     model = tiny.llama()
@@ -118,7 +118,7 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(
         return estimates[-1]
 
     own = needed_memory.estimate
-    monkeypatch.setattr(CudaGraphs, "why_not", lambda *_: None)
+    let_return(CudaGraphs, why_not=None)
     config = runs.config(
         tmp_path,
         batch_size=1,
@@ -130,7 +130,7 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(
     presented = present(model, True, True, pack_width=8)
     _, whole = needed_memory.expected_memory(Facts.of(config, presented, ranks=2))
     total = int(room * whole.needed(*whole.choice()) / RESERVE) + 1
-    monkeypatch.setattr(facts, "card_memory", lambda _: total)
+    let_return(facts, card_memory=total)
     monkeypatch.setattr(needed_memory, "estimate", estimate)
     made = decide(Facts.of(config, presented, ranks=2))
     assert made["reduce_in_backward"].runs == runs_in_backward == (not made["use_cuda_graphs"].runs)

@@ -192,7 +192,7 @@ def in_older_words(folder):
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place, monkeypatch):
+def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place, let_return):
     def trained(folder, steps, **changes):
         model = load_model(place, torch.float32, quantization="nf4")
         given = {
@@ -220,9 +220,7 @@ def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place,
     shutil.copytree(tmp_path / "whole" / checkpoint, tmp_path / "parts" / checkpoint)
     from chronicals.training import checkpoint as module
 
-    monkeypatch.setattr(
-        module, "check_checkpoint", lambda folder: None
-    )  # whose manifest is of what it stated before
+    let_return(module, check_checkpoint=None)  # whose manifest is of what it stated before
     in_older_words(tmp_path / "parts" / checkpoint / "model")
     resumed, _ = trained("parts", 2, resume=True)
     assert equal(answers(resumed), live)

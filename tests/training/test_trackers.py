@@ -383,8 +383,8 @@ def test_an_interrupted_run_is_marked(tmp_path, name, mark):
     "found", [None, ModuleSpec("a folder of that name", None)], ids=["nothing", "folder"]
 )
 @pytest.mark.parametrize("name", ALL)
-def test_not_installed_names_the_extra(tmp_path, monkeypatch, name, found):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
+def test_not_installed_names_the_extra(tmp_path, let_return, name, found):
+    let_return(importlib.util, find_spec=found)
     with pytest.raises(
         ConfigurationError, match=rf"'{name}' is not installed; pip install 'chronicals\[{name}\]'"
     ):

@@ -33,11 +33,11 @@ from comparison import equal
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_beforehand(monkeypatch):
+def nothing_compiled_beforehand(let_return):
     """Objectives of these tests count their calls, of which compiling kernels beforehand would
     be one on a card.
     """
-    monkeypatch.setattr(session, "compile_micro_step", lambda *_: None)
+    let_return(session, compile_micro_step=None)
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):

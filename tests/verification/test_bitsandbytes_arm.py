@@ -161,9 +161,9 @@ def note_of(found):
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "peft"])
-def test_what_is_not_installed_is_named(folder, tmp_path, monkeypatch, package):
+def test_what_is_not_installed_is_named(folder, tmp_path, monkeypatch, let_return, package):
     if package == "peft":
-        monkeypatch.setattr(bitsandbytes_arm, "find_spec", lambda name: None)
+        let_return(bitsandbytes_arm, find_spec=None)
     else:
         monkeypatch.setattr(bitsandbytes_arm, "missing_for_bitsandbytes", lambda: [package])
     assert f"{package}: not installed" in note_of(compared(folder, tmp_path))

@@ -137,8 +137,8 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 
 
 @pytest.fixture
-def fused_anywhere(monkeypatch, set_constants):
-    monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
+def fused_anywhere(let_return, set_constants):
+    let_return(facts, why_not_fused=None)
     set_constants(layer_policies, MIN_FP8_WIDTH=16)
 
 
