@@ -86,7 +86,7 @@ WITHOUT = {
     "attention": [mock.patch("chronicals.attention.backends.order", _torchs_attention)],
     "optimizer": [
         mock.patch("chronicals.optimizers.adamw.fused_adamw_", _torchs_adamw_),
-        mock.patch("chronicals.training.step.gradient_norm", gradient_norm_reference),
+        mock.patch("chronicals.distributed.mesh.gradient_norm", gradient_norm_reference),
     ],
 }
 """What stands in the way of each lever that is no field of the configuration."""

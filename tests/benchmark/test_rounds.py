@@ -494,15 +494,20 @@ def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
 
 def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
     """The others' rounds go on, though it would not fit any more."""
-    monkeypatch.setattr(
-        rounds.BenchmarkSession,
-        "_expected",
-        lambda session, arm: 1e9 if arm.name in session.row.failed else 0.0,
-    )
+
+    class Durations(dict):
+        def get(self, name, default):
+            return 1e9 if name in self.failed else 0.0
+
     decide = rounds.BenchmarkSession.decide
-    monkeypatch.setattr(
-        rounds.BenchmarkSession, "decide", lambda *given: (bench.crash.add("liger"), decide(*given))
-    )
+
+    def with_a_crash(session, *given):
+        bench.crash.add("liger")
+        session.durations = Durations()
+        session.durations.failed = session.row.failed
+        return decide(session, *given)
+
+    monkeypatch.setattr(rounds.BenchmarkSession, "decide", with_a_crash)
     row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=1e6)
     assert (
         "liger" in row.failed

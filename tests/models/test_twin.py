@@ -141,7 +141,12 @@ def test_every_field_that_speaks_of_layers_is_known():
         *twin_layers.FIRST,
         *twin_layers.LAST,
     }
-    known |= {*twin_layers.FIRST_INCLUSIVE, *twin_layers.SECTIONS, *twin_layers.PERIODS, *NO_COUNTS}
+    known |= {
+        *twin_layers.FIRST_INCLUSIVE,
+        *twin_layers.LAYER_SECTIONS,
+        *twin_layers.PERIODS,
+        *NO_COUNTS,
+    }
     unknown = set()
     wrong = set()
     for name, (kind, _) in architectures().items():

@@ -474,7 +474,7 @@ def test_looking_up_before_a_capture_leaves_nothing_to_do(monkeypatch):
         weight.add_(1)
     optimizer.looked_up([weight])
     low = optimizer.state[weight]["low"].fill_(3)
-    optimizer._by_type([weight])
+    optimizer._launches([weight])
     assert (low == 3).all()
 
 

@@ -13,7 +13,6 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.export.merge import merge_adapter
 from chronicals.generation import load_trained
-from chronicals.models import four_bits as module
 from chronicals.models import load_model, present
 from chronicals.models.four_bits import has_4bit_layers, quantise_layers
 from chronicals.policies import Facts, decide
@@ -64,15 +63,15 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_
 
 def test_no_weight_waits_for_another_while_they_are_read(tmp_path, monkeypatch):
     place = base(tmp_path)
-    take = module._take
+    set_submodule = nn.Module.set_submodule
     waiting = []
 
     def counting(model, *others):
         layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, nn.Linear)]
         waiting.append(sum(m.weight.device.type != "meta" for m in layers))
-        return take(model, *others)
+        return set_submodule(model, *others)
 
-    monkeypatch.setattr(module, "_take", counting)
+    monkeypatch.setattr(nn.Module, "set_submodule", counting)
     load_model(place, torch.float32, quantization="nf4")
     assert waiting == [0] * 14
 

@@ -244,6 +244,7 @@ class _FusedExperts(torch.autograd.Function):
         second = settings.product(1, w2, b2, a2, u2)
         of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
         h, thin, of_first = _through(of_x, first, to, True, x.dtype)
+        del of_x  # in FP8 it holds a copy of x
         if second.in_fp8 is None:
             unit = ProductInput(expert_glu(h, settings.gate))
         else:
@@ -306,6 +307,7 @@ class _FusedExperts(torch.autograd.Function):
         dy = dy.contiguous()
         of_dy = ProductInput(dy, None if second.in_fp8 is None else fp8_quantize(dy, "row")[0])
         g, thin_dy = _back(of_dy, second, to, True, of_second, dy.dtype)
+        del of_dy  # in FP8 it holds a copy of dy
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
         gradient: Tensor | None

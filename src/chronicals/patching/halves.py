@@ -480,7 +480,9 @@ class MLPHalf(FusedHalf):
         skip_output = runs_again() and self.norms.after is None
         if not self.tiles:
             unit, remake = self._gated_unit(normed, remake)
-            return x, self._norm_after(self.last(unit, remake, skip_output=skip_output))
+            branch = self.last(unit, remake, skip_output=skip_output)
+            del unit  # before the norm makes a tensor of its own
+            return x, self._norm_after(branch)
 
         def tile_output(rows: Tensor) -> Tensor:
             unit, remake = self._gated_unit(rows)

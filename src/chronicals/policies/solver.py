@@ -132,9 +132,7 @@ def fit_to_memory(
     stay = smallest(layers_that_stay(memory, recomputed.how, recomputed.layers, size))
     if stay:
         memory = replace(memory, fixed=memory.fixed + stay * size)
-        recomputed = RECOMPUTE_LAYERS.chosen(
-            facts, memory
-        )  # unchanged, since these bytes fit_to_memory
+        recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)  # unchanged, since these bytes fit
         words = (
             f"; the last {stay} layers stay gathered between their passes, "
             f"{stay * size / 2**30:.1f} GiB"

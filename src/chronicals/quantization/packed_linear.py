@@ -226,8 +226,13 @@ class PackedLinear(PackedModule):
         """Return ``x Wᵀ + b``, in the dtype of x or of autocast."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
+        y = self._product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``; a layer whose rows lie on several ranks has a product of its own."""
+        y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
+        return y
 
     def extra_repr(self) -> str:
         """Return sizes, format and dtype."""

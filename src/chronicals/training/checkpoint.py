@@ -281,8 +281,13 @@ def load_divided(
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
-    whole: dict[str, Tensor] = {}
-    ranks.writer_does(lambda: whole.update(_whole_weights(folder, model)), CheckpointError)
+    whole: Mapping[str, Tensor] = {}
+
+    def open_whole_weights() -> None:
+        nonlocal whole
+        whole = _whole_weights(folder, model)
+
+    ranks.writer_does(open_whole_weights, CheckpointError)
     stored = StoredStates(folder) if ranks.writer else None
     shards = optimizer.shards
     assert isinstance(shards, WeightShards)

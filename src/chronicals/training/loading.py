@@ -58,14 +58,14 @@ def load_to_train(
     place = saved.place
     loads_as_usual = kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
     plain = not saved.adapted and gguf_of(place) is None and loads_as_usual
-    # Some starting values of adapters are computed from the base's whole weights.
-    starts_from_weights = config.use_lora and (
-        watcher(config) is not None or lora_config_of(config).takes_from_weights
-    )
     by_rows = (
         ranks.count > 1
         and plain
-        and not starts_from_weights
+        # Some starting values of adapters are computed from the base's whole weights.
+        and not (
+            config.use_lora
+            and (watcher(config) is not None or lora_config_of(config).takes_from_weights)
+        )
         and not is_packed(saved.config(trust_remote_code))
     )
     if by_rows:

@@ -283,7 +283,7 @@ def measure_recalls(predictor: ExpertPredictor, recordings: Iterable[Recorded], 
                 hit = hits(ours, recorded.experts[layer, distance:], k)
                 add(("token_ahead", distance - 1, layer), hit[there])
     if not tokens:
-        raise ValueError("there is no token to measure_recalls predictions on; give more data")
+        raise ValueError("there is no token to measure predictions on; give more data")
     found = Recalls(k, tokens=tokens)
     rows = dict[tuple[str, int], list[float]]()
     for name, row, column in sorted(sums):

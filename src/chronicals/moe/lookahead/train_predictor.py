@@ -1,4 +1,4 @@
-"""Train heads that predict the experts of a mixture, from data or a trace, and measure_recalls them."""
+"""Train heads that predict the experts of a mixture, from data or a trace, and measure them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_predictor(
     tokens: int,
     held_out_tokens: int,
 ) -> TrainedPredictor:
-    """Train heads while ``model`` runs once over ``data``, and measure_recalls them on held-out data.
+    """Train heads while ``model`` runs once over ``data``, and measure them on held-out data.
 
     Only the recording of one forward pass is in memory at a time.
 
