@@ -49,6 +49,81 @@ tokenizer.save_pretrained("base")
 open("recipe.yaml", "w").write("model: base\\ndata: chats.jsonl\\nlearning_rate: 3e-3\\nmax_seq_length: 128\\nnum_epochs: 1\\n")
 open("wrong-name.yaml", "w").write("model: base\\ndata: chats.jsonl\\nlearning_rat: 3e-3\\n")
 open("wrong-value.yaml", "w").write("model: base\\ndata: chats.jsonl\\nbatch_size: none\\n")
+sharegpt, alpaca = [], []
+for n in range(400):
+    question, answer = (m["content"] for m in chat(n)["messages"])
+    sharegpt.append({"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]})
+    alpaca.append({"instruction": question, "input": "", "output": answer})
+for name, rows in (("sharegpt.json", sharegpt), ("alpaca.json", alpaca)):
+    with open(name, "w") as file:
+        json.dump(rows, file)
+"""
+
+AXOLOTL = """\
+base_model: base
+datasets:
+  - path: sharegpt.json
+    type: chat_template
+    field_messages: conversations
+sequence_len: 128
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+num_epochs: 1
+adapter: lora
+lora_r: 8
+lora_target_linear: true
+learning_rate: 0.001
+optimizer: adamw_torch_fused
+sample_packing: true
+val_set_size: 0.1
+output_dir: from-axolotl
+"""
+AXOLOTL_FOLLOWED = """\
+model: base
+data: [{path: sharegpt.json, columns: {messages: conversations}}]
+max_seq_length: 128
+batch_size: 2
+gradient_accumulation_steps: 2
+num_epochs: 1
+use_lora: true
+lora_rank: 8
+learning_rate: 0.001
+use_sequence_packing: true
+validation_split: 0.1
+output_dir: from-axolotl
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: base
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: alpaca.json
+template: default
+cutoff_len: 128
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-3
+num_train_epochs: 1.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+output_dir: from-llama-factory
+"""
+LLAMA_FACTORY_FOLLOWED = """\
+model: base
+objective: sft
+use_lora: true
+lora_rank: 8
+data: alpaca.json
+max_seq_length: 128
+batch_size: 2
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-3
+num_epochs: 1.0
+lr_scheduler: cosine
+warmup_ratio: 0.1
+output_dir: from-llama-factory
 """
 
 SHORT_QUICKSTART = """
@@ -61,6 +136,13 @@ done = quickstart.run_quickstart(Path("quickstart"), size=size)
 print(f"held-out loss {done.before.loss:.2f} before, {done.after.loss:.2f} after")
 assert done.after.loss < done.before.loss - 1
 """
+
+RECIPES_OF_OTHERS = {
+    "axolotl.yaml": AXOLOTL,
+    "axolotl-followed.yaml": AXOLOTL_FOLLOWED,
+    "llama-factory.yaml": LLAMA_FACTORY,
+    "llama-factory-followed.yaml": LLAMA_FACTORY_FOLLOWED,
+}
 
 TRAINED = ["--max-seq-length", "128", "--learning-rate", "3e-3"]
 
@@ -99,8 +181,11 @@ class Step:
 def steps(full_quickstart: bool) -> list[Step]:
     data = ["--data", "chats.jsonl"]
     base = ["--model", "base"]
+    recipes = "".join(
+        f"open({name!r}, 'w').write({text!r})\n" for name, text in RECIPES_OF_OTHERS.items()
+    )
     return [
-        Step(["python", "-c", MADE]),
+        Step(["python", "-c", MADE + recipes]),
         Step(
             ["python", "-c", "import chronicals; print(*dir(chronicals))"],
             ["ChronicalsTrainer .*patch_model"],
@@ -249,6 +334,56 @@ def steps(full_quickstart: bool) -> list[Step]:
             ["chronicals", "generate", "chronicals-output", "--prompt", "hi", "--top-k", "5"],
             ["--top-k 5.*temperature"],
             1,
+        ),
+        *habits_of_others(),
+    ]
+
+
+def habits_of_others() -> list[Step]:
+    """Recipes and rows of Axolotl and LLaMA-Factory: every field that is named otherwise here is
+    answered at once, and the recipe that follows those answers trains.
+    """
+    axolotl = [
+        "use model: base",
+        r"use data: \[\{path: sharegpt.json, columns: \{messages: conversations\}\}\]",
+        "use max_seq_length: 128",
+        "use batch_size: 2",
+        "adapter: no such field; use use_lora: true",
+        "use lora_rank: 8",
+        "lora_target_linear: .* adapts every linear layer",
+        "optimizer: no such field; leave it out",
+        "use use_sequence_packing: true",
+        "use validation_split: 0.1",
+    ]
+    llama_factory = [
+        "use model: base",
+        "stage: no such field; use objective: sft",
+        "do_train: no such field; leave it out",
+        "finetuning_type: no such field; use use_lora: true",
+        "lora_target: no such field; leave it out",
+        "use data: alpaca.json",
+        "template: no such field; leave it out",
+        "use max_seq_length: 128",
+        "use batch_size: 2",
+        "use num_epochs: 1",
+        "use lr_scheduler: cosine",
+    ]
+    return [
+        Step(["chronicals", "preprocess", "axolotl.yaml"], ["use chronicals train --check"], 2),
+        Step(["chronicals", "train", "axolotl.yaml"], axolotl, 1),
+        Step(
+            ["chronicals", "train", "axolotl-followed.yaml"],
+            ["400 rows .400 chat.: 360 trained, 40 held out", "^trained .* steps"],
+        ),
+        Step(["chronicals", "train", "llama-factory.yaml"], llama_factory, 1),
+        Step(
+            ["chronicals", "train", "llama-factory-followed.yaml"],
+            ["400 rows .400 instruction.", "^trained .* steps"],
+        ),
+        Step(["chronicals", "chat", "from-llama-factory"], ["use chronicals generate"], 2),
+        Step(
+            ["chronicals", "generate", "from-llama-factory", "--prompt", "what about 7?"],
+            only_answers=1,
         ),
     ]
 

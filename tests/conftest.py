@@ -153,5 +153,51 @@ def seed(request):
 
 
 @pytest.fixture
+def set_constants(monkeypatch):
+    """Give constants of a module other values for a test: ``set_constants(module, SIZE=8)``.
+
+    So small inputs reach what only large ones would, and waiting takes no time.
+    """
+
+    def change(module, **values):
+        for name, value in values.items():
+            assert name.isupper() and hasattr(module, name), f"{module.__name__} has no {name}"
+            monkeypatch.setattr(module, name, value)
+
+    return change
+
+
+@pytest.fixture
+def must_not_call(monkeypatch):
+    """Let a test fail if a function is called: ``must_not_call(module, "compute", "why")``."""
+
+    def forbid(owner, name, why):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail(why))
+
+    return forbid
+
+
+@pytest.fixture
+def record_calls(monkeypatch):
+    """Record the calls of a function that goes on as before: ``calls = record_calls(module, "f")``.
+
+    Each call is the tuple of its positional arguments.
+    """
+
+    def record(owner, name):
+        function = getattr(owner, name)
+        calls = []
+
+        def recorded(*arguments, **named):
+            calls.append(arguments)
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls
+
+    return record
+
+
+@pytest.fixture
 def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

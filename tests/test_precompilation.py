@@ -16,9 +16,9 @@ SOURCE = str(Path(precompilation.__file__).parent.parent)
 
 
 @pytest.fixture
-def started(tmp_path, monkeypatch):
+def started(tmp_path, monkeypatch, set_constants):
     """Starts a module of these lines, and what it was started with."""
-    monkeypatch.setattr(precompilation, "MARKS_FOLDER", tmp_path / "done")
+    set_constants(precompilation, MARKS_FOLDER=tmp_path / "done")
     monkeypatch.setattr(precompilation, "_processes", {})
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([SOURCE, str(tmp_path)]))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -52,8 +52,8 @@ def test_only_the_first_process_of_a_machine_starts_it(started, monkeypatch):
     assert started("def main():\n    pass") is None and not precompilation.running("works")
 
 
-def test_nobody_waits_for_ever(started, monkeypatch):
-    monkeypatch.setattr(precompilation, "LONGEST_WAIT", 0.0)
+def test_nobody_waits_for_ever(started, set_constants):
+    set_constants(precompilation, LONGEST_WAIT=0.0)
     process = started("import time\ndef main():\n    time.sleep(60)")
     assert process.poll() is None and not precompilation.running("works")
     process.kill()

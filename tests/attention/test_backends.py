@@ -228,7 +228,9 @@ def test_what_is_chosen_here_compiles_whole():
     close(found, gradients(dense(*leaves, cu), leaves, upstream))
 
 
-def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(monkeypatch, tmp_path):
+def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
+    monkeypatch, set_constants, tmp_path
+):
     from importlib.metadata import PackageNotFoundError
 
     def missing(name):
@@ -238,7 +240,7 @@ def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(monkeypatch, tmp
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: (asked.append(device), (9, 0))[1]
     )
-    monkeypatch.setattr(flash_attn_4, "KERNEL_CACHE", tmp_path / "cache")
+    set_constants(flash_attn_4, KERNEL_CACHE=tmp_path / "cache")
     monkeypatch.setattr(flash_attn_4.os, "environ", {})
     monkeypatch.setattr(flash_attn_4, "version", missing)
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))

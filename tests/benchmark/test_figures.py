@@ -41,10 +41,10 @@ def result(date, commit, ours, liger, ratio):
 
 
 @pytest.fixture
-def figures(tmp_path, monkeypatch):
+def figures(tmp_path, set_constants):
     script = scripts.script("figures")
-    monkeypatch.setattr(script.measured_rows, "RESULTS", tmp_path)
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    set_constants(script.measured_rows, RESULTS=tmp_path)
+    set_constants(script, RESULTS=tmp_path)
     files = {
         "row-0.5b-full-fixed-h100.json": result("2026-02-01", "abc", 2000.0, 1000.0, 2.0),
         "row-0.5b-full-fixed-h100-2.json": result("2026-03-01", "abc", 2200.0, 1100.0, 1.9),

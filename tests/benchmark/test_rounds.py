@@ -696,8 +696,8 @@ def test_a_process_does_not_outlive_an_interrupt(tmp_path):
     assert not process.running
 
 
-def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "ENDING_SECONDS", 0.1)
+def test_a_process_that_does_not_end_is_ended(tmp_path, set_constants):
+    set_constants(processes, ENDING_SECONDS=0.1)
     process = waiting_process(tmp_path, "import time; time.sleep(600)")
     assert process.running
     process.end()

@@ -71,8 +71,8 @@ def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, tmp_pat
         assert (tmp_path / "work" / f"{name}.log").read_text() == "said\n"
 
 
-def test_no_row_is_begun_without_time(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cards, "LEAST", 30.0)
+def test_no_row_is_begun_without_time(monkeypatch, set_constants, tmp_path, capsys):
+    set_constants(cards, LEAST=30.0)
     left, seen = measured(monkeypatch, tmp_path, 1, took=1.0, left=31.5)
     assert 1 <= len(seen) < 4 and left == NAMES[len(seen) :]
     limit = next(iter(seen.values()))

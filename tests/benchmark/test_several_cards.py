@@ -121,7 +121,7 @@ def test_memory_is_expected_as_it_was_measured(name, way, tmp_path):
     assert 0.9 < expected.needed("nothing") / 2**30 / measured < most
 
 
-def test_lines_of_the_page(tmp_path, monkeypatch):
+def test_lines_of_the_page(tmp_path, set_constants):
     one = {"tokens_per_second": 100.0, "peaks_gib": [1.0], "losses": [1.0]}
     two = {**one, "tokens_per_second": 190.0, "peaks_gib": [2.0, 3.0], "losses": [1.001]}
     saved = {
@@ -137,7 +137,7 @@ def test_lines_of_the_page(tmp_path, monkeypatch):
     }
     about = {"card": "NVIDIA H100", "cards": 2, "versions": {"torch": "2.13"}, "commit": "abc"}
     (tmp_path / "several-cards-h100.json").write_text(json.dumps({"rows": measured, **about}))
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    set_constants(table, RESULTS=tmp_path)
     lines = table.several_cards()
     assert "| 8B QLoRA | weights too | 100 | 190 | 0.950 | 3.0 | 1e-03 |" in lines
     assert "| 8B full, states in bf16 | FSDP2, Liger | - | failed | - | - | - |" in lines

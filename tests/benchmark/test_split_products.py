@@ -106,11 +106,11 @@ def test_products_less_exact_than_promised_are_refused(monkeypatch):
     assert not split_products.split_frozen(nn.Sequential(module)) and "forward" not in vars(module)
 
 
-def test_sums_are_as_short_as_the_card_needs(monkeypatch, cutting_tensor_core):
+def test_sums_are_as_short_as_the_card_needs(set_constants, cutting_tensor_core):
     """Those over a whole row of 4,096 lose more than is promised, for what is cut off has one
     sign.
     """
-    monkeypatch.setattr(split_products, "TRIAL_ROWS", 64)
+    set_constants(split_products, TRIAL_ROWS=64)
     wide = layer(outputs=8, width=4096)
     assert not split_products.as_exact(wide.weight, 4096)
     terms = split_products.split_frozen(nn.Sequential(layer(), wide))

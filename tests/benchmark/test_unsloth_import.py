@@ -12,7 +12,9 @@ from peers import unsloth, unsloth_import
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_runtime_of_cuda_12_is_loaded_from_its_wheel(tmp_path, monkeypatch, installed):
+def test_the_runtime_of_cuda_12_is_loaded_from_its_wheel(
+    tmp_path, monkeypatch, set_constants, installed
+):
     runtime = tmp_path / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12"
     loaded = []
     runtime.parent.mkdir(parents=True)
@@ -20,7 +22,7 @@ def test_the_runtime_of_cuda_12_is_loaded_from_its_wheel(tmp_path, monkeypatch, 
         runtime.touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    monkeypatch.setattr(ctypes, "CDLL", loaded.append)
+    set_constants(ctypes, CDLL=loaded.append)
     unsloth_import.load_cuda_12_runtime()
     assert loaded == [str(runtime)] * installed
 

@@ -879,7 +879,7 @@ def test_quickstart_small(tmp_path):
     assert {path.name for path in (tmp_path / "quick").iterdir()} <= WRITTEN
 
 
-def test_quickstart_of_preferences_small(within, monkeypatch, tmp_path):
+def test_quickstart_of_preferences_small(within, monkeypatch, set_constants, tmp_path):
     """After the usual road DPO on pairs of the same answers; the command prints what changed."""
     from chronicals.training import quickstart
     from chronicals.training.callbacks import read_metrics
@@ -896,8 +896,8 @@ def test_quickstart_of_preferences_small(within, monkeypatch, tmp_path):
     )
     monkeypatch.setattr(quickstart, "questions_and_answers", lambda: rows)
     monkeypatch.setattr(quickstart, "default_size", lambda: size)
-    monkeypatch.setattr(quickstart, "PREFERENCE_EPOCHS", 4)
-    monkeypatch.setattr(quickstart, "PREFERENCE_RATE", 0.5)
+    set_constants(quickstart, PREFERENCE_EPOCHS=4)
+    set_constants(quickstart, PREFERENCE_RATE=0.5)
     made = []
     run = quickstart.run_preferences
     monkeypatch.setattr(

@@ -4,13 +4,15 @@ import re
 from typing import ClassVar
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from chronicals import __version__
-from chronicals.cli.app import HELP_TABLE_COLUMNS, app
+from chronicals.cli.app import COMMANDS, COMMANDS_OF_OTHERS, HELP_TABLE_COLUMNS, app
 from chronicals.cli.options import OWN_HEADING, flag, objective_names, with_recipe_flags
 from chronicals.config import PRESETS, Recipe
 from chronicals.config.config import Heading, headings_of
+from chronicals.objectives import OBJECTIVES
 
 
 def ran(*arguments, columns=200):
@@ -212,3 +214,15 @@ def test_help_lists_every_objective(command):
     assert sorted(objective_names()) == sorted(OBJECTIVES)
     squeezed = "".join(ran(*command, "--help", columns=400).output.replace("│", " ").split())
     assert ",".join(objective_names()) in squeezed
+
+
+@pytest.mark.parametrize("theirs", sorted(COMMANDS_OF_OTHERS))
+def test_a_command_of_another_trainer_is_answered_with_ours(theirs):
+    ours, *flags = COMMANDS_OF_OTHERS[theirs].split()
+    done = CliRunner().invoke(app, [theirs, "recipe.yaml"])
+    assert done.exit_code == 2 and theirs not in COMMANDS
+    assert f"No such command '{theirs}'; use chronicals {' '.join([ours, *flags])}" in done.output
+    known = {name for option in get_command(app).commands[ours].params for name in option.opts}
+    assert {flag for flag in flags if flag.startswith("--")} <= known
+    if "--objective" in flags:
+        assert flags[-1] in OBJECTIVES

@@ -99,9 +99,9 @@ def test_batches_are_those_of_the_plain_loop(tmp_path, count, longest, width, st
 
 @pytest.mark.parametrize("rows_a_batch", [1, 7, 64])
 def test_batches_of_the_file_and_parts_of_a_store_make_no_difference(
-    tmp_path, monkeypatch, rows_a_batch
+    tmp_path, set_constants, rows_a_batch
 ):
-    monkeypatch.setattr(records, "CHUNK_ROWS", rows_a_batch)
+    set_constants(records, CHUNK_ROWS=rows_a_batch)
     store = make_store(tmp_path, 64, 20)
     settings = {"max_seq_length": 40, "batch_size": 2, "gradient_accumulation_steps": 1}
     check(store, **settings)

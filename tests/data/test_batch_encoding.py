@@ -195,13 +195,11 @@ def test_conversations_under_other_tokenizers_are_the_same(name):
 @pytest.mark.parametrize(
     "name", ["qwen2_5", "qwen3", "llama3", "gemma3", "phi3", "cohere2", "smolvlm"]
 )
-def test_plain_conversations_are_not_left_to_the_definition(name, monkeypatch):
+def test_plain_conversations_are_not_left_to_the_definition(name, must_not_call):
     records = [stock_templates.record(random.choice(["single", "turns"])) for _ in range(20)]
     encoder = Tokenizer(with_template(shipped(name)))
     expected = one_by_one(encoder, records)
-    monkeypatch.setattr(
-        Tokenizer, "encode_conversation", lambda *_: pytest.fail("left to the definition")
-    )
+    must_not_call(Tokenizer, "encode_conversation", "left to the definition")
     found = BatchEncoder(encoder).encode_batch(
         [NormalRow("chat", record) for record in records], ["row"] * 20
     )
@@ -209,10 +207,10 @@ def test_plain_conversations_are_not_left_to_the_definition(name, monkeypatch):
         assert (ids.tolist(), trained.astype(bool).tolist()) == (wanted, mask)
 
 
-def test_on_one_core_rows_are_not_left_to_the_rust_part(monkeypatch):
+def test_on_one_core_rows_are_not_left_to_the_rust_part(must_not_call):
     many = BatchEncoder(Tokenizer(tiny.tokenizer()))
     many.on_one_core()
-    monkeypatch.setattr(BatchEncoder, "_by_rust", lambda *_: pytest.fail("left to the Rust part"))
+    must_not_call(BatchEncoder, "_by_rust", "left to the Rust part")
     assert (
         assert_same_as_now(
             many, [{"text": "a"}, {"prompt": "a", "completion": "é"}, *tiny.chat_rows(5)]

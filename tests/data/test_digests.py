@@ -100,8 +100,8 @@ def test_a_damaged_memory_is_made_again(tmp_path, file, read, damage):
     assert read == ["rows.jsonl"]
 
 
-def test_the_earliest_are_forgotten(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(of_digests, "REMEMBERED_FILES", 3)
+def test_the_earliest_are_forgotten(tmp_path, file, set_constants):
+    set_constants(of_digests, REMEMBERED_FILES=3)
     for number in range(5):
         (tmp_path / f"{number}").write_bytes(b"x")
     time.sleep(2 * of_digests.CLOCK_TICK)

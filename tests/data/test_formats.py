@@ -129,8 +129,8 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_same_rows_through_every_format_are_the_same_records(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(of_formats, "COLUMNAR_ROWS_AT_ONCE", 7)
+def test_the_same_rows_through_every_format_are_the_same_records(tmp_path, set_constants, name):
+    set_constants(of_formats, COLUMNAR_ROWS_AT_ONCE=7)
     rows = made_rows()
     FORMATS[name](tmp_path / name, rows)
     assert records(tmp_path / name) == rows
@@ -166,8 +166,8 @@ def test_every_ending_has_a_test():
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("indent", [None, 3])
-def test_a_json_text_cut_anywhere_is_read_the_same(tmp_path, monkeypatch, window, indent):
-    monkeypatch.setattr(of_formats, "JSON_WINDOW", window)
+def test_a_json_text_cut_anywhere_is_read_the_same(tmp_path, set_constants, window, indent):
+    set_constants(of_formats, JSON_WINDOW=window)
     values = [
         None,
         True,
@@ -358,9 +358,9 @@ def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
 )
 @pytest.mark.parametrize("window", [5, 1 << 20])
 def test_a_json_text_that_does_not_parse_names_the_line(
-    tmp_path, monkeypatch, content, place, reason, window
+    tmp_path, set_constants, content, place, reason, window
 ):
-    monkeypatch.setattr(of_formats, "JSON_WINDOW", window)
+    set_constants(of_formats, JSON_WINDOW=window)
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(DataError) as error:
@@ -456,15 +456,15 @@ def test_compressed_members_one_after_the_other(tmp_path):
     ],
     ids=["short", "paragraph", "line", "line before word", "word", "nowhere"],
 )
-def test_a_long_text_is_several_rows(tmp_path, monkeypatch, text, parts):
-    monkeypatch.setattr(of_formats, "MAX_TEXT_ROW", 12)
+def test_a_long_text_is_several_rows(tmp_path, set_constants, text, parts):
+    set_constants(of_formats, MAX_TEXT_ROW=12)
     path = tmp_path / "a.txt"
     path.write_text(text)
     assert list(read_file(path)) == [(f"{path}{place}", {"text": part}) for place, part in parts]
 
 
-def test_no_letter_of_a_long_text_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(of_formats, "MAX_TEXT_ROW", 50)
+def test_no_letter_of_a_long_text_is_lost(tmp_path, set_constants):
+    set_constants(of_formats, MAX_TEXT_ROW=50)
     path = tmp_path / "a.txt"
     path.write_text("".join(random.choices("ab \né", k=5000)), encoding="utf-8")
     rows = list(read_file(path))

@@ -407,8 +407,8 @@ def test_texts_in_a_list_are_of_the_wrong_type(tmp_path):
     assert report.findings["wrong_type"].example == "row 1: text must be text, this is list"
 
 
-def test_given_ids_count_towards_a_chunk(monkeypatch):
-    monkeypatch.setattr(records, "CHUNK_LETTERS", 1000)
+def test_given_ids_count_towards_a_chunk(set_constants):
+    set_constants(records, CHUNK_LETTERS=1000)
     rows = [(f"row {n}", {"input_ids": list(range(1, 51))}) for n in range(100)]
     assert [len(chunk.records) for chunk in records.chunks_of(rows)] == [20] * 5
 

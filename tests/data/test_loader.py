@@ -545,8 +545,8 @@ def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatc
     )
 
 
-def test_what_was_handed_out_is_never_written_again(make_store, monkeypatch):
-    monkeypatch.setattr(loader_module, "PREFETCHED_STEPS", (2, 2))
+def test_what_was_handed_out_is_never_written_again(make_store, set_constants):
+    set_constants(loader_module, PREFETCHED_STEPS=(2, 2))
     (stream,) = streams(make_store(), config())
     kept = []
     for step in stream.steps(count=50):

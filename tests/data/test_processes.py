@@ -41,10 +41,10 @@ WIDTH = 32
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(set_constants):
     """Chunks of a few rows, and help asked for at once."""
-    monkeypatch.setattr(records, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(processes, "LETTERS_ALONE", 0)
+    set_constants(records, CHUNK_ROWS=7)
+    set_constants(processes, LETTERS_ALONE=0)
 
 
 def encoder(inner=None, **how):
@@ -341,8 +341,10 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
 @pytest.mark.parametrize(
     ("alone", "expected", "asked"), [(1 << 20, 0, False), (300, 0, True), (1 << 20, 1 << 24, True)]
 )
-def test_help_is_asked_for_where_there_is_much_to_do(alone, expected, asked, monkeypatch):
-    monkeypatch.setattr(processes, "LETTERS_ALONE", alone)
+def test_help_is_asked_for_where_there_is_much_to_do(
+    alone, expected, asked, monkeypatch, set_constants
+):
+    set_constants(processes, LETTERS_ALONE=alone)
     asking = []
     monkeypatch.setattr(TokenizingProcesses, "_start", lambda self: asking.append(True))
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
@@ -361,9 +363,9 @@ def test_help_is_asked_for_where_there_is_much_to_do(alone, expected, asked, mon
         (64, "50000 100000", 1),
     ],
 )
-def test_one_a_core(cores, quota, count, monkeypatch, tmp_path):
+def test_one_a_core(cores, quota, count, monkeypatch, set_constants, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(processes, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
+    set_constants(processes, CPU_QUOTA_FILE=tmp_path / "cpu.max")
     if quota:
         processes.CPU_QUOTA_FILE.write_text(quota + "\n")
     assert TokenizingProcesses(encoder()).count == count

@@ -272,11 +272,11 @@ def test_a_saved_dataset_with_splits(tmp_path):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(tmp_path, monkeypatch, set_constants):
     """No network, and a cache that holds revision abcdef of owner/name."""
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    set_constants(datasets.config, HF_HUB_OFFLINE=True)
+    set_constants(datasets.config, HF_DATASETS_CACHE=str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     place = tmp_path / "hub" / "owner___name" / "default" / "0.0.0" / "abcdef"
     place.mkdir(parents=True)

@@ -108,8 +108,8 @@ def test_a_conversation_as_prompt_and_completion_counts_as_chat(tmp_path):
 
 
 @pytest.mark.parametrize("count", [6, 7, 8, 40, 49])
-def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(records, "CHUNK_ROWS", 7)
+def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, set_constants, count):
+    set_constants(records, CHUNK_ROWS=7)
     rows = token_rows(count)
     rows.insert(random.randrange(count), {"input_ids": [9, 9], "labels": [-100, -100]})
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
@@ -414,8 +414,8 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
 
 
 @pytest.mark.parametrize("place", [0, 10, 29])
-def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(records, "CHUNK_ROWS", 7)
+def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, set_constants, place):
+    set_constants(records, CHUNK_ROWS=7)
     rows = token_rows(30)
     rows[place] = {"input_ids": [1, 2], "labels": [5, 5]}
     store = build_store(rows, tokenizer(), WIDTH, tmp_path / "cache")
@@ -427,8 +427,8 @@ def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatc
         store.report.check("train")
 
 
-def test_a_store_is_written_chunk_by_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "CHUNK_ROWS", 10)
+def test_a_store_is_written_chunk_by_chunk(tmp_path, set_constants):
+    set_constants(records, CHUNK_ROWS=10)
     rows = token_rows(32)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert documents(store) == expected(rows)
@@ -594,7 +594,7 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
     assert documents(store) == expected(rows)
 
 
-def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch):
+def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch, set_constants):
     rows = token_rows(3)
     waited = 0.0
     path = build_store(rows, tokenizer(), WIDTH, tmp_path).path
@@ -610,7 +610,7 @@ def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch):
             aside.unlink(missing_ok=True)
 
     monkeypatch.setattr(building.time, "sleep", sleep)
-    monkeypatch.setattr(building, "QUIET_MINUTES", 5)
+    set_constants(building, QUIET_MINUTES=5)
     with pytest.raises(DataError, match="has written nothing for 5 minutes"):
         build_store(rows, tokenizer(), WIDTH, tmp_path, builder=False)
     assert waited / building.MINUTE == pytest.approx(46, abs=1.5)

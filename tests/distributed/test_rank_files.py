@@ -53,8 +53,8 @@ def written(rank: int, folder: Path):
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
-def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_files, "SENT_PIECE", 1000)
+def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch, set_constants):
+    set_constants(rank_files, SENT_PIECE=1000)
     files = of_all()
     aside = tmp_path / "aside"
     places = []

@@ -40,11 +40,11 @@ def test_shares_are_the_whole(elements, count):
 
 @pytest.mark.parametrize("count", [2, 3, 20])
 @pytest.mark.parametrize("elements", [1, 256, 1000, 5120, 66690])
-def test_gradients_are_spread_alike_by_rows_and_at_once(elements, count, monkeypatch):
+def test_gradients_are_spread_alike_by_rows_and_at_once(elements, count, set_constants):
     gradient = torch.randn(elements)
     found = []
     for rows in (0, 100):
-        monkeypatch.setattr(shards, "ROWS", rows)
+        set_constants(shards, ROWS=rows)
         place = torch.zeros(count, width_of(elements, count) + 7)[:, :-7]
         torch._foreach_copy_(*shards._spread(place, gradient))
         found.append(place.reshape(-1))

@@ -256,9 +256,9 @@ def test_how_much_survives(run, tmp_path):
     assert second["ratio of the training's gain that is kept"].value != pytest.approx(1.0, abs=1e-5)
 
 
-def test_large_models_are_compared_in_16_bits(run, tmp_path, monkeypatch):
+def test_large_models_are_compared_in_16_bits(run, tmp_path, set_constants):
     """By bounds that allow for what torch itself rounds then."""
-    monkeypatch.setattr(source, "LARGE_MODEL_BYTES", 0)
+    set_constants(source, LARGE_MODEL_BYTES=0)
     for exported in export(run, ["merged-fp32", "gguf-f32", "adapter", "fp8"], tmp_path):
         assert not exported.proof.failed
     bounds = {

@@ -332,9 +332,9 @@ def test_offloaded_and_resident(tmp_path, recomputed, changes):
 
 @pytest.mark.parametrize("mixed_precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recomputed", [[], ["recompute_layers"]], ids=["kept", "recomputed"])
-def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
+def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, set_constants):
     """In bf16 both add up what several micro-batches, or tiles, give in fp32."""
-    monkeypatch.setattr(recompute, "TILE", 48)
+    set_constants(recompute, TILE=48)
     changes = {"mixed_precision": mixed_precision, "max_steps": 6}
     runs.train(tmp_path / "whole", **changes, memory=recomputed)
     runs.train(tmp_path / "tiled", **changes, memory=[*recomputed, "tiled_mlp"])
@@ -368,9 +368,9 @@ UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "m
     ],
     ids=["fp32", "bf16", "bf16 states", "8-bit states", "adapters"],
 )
-def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, held, monkeypatch):
-    monkeypatch.setattr(recompute, "TILE", 48)
-    monkeypatch.setattr(in_backward, "HELD", held)
+def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, held, set_constants):
+    set_constants(recompute, TILE=48)
+    set_constants(in_backward, HELD=held)
     found = []
     for name, policies in (("after", memory), ("within", [*memory, "optimizer_in_backward"])):
         result = runs.train(tmp_path / name, **UNCLIPPED, **changes, memory=policies)

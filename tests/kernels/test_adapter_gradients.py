@@ -152,8 +152,8 @@ def test_a_margin_that_is_full(device):
 
 @pytest.mark.parametrize("factors", [FACTORS, (0.5, 0.5, 0.5)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_equals_the_products_without_a_kernel(dtype, factors, device, monkeypatch):
-    monkeypatch.setattr(module, "MAX_FUSED_RANK", 0)
+def test_equals_the_products_without_a_kernel(dtype, factors, device, set_constants):
+    set_constants(module, MAX_FUSED_RANK=0)
     layers = (24, 7, 13), (3, 0, 5)
     ours, plain = functions(*layers, factors)
     compare(ours, plain, draw(67, *layers, dtype, device), dtype, device)

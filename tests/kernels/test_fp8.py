@@ -223,8 +223,8 @@ def test_nothing(shape, scaling, device):
         assert ours.values.shape == exact.values.shape and ours.scale.shape == exact.scale.shape
 
 
-def test_rows_too_wide_for_one_program(monkeypatch, device):
-    monkeypatch.setattr(fp8, "MAX_ROW_WIDTH", 256)
+def test_rows_too_wide_for_one_program(set_constants, device):
+    set_constants(fp8, MAX_ROW_WIDTH=256)
     x = draw((9, 300), torch.bfloat16, device)
     assert_equal(fp8_quantize(x, "row")[0], fp8_quantize_reference(x.cpu(), "row")[0], device)
 

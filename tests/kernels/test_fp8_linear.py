@@ -256,12 +256,12 @@ def test_scales_of_blocks_lie_as_cublas_wants_them(device, monkeypatch):
     ]
 
 
-def test_blocks_on_a_card_without_such_products(device, monkeypatch):
+def test_blocks_on_a_card_without_such_products(device, set_constants):
     if (
         device.type == "cuda"
         and torch.cuda.get_device_capability() == MODULE.BLOCK_SCALING_CAPABILITY
     ):
-        monkeypatch.setattr(MODULE, "BLOCK_SCALING_CAPABILITY", (9, 9))
+        set_constants(MODULE, BLOCK_SCALING_CAPABILITY=(9, 9))
     elif device.type == "cpu":
         pytest.skip("what has no card emulates them")
     x, weight, _ = draw(device, scaling="block")

@@ -81,12 +81,12 @@ def test_a_second_derivative_is_refused_not_left_out(name, device):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_kernels_run_on_the_current_card_only(monkeypatch, caplog):
+def test_kernels_run_on_the_current_card_only(monkeypatch, set_constants, caplog):
     """Triton launches there whatever card its tensors are on; elsewhere the reference runs,
     which is said once.
     """
     monkeypatch.setattr(launch, "_interpreted", False)
-    monkeypatch.setattr(launch, "HAS_TRITON", True)
+    set_constants(launch, HAS_TRITON=True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     here, there = (
         SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, get_device=lambda n=n: n)

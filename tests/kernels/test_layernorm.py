@@ -199,9 +199,9 @@ def test_compiled(device):
 
 
 @pytest.mark.parametrize("rows", [1, 5, None])
-def test_every_row_counts_once_in_the_gradients_of_weight_and_bias(rows, device, monkeypatch):
+def test_every_row_counts_once_in_the_gradients_of_weight_and_bias(rows, device, set_constants):
     """More rows than programs, and fewer."""
-    monkeypatch.setattr(MODULE, "LAYERNORM_BACKWARD_WARPS", 2)
+    set_constants(MODULE, LAYERNORM_BACKWARD_WARPS=2)
     compare(inputs((rows or ROWS[device.type], 64), torch.float32, device))
 
 

@@ -108,7 +108,7 @@ def test_the_kernel_is_its_reference(dtype, device):
 
 
 @pytest.mark.parametrize("block", [64, 4096])
-def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch):
+def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch, set_constants):
     """With the same codes, scales and values; where rows lie apart it takes it whole."""
     given = weight((97, 271), torch.float32, torch.device("cpu"))
     codes, absmax = quantize_nf4_reference(given, block)
@@ -118,7 +118,7 @@ def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch):
         monkeypatch.setattr(
             nf4, name, lambda *of, keep=keep: (calls.append(keep.__name__), keep(*of))[1]
         )
-    monkeypatch.setattr(nf4, "PIECE_ELEMENTS", 8192)
+    set_constants(nf4, PIECE_ELEMENTS=8192)
     monkeypatch.setattr(nf4, "runs_triton", lambda *_: False)
     found = quantize_nf4(given, block)
     assert torch.equal(found[0], codes) and torch.equal(found[1], absmax) and len(calls) == 4

@@ -402,9 +402,9 @@ def test_compiled(packed, device):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_every_token_counts_once_in_the_gradients_of_the_weights(device, monkeypatch):
+def test_every_token_counts_once_in_the_gradients_of_the_weights(device, set_constants):
     """More tokens than one round of the programs takes."""
-    monkeypatch.setattr(module, "QK_NORM_ROPE_BACKWARD_WARPS", 4)
+    set_constants(module, QK_NORM_ROPE_BACKWARD_WARPS=4)
     tokens, width = MANY[device.type]
     compare(
         packed_layout(tokens, 3, 2, width, torch.float32, device),

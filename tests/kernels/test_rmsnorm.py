@@ -214,9 +214,9 @@ def test_residual_of_another_shape_is_refused():
 
 
 @pytest.mark.parametrize("rows", [1, 5, None])
-def test_every_row_counts_once_in_the_gradient_of_the_weight(rows, device, monkeypatch):
+def test_every_row_counts_once_in_the_gradient_of_the_weight(rows, device, set_constants):
     """More rows than programs, and fewer."""
-    monkeypatch.setattr(MODULE, "RMSNORM_BACKWARD_WARPS", 2)
+    set_constants(MODULE, RMSNORM_BACKWARD_WARPS=2)
     compare(inputs((rows or ROWS[device.type], 64), torch.float32, device))
 
 

@@ -166,11 +166,11 @@ def test_random_numbers_are_drawn_again():
         assert torch.allclose(dx, expected) == draws
 
 
-def test_what_is_wide_exists_for_a_tile_alone(monkeypatch):
+def test_what_is_wide_exists_for_a_tile_alone(set_constants):
     """Tensors that autograd keeps over the forward pass are no wider than x; in the backward
     pass as wide as one tile.
     """
-    monkeypatch.setattr(recompute, "TILE", 5)
+    set_constants(recompute, TILE=5)
     mlp, x, _ = parts()
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):

@@ -227,9 +227,9 @@ def test_a_folder_is_not_asked_for(monkeypatch, tmp_path):
     assert load_config(tmp_path).vocab_size == 300 and asked == []
 
 
-def test_offline_the_cache_alone_is_asked(monkeypatch):
+def test_offline_the_cache_alone_is_asked(monkeypatch, set_constants):
     asked = answers(monkeypatch, http(RepositoryNotFoundError))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    set_constants(constants, HF_HUB_OFFLINE=True)
     check_exists("owner/name")
     assert asked == []
 

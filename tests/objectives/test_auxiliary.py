@@ -101,7 +101,7 @@ def test_answers_that_share_a_prompt_are_set_beside_the_class_itself(objective, 
 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])
-def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, monkeypatch):
+def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, set_constants):
     """But for that of neighbours, which an answer's first token and the prompt's last one are
     not where they lie apart.
     """
@@ -115,7 +115,7 @@ def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, mo
         return {name: torch.as_tensor(value) for part in found for name, value in part.items()}
 
     shared = step("shared")
-    monkeypatch.setattr(documents, "MIN_SHARED_TOKENS", 10**9)
+    set_constants(documents, MIN_SHARED_TOKENS=10**9)
     apart = step("apart")
     assert shared.keys() == apart.keys() and {"router_loss", "router/z"} <= shared.keys()
     for name, value in apart.items():

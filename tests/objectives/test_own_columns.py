@@ -167,7 +167,7 @@ def test_the_stored_values_are_those_of_the_declared_functions(guide, tmp_path):
         assert store.columns["start_targets"][number] == len(predicted)
 
 
-def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, monkeypatch, guided):
+def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, must_not_call, guided):
     """Resumed, the run is the uninterrupted one; nothing is computed a second time."""
     caplog.set_level(logging.INFO)
     train(tmp_path / "whole", guide, max_steps=4)
@@ -176,8 +176,8 @@ def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, monkeypatch, guid
     assert computed(caplog) == ["guide", "start"]
     train(tmp_path / "halves", guide, max_steps=2)
     assert computed(caplog) == ["guide", "start"]
-    monkeypatch.setattr(guided, "guide", lambda *_: pytest.fail("the guide was asked"))
-    monkeypatch.setattr(guided, "start", lambda *_: pytest.fail("the model was asked"))
+    must_not_call(guided, "guide", "the guide was asked")
+    must_not_call(guided, "start", "the model was asked")
     train(tmp_path / "halves", guide, max_steps=4, resume=True)
     assert runs.trajectory(tmp_path / "halves") == runs.trajectory(tmp_path / "whole")
     (targets,) = (tmp_path / "halves" / "tokens").rglob("*.guide")
@@ -262,7 +262,7 @@ def test_an_earlier_reference_is_read_and_its_run_goes_on(tmp_path, caplog):
     assert computed(caplog) == [] and len(steps_of(tmp_path)) == 2
 
 
-def test_earlier_predictions_are_read(teacher, tmp_path, caplog, monkeypatch):
+def test_earlier_predictions_are_read(teacher, tmp_path, caplog, must_not_call):
     """A folder in the cache, written here as earlier versions did: of two tokens that the teacher
     gives a quarter each, half is kept.
     """
@@ -281,7 +281,7 @@ def test_earlier_predictions_are_read(teacher, tmp_path, caplog, monkeypatch):
     np.save(folder / f"{STORED_IDS}.npy", ids)
     np.save(folder / f"{STORED_LOG_P}.npy", np.full((targets, 2), np.log(0.25), np.float32))
     caplog.clear()
-    monkeypatch.setattr(Distill, "teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    must_not_call(Distill, "teacher", "the teacher was loaded")
     runs.train(tmp_path, max_steps=1, **given, **cache)
     (line,) = steps_of(tmp_path)
     assert computed(caplog) == [] and line["teacher_kept"] == pytest.approx(0.5, rel=1e-5)

@@ -224,13 +224,13 @@ def test_weights_of_targets_weigh_every_sum(teacher, tmp_path):
         assert float(term.sum) == pytest.approx(expected, rel=1e-4), name
 
 
-def test_a_second_run_needs_no_teacher(teacher, tmp_path, monkeypatch):
+def test_a_second_run_needs_no_teacher(teacher, tmp_path, must_not_call):
     """What is stored is found: by a run that is resumed, by another with other rates, by
     evaluation of the held-out part.
     """
     settings = {"stored_tokens": 9}
     train(tmp_path, teacher, settings, max_steps=2, validation_split=0.2, eval_steps=1)
-    monkeypatch.setattr(Distill, "teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    must_not_call(Distill, "teacher", "the teacher was loaded")
     train(tmp_path, teacher, settings, max_steps=4, validation_split=0.2, eval_steps=1, resume=True)
     assert len(metrics(tmp_path)) == 4
     again = {
@@ -388,10 +388,8 @@ def test_what_cannot_be_stored_is_refused(teacher, tmp_path):
     assert "belongs to stored_tokens, which is not set" in refused(teacher="x", stored="drawn")
 
 
-def test_draws_are_not_verified_and_cost_no_pass_of_the_teacher(teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        StoredColumns, "_compute_targets", lambda *_: pytest.fail("the teacher ran")
-    )
+def test_draws_are_not_verified_and_cost_no_pass_of_the_teacher(teacher, tmp_path, must_not_call):
+    must_not_call(StoredColumns, "_compute_targets", "the teacher ran")
     with pytest.raises(
         ConfigurationError,
         match="^objective='distill': .* no draws.*; verify with stored='likeliest'",

@@ -158,8 +158,8 @@ def test_a_policy_does_not_make_a_layer_another_kind(policy):
     assert not any(vars(layer).get(name) for name in (halves.RECOMPUTES, halves.TILES))
 
 
-def test_a_second_backward_of_layers_made_again(monkeypatch):
-    monkeypatch.setattr(recompute, "TILE", 7)
+def test_a_second_backward_of_layers_made_again(set_constants):
+    set_constants(recompute, TILE=7)
     model = families.build("llama")
     batch = families.documents_batch()
     fused(model)

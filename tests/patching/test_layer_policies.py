@@ -42,8 +42,8 @@ FORMAT = sys.modules["chronicals.quantization.fp8"]
 
 
 @pytest.fixture(autouse=True)
-def small_products_too(monkeypatch):
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
+def small_products_too(set_constants):
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
 
 
 def fused(family, adapted=False, device="cpu"):
@@ -158,9 +158,9 @@ def test_layers_made_again_are_the_same(family, adapted, first, device):
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.usefixtures("without_rounding")
-def test_tiles_are_the_same_but_for_rounding(family, adapted, device, monkeypatch):
+def test_tiles_are_the_same_but_for_rounding(family, adapted, device, set_constants):
     """A tile has a scale of its own."""
-    monkeypatch.setattr(recompute, "TILE", 16)
+    set_constants(recompute, TILE=16)
     model = fused(family, adapted, device)
     run_in_fp8(model)
     whole = found_in(model, batch(device))
@@ -241,19 +241,19 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_products_that_are_too_small_stay(device, monkeypatch):
+def test_products_that_are_too_small_stay(device, set_constants):
     model = fused("llama", device=device)
     inner = model.config.intermediate_size
     width = model.config.hidden_size
     layers = len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", math.ceil(largest) + 1)
+    set_constants(layer_policies, MIN_FP8_WIDTH=math.ceil(largest) + 1)
     assert run_in_fp8(model) == FormattedProducts(0, 4 * layers, ())
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", math.floor(largest))
+    set_constants(layer_policies, MIN_FP8_WIDTH=math.floor(largest))
     assert run_in_fp8(model) == FormattedProducts(layers, 4 * layers, ())
     forget_policies(model)
-    monkeypatch.setattr(layer_policies, "FP8_MULTIPLE", 7)
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 1)
+    set_constants(layer_policies, FP8_MULTIPLE=7)
+    set_constants(layer_policies, MIN_FP8_WIDTH=1)
     assert run_in_fp8(model).chosen == 0
 
 
@@ -535,8 +535,8 @@ def adapted(model):
     "runs", ["as it was", "parts", "layers", "layers, in part again", "layers, again"]
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
-def test_equals_the_class(family, runs, lora, tile, monkeypatch):
-    monkeypatch.setattr(recompute, "TILE", tile)
+def test_equals_the_class(family, runs, lora, tile, set_constants):
+    set_constants(recompute, TILE=tile)
     model = families.build(family).double()
     model = adapted(model).double() if lora else model
     batch = families.documents_batch()
@@ -551,8 +551,8 @@ def test_equals_the_class(family, runs, lora, tile, monkeypatch):
     families.assert_same(plain, families.states_and_gradients(model, batch))
 
 
-def test_rows_of_a_batch_are_rows(monkeypatch):
-    monkeypatch.setattr(recompute, "TILE", 7)
+def test_rows_of_a_batch_are_rows(set_constants):
+    set_constants(recompute, TILE=7)
     model = families.build("llama")
     ids = torch.randint(0, families.VOCABULARY, (3, 11))
     expected = model(input_ids=ids).logits
@@ -561,9 +561,9 @@ def test_rows_of_a_batch_are_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("whole_layers", [False, True])
-def test_only_a_tile_is_wide(whole_layers, monkeypatch):
+def test_only_a_tile_is_wide(whole_layers, set_constants):
     """Of what autograd keeps over the forward pass; the inner width is that of nothing else."""
-    monkeypatch.setattr(recompute, "TILE", 7)
+    set_constants(recompute, TILE=7)
     model = families.build("llama", intermediate_size=104)
     seen = []
     patch_parts(model, whole_layers=whole_layers)
@@ -583,8 +583,8 @@ def test_only_a_tile_is_wide(whole_layers, monkeypatch):
         assert any(104 in shape or 208 in shape for shape in seen) != tiles
 
 
-def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
-    monkeypatch.setattr(recompute, "TILE", 7)
+def test_a_forward_of_somebody_elses_is_left_alone(set_constants):
+    set_constants(recompute, TILE=7)
     model = families.build("llama")
     calls = []
     mlp = model.get_decoder().layers[0].mlp
@@ -595,8 +595,8 @@ def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
     assert calls
 
 
-def test_copied_and_undone(monkeypatch):
-    monkeypatch.setattr(recompute, "TILE", 7)
+def test_copied_and_undone(set_constants):
+    set_constants(recompute, TILE=7)
     model = families.build("llama")
     batch = families.documents_batch()
     before = families.states_and_gradients(model, batch)

@@ -171,7 +171,7 @@ def test_undone():
     assert vars(layers_of(model)[0]).keys() == before.keys()
 
 
-def test_what_it_cannot_compute_is_left_to_the_class(monkeypatch):
+def test_what_it_cannot_compute_is_left_to_the_class(must_not_call):
     """Another activation than was proved, and autocast."""
     plain = build("Qwen3Moe")
     patched = copy.deepcopy(plain)
@@ -183,7 +183,7 @@ def test_what_it_cannot_compute_is_left_to_the_class(monkeypatch):
     assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
     patched = build("Qwen3Moe")
     patch_model(patched)
-    monkeypatch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
+    must_not_call(experts, "_compute", "they are computed")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.isfinite(patched(**inputs).loss)
 
@@ -238,7 +238,7 @@ def first_four(model):
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
-def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
+def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch, must_not_call):
     """Newer versions of transformers say so of the experts; older ones that the model is
     divided.
     """
@@ -252,7 +252,7 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch):
     model = build("Qwen3Moe", num_experts=8)
     other = build("Qwen3Moe", num_experts=8)
     patch_model(model)
-    monkeypatch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
+    must_not_call(experts, "_compute", "they are computed")
     divided(model)(torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
     divided(other)
     report = patch_model(other)

@@ -35,8 +35,8 @@ NAMES = ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"]
 
 
 @pytest.fixture(autouse=True)
-def small_products_too(monkeypatch):
-    monkeypatch.setattr(fp8_experts, "MIN_MEAN_WIDTH", 16)
+def small_products_too(set_constants):
+    set_constants(fp8_experts, MIN_MEAN_WIDTH=16)
 
 
 def patched(name, adapted=False, kind=torch.float32):
@@ -323,14 +323,14 @@ def test_a_parameter_that_was_replaced_is_seen():
     assert before != after == loss_and_gradients(model, **inputs)[0]
 
 
-def test_what_stays_in_16_bit_is_said_by_name(monkeypatch):
-    monkeypatch.setattr(fp8_experts, "MIN_MEAN_WIDTH", 512)
+def test_what_stays_in_16_bit_is_said_by_name(set_constants):
+    set_constants(fp8_experts, MIN_MEAN_WIDTH=512)
     model = patched("Qwen3Moe")
     found = run_experts_in_fp8(model)
     assert found.layers == 0 and found.left == (
         "Qwen3MoeExperts (their widths 32 and 16 have a harmonic mean below 512)",
     )
-    monkeypatch.setattr(fp8_experts, "MIN_MEAN_WIDTH", 16)
+    set_constants(fp8_experts, MIN_MEAN_WIDTH=16)
     assert (
         "100 rows an expert; quantising trained weights" in run_experts_in_fp8(model, 400).left[0]
     )

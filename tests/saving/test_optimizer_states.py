@@ -12,8 +12,8 @@ from comparison import equal
 
 
 @pytest.fixture
-def small_files(monkeypatch):
-    monkeypatch.setattr(optimizer_states, "MAX_FILE_BYTES", 10_000)
+def small_files(set_constants):
+    set_constants(optimizer_states, MAX_FILE_BYTES=10_000)
 
 
 def test_states_are_read_as_they_were_written(tmp_path, small_files):

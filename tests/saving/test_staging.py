@@ -33,10 +33,10 @@ class Unpinned:
 
 
 @pytest.fixture
-def driver(monkeypatch):
+def driver(monkeypatch, set_constants):
     found = Unpinned()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-    monkeypatch.setattr(host_memory, "PIN_CALL_BYTES", mmap.PAGESIZE)
+    set_constants(host_memory, PIN_CALL_BYTES=mmap.PAGESIZE)
     return found
 
 
@@ -70,11 +70,11 @@ def test_copies_are_dense_and_do_not_change_afterwards():
 
 
 @pytest.mark.parametrize("piece", [64, 192, 1 << 26])
-def test_pinned_copies_lie_apart_and_are_made_in_pieces(driver, monkeypatch, piece):
+def test_pinned_copies_lie_apart_and_are_made_in_pieces(driver, set_constants, piece):
     """As on a card, but for the stream. Each has a storage of its own, or safetensors would take
     all for one tensor.
     """
-    monkeypatch.setattr(staging, "COPY_PIECE_BYTES", piece)
+    set_constants(staging, COPY_PIECE_BYTES=piece)
     given = states()
     memory = PinnedMemory()
     memory.allocate(staging._size(given.values()))

@@ -178,8 +178,8 @@ def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
+def test_experts_that_stay_in_16_bit_are_named(tmp_path, set_constants, caplog):
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
     fields = {
         "mixed_precision": "bf16",
         "max_steps": 1,
@@ -187,13 +187,13 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
         "trackers": [],
         "save_steps": None,
     }
-    monkeypatch.setattr(fp8_experts, "MIN_EXPERT_ROWS", 4096)
+    set_constants(fp8_experts, MIN_EXPERT_ROWS=4096)
     runs.train(tmp_path / "few", model=mixture("qwen3_moe"), **fields)
     assert (
         "use_fp8: some experts stay in 16 bit: Qwen3MoeExperts (" in caplog.text
         and "rows an expert" in caplog.text
     )
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 4096)
+    set_constants(layer_policies, MIN_FP8_WIDTH=4096)
     with pytest.raises(
         ConfigurationError,
         match="use_fp8=True.*no product.*its experts stay in 16 bit: Qwen3MoeExperts",

@@ -22,8 +22,8 @@ DTYPES = [
 
 
 @pytest.fixture(autouse=True)
-def few_at_a_time(monkeypatch):
-    monkeypatch.setattr(rank_agreement, "SUMMED_AT_A_TIME", 7)
+def few_at_a_time(set_constants):
+    set_constants(rank_agreement, SUMMED_AT_A_TIME=7)
 
 
 def drawn(dtype, *shape):
@@ -63,10 +63,10 @@ def test_rows_and_whole_tensors_that_change_places_are_others():
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3, 24, 1000])
-def test_it_is_the_same_however_many_elements_are_summed_at_a_time(at_a_time, monkeypatch):
+def test_it_is_the_same_however_many_elements_are_summed_at_a_time(at_a_time, set_constants):
     given = [drawn(torch.float32, 4, 6), drawn(torch.bfloat16, 23), torch.zeros(0)]
     expected = fingerprint_over(given)
-    monkeypatch.setattr(rank_agreement, "SUMMED_AT_A_TIME", at_a_time)
+    set_constants(rank_agreement, SUMMED_AT_A_TIME=at_a_time)
     assert fingerprint_over(given) == expected
 
 

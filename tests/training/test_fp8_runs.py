@@ -18,10 +18,10 @@ from comparison import equal
 
 
 @pytest.fixture
-def fused_anywhere(monkeypatch):
+def fused_anywhere(monkeypatch, set_constants):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
     return model
@@ -64,10 +64,10 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
     "memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str
 )
 def test_policies_change_nothing_under_full_fine_tuning(
-    memory, tmp_path, fused_anywhere, monkeypatch
+    memory, tmp_path, fused_anywhere, set_constants
 ):
     """Where what is kept is in 8 bits; a tile has a scale of its own."""
-    monkeypatch.setattr(recompute, "TILE", 48)
+    set_constants(recompute, TILE=48)
     options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **CALM}
     for name, policies in (("kept", []), ("lean", memory)):
         runs.train(tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=policies, **options)

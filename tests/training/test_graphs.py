@@ -103,12 +103,12 @@ def run(folder, graphed, **changes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arm", ARMS)
-def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(offload, "SMALLEST", 1)
-    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1000 if "nothing" in arm else 1)
-    monkeypatch.setattr(recompute, "TILE", 48)
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
-    monkeypatch.setattr(in_backward, "HELD", 1 << 12)
+def test_replayed_is_as_usual(arm, tmp_path, caplog, set_constants):
+    set_constants(offload, SMALLEST=1)
+    set_constants(offload, WINDOW_TENSORS=1000 if "nothing" in arm else 1)
+    set_constants(recompute, TILE=48)
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
+    set_constants(in_backward, HELD=1 << 12)
     with caplog.at_level(logging.WARNING):
         (usual, weights, first), (replayed, ours, second) = (
             run(tmp_path / name, graphed, **ARMS[arm])
@@ -191,8 +191,8 @@ def test_a_capture_that_fails_midway_loses_no_gradient(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arm", ["full", "updated in the backward pass"])
-def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch):
-    monkeypatch.setattr(in_backward, "HELD", 1 << 12)
+def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch, set_constants):
+    set_constants(in_backward, HELD=1 << 12)
     seen = []
     release = GraphedStep.release
 

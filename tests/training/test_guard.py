@@ -68,8 +68,8 @@ def test_a_run_of_a_few_flat_steps_is_finished_and_says_so(reference, tmp_path, 
     )
 
 
-def test_a_run_that_is_flat_from_the_beginning_cannot_learn(reference, tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "MOST_FLAT", 4)
+def test_a_run_that_is_flat_from_the_beginning_cannot_learn(reference, tmp_path, set_constants):
+    set_constants(guard, MOST_FLAT=4)
     with pytest.raises(
         TrainingError,
         match=r"none of the first 4 steps had a gradient.*at its lowest value.*loss 0\.0",
@@ -115,9 +115,9 @@ def test_a_detached_loss_ends_the_run(reference, tmp_path):
         faulty(tmp_path, DetachedHinge, reference).train(rows(8))
 
 
-def test_a_loss_times_zero_ends_the_run(reference, tmp_path, monkeypatch):
+def test_a_loss_times_zero_ends_the_run(reference, tmp_path, set_constants):
     """Its value is that of a hinge beyond the margin, so only the number of such steps tells."""
-    monkeypatch.setattr(guard, "MOST_FLAT", 4)
+    set_constants(guard, MOST_FLAT=4)
     with pytest.raises(TrainingError, match="none of the first 4 steps had a gradient"):
         faulty(tmp_path, HingeTimes, reference).train(rows(8))
 
@@ -144,8 +144,8 @@ def test_adapters_that_the_model_does_not_use_end_a_hinge_run(reference, tmp_pat
         trainer.train(rows(1))
 
 
-def test_flat_steps_are_counted_on_after_a_resume(reference, tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "MOST_FLAT", 5)
+def test_flat_steps_are_counted_on_after_a_resume(reference, tmp_path, set_constants):
+    set_constants(guard, MOST_FLAT=5)
     runs.train(tmp_path, rows(1), dpo=hinge(reference, 50.0), **{**HINGE, "max_steps": 3})
     with pytest.raises(TrainingError, match="none of the first 5 steps"):
         runs.train(tmp_path, rows(1), dpo=hinge(reference, 50.0), resume=True, **HINGE)

@@ -41,10 +41,10 @@ RUNS = {
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(set_constants):
     """So that weights of a tiny model are large, and take several parts."""
-    monkeypatch.setattr(host_states, "MIN_HOST_ELEMENTS", 1000)
-    monkeypatch.setattr(host_states, "MAX_BUFFER_BYTES", 2 * host_states.MIN_BUFFER_BYTES)
+    set_constants(host_states, MIN_HOST_ELEMENTS=1000)
+    set_constants(host_states, MAX_BUFFER_BYTES=2 * host_states.MIN_BUFFER_BYTES)
 
 
 def states(folder, step=6):
@@ -129,8 +129,8 @@ def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{"use_lora": True, "lora_rank": 4}, {}], ids=str)
-def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_states, "MIN_HOST_ELEMENTS", 1 << 16)
+def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, set_constants):
+    set_constants(host_states, MIN_HOST_ELEMENTS=1 << 16)
     with pytest.raises(
         ConfigurationError,
         match=r"memory=\['offload_optimizer_states'\]: no trained weight has 65536.*leave",
@@ -159,9 +159,9 @@ def test_the_log_says_it(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 states, no masters", "8 bits", "adapters"])
-def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_states, "MIN_HOST_ELEMENTS", 5000)
-    monkeypatch.setattr(host_states, "MAX_BUFFER_BYTES", host_states.MIN_BUFFER_BYTES)
+def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch, set_constants):
+    set_constants(host_states, MIN_HOST_ELEMENTS=5000)
+    set_constants(host_states, MAX_BUFFER_BYTES=host_states.MIN_BUFFER_BYTES)
     found = []
     usual = needed_memory.estimate
     monkeypatch.setattr(

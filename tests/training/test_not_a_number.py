@@ -92,8 +92,8 @@ def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, monkeypatch):
         overflowing(tmp_path, monkeypatch, resume=True, max_steps=40)
 
 
-def test_a_step_applied_after_a_resume_is_audited(tmp_path, monkeypatch):
-    monkeypatch.setattr(precision, "START_SCALE", 2.0**60)
+def test_a_step_applied_after_a_resume_is_audited(tmp_path, monkeypatch, set_constants):
+    set_constants(precision, START_SCALE=2.0**60)
     with pytest.raises(TrainingError):
         runs.train(tmp_path, mixed_precision="fp16", max_steps=2)
     state = next((tmp_path / "run" / "checkpoints").glob("*/state.json"))

@@ -171,14 +171,14 @@ def test_a_callback_that_needs_all_ranks_is_refused(how, said, tmp_path):
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def watched(monkeypatch, set_constants):
     """Makes the watch of the first of two processes over a store in memory, and a list of what
     it leaves with.
     """
     store = dist.HashStore()
     left = []
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(watch, "PAUSE", 0.02)
+    set_constants(watch, PAUSE=0.02)
 
     def leave(self, reason):
         left.append(reason)
@@ -201,22 +201,22 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_a_main_thread_in_a_collective_is_not_waited_for(watched, monkeypatch):
+def test_a_main_thread_in_a_collective_is_not_waited_for(watched, set_constants):
     """As on a card, where waiting for another process never ends: the thread ends this one, with
     the other's words.
     """
     make, store, left = watched
-    monkeypatch.setattr(watch, "GRACE", 0.2)
+    set_constants(watch, GRACE=0.2)
     with make():
         store.set("chronicals/watch/0/error", '[1, "ValueError: boom"]')
         until(lambda: left)
     assert left == ["rank 1 stopped: ValueError: boom"]
 
 
-def test_a_process_that_is_not_heard_of_is_gone(watched, monkeypatch):
+def test_a_process_that_is_not_heard_of_is_gone(watched, set_constants):
     make, store, left = watched
-    monkeypatch.setattr(watch, "GRACE", 0.1)
-    monkeypatch.setattr(watch, "LOST", 0.5)
+    set_constants(watch, GRACE=0.1)
+    set_constants(watch, LOST=0.5)
     post = '{"beat": %d, "place": "in step 7", "for": 3.0, "host": "b", "pid": 12}'
     with make():
         for beat in range(20):
@@ -231,12 +231,12 @@ def test_a_process_that_is_not_heard_of_is_gone(watched, monkeypatch):
     assert store.get("chronicals/watch/0/error") == json.dumps([0, left[0]]).encode()
 
 
-def test_only_a_step_is_limited(watched, monkeypatch):
+def test_only_a_step_is_limited(watched, set_constants):
     """Loading, evaluating and writing may take as long as they take, also where the others wait
     in a step or never began.
     """
     make, store, left = watched
-    monkeypatch.setattr(watch, "GRACE", 0.2)
+    set_constants(watch, GRACE=0.2)
     with make(patience=0.3) as made:
         time.sleep(0.6)
         with made.step(1):
@@ -357,10 +357,10 @@ def test_all_that_wait_outside_a_step_are_limited(watched, waits):
     )
 
 
-def test_one_that_ends_before_it_trains_is_told(watched, monkeypatch):
+def test_one_that_ends_before_it_trains_is_told(watched, set_constants):
     """While the model is loaded, for example; it never posts."""
     make, store, left = watched
-    monkeypatch.setattr(watch, "GRACE", 0.1)
+    set_constants(watch, GRACE=0.1)
     with make():
         time.sleep(0.3)
         assert not left, "it may still load"
@@ -389,10 +389,10 @@ def outside(store, beat, rank=1):
     store.set(f"chronicals/present/{rank}", json.dumps(about))
 
 
-def test_one_that_loads_is_waited_for_until_it_is_not_heard_of(watched, monkeypatch):
+def test_one_that_loads_is_waited_for_until_it_is_not_heard_of(watched, set_constants):
     make, store, left = watched
-    monkeypatch.setattr(watch, "GRACE", 0.1)
-    monkeypatch.setattr(watch, "LOST", 0.5)
+    set_constants(watch, GRACE=0.1)
+    set_constants(watch, LOST=0.5)
     with make(patience=0.3), presence.WAITING.within():
         for beat in range(20):
             outside(store, beat)

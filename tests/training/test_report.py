@@ -50,8 +50,8 @@ def test_the_report_of_a_run(tmp_path):
     assert "<svg" not in page and "data:image/svg+xml;base64," in page
 
 
-def test_answers_before_and_after(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "SECONDS", 60.0)  # other tests use the same cores and card
+def test_answers_before_and_after(tmp_path, set_constants):
+    set_constants(report, SECONDS=60.0)  # other tests use the same cores and card
     result = runs.train(
         tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=30, learning_rate=1e-2
     )

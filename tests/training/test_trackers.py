@@ -436,9 +436,11 @@ def test_one_that_cannot_be_started_stops_the_run_and_those_begun_are_closed(tmp
     assert state_of(tmp_path, "wandb") == [1]
 
 
-def test_one_that_fails_is_named_once_and_training_goes_on(tmp_path, monkeypatch, caplog, name):
+def test_one_that_fails_is_named_once_and_training_goes_on(
+    tmp_path, monkeypatch, set_constants, caplog, name
+):
     monkeypatch.setattr(TRACKERS[name], "store", refuse)
-    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    set_constants(module, MAX_WAITING=3)
     result = train(tmp_path, name)
     assert result.steps == 6 and [step for step, _, _ in runs.trajectory(tmp_path)] == [
         1,
@@ -474,11 +476,11 @@ def test_what_failed_is_stored_when_the_network_is_back(tmp_path, monkeypatch, c
     assert_stored(tmp_path, "mlflow", known(tmp_path))
 
 
-def test_one_that_hangs_is_left_to_itself(tmp_path, monkeypatch, caplog):
+def test_one_that_hangs_is_left_to_itself(tmp_path, monkeypatch, set_constants, caplog):
     need("tensorboard")
     released = threading.Event()
     monkeypatch.setattr(TRACKERS["tensorboard"], "store", lambda self, points: released.wait())
-    monkeypatch.setattr(module, "SECONDS_TO_STORE_THE_REST", 0.05)
+    set_constants(module, SECONDS_TO_STORE_THE_REST=0.05)
     try:
         result = train(tmp_path, "tensorboard")
         assert result.report.exists() and "tensorboard: still not done" in caplog.text

@@ -479,10 +479,10 @@ def test_a_memory_policy_that_cannot_be_honoured_raises(tmp_path):
 
 @pytest.mark.parametrize("held", [1, 1 << 26], ids=["one by one", "all"])
 def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(
-    tmp_path, held, monkeypatch
+    tmp_path, held, set_constants
 ):
     """The head's gradient comes first; what lies before it in the model is not touched."""
-    monkeypatch.setattr(in_backward, "HELD", held)
+    set_constants(in_backward, HELD=held)
     model = tiny.llama(tie_word_embeddings=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
@@ -499,7 +499,7 @@ def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(
     assert model.lm_head.weight.grad is not None  # the run is over, and updates nothing any more
 
 
-def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
+def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch, set_constants):
     """As many as make ``HELD`` bytes, and one more; each weight is updated once a step."""
     updated = []
     usual = in_backward.UpdatesInBackward._update
@@ -513,7 +513,7 @@ def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
             for parameter in group["params"]
         )
 
-    monkeypatch.setattr(in_backward, "HELD", 100_000)
+    set_constants(in_backward, HELD=100_000)
     monkeypatch.setattr(in_backward.UpdatesInBackward, "_update", update)
     model = tiny.llama()
     changes = {
@@ -714,8 +714,8 @@ def test_kernels_train_as_their_references_do(tmp_path, lora):
 
 
 @pytest.mark.parametrize("where", ["weight", "low"])
-def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch):
-    monkeypatch.setattr(audit, "SMALL", 8)
+def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch, set_constants):
+    set_constants(audit, SMALL=8)
     monkeypatch.setattr(audit, "_SUMMED_ELEMENTS", 7)
     model = torch.nn.Linear(5, 6, bias=False).bfloat16()
     optimizer = FusedAdamW(model.parameters(), lr=0.0)

@@ -137,9 +137,9 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 
 
 @pytest.fixture
-def fused_anywhere(monkeypatch):
+def fused_anywhere(monkeypatch, set_constants):
     monkeypatch.setattr(facts, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 16)
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
 
 
 def compare(folder, model=None, **changes):
@@ -178,10 +178,10 @@ def mixture(name):
 
 
 @pytest.fixture
-def small_experts_too(monkeypatch):
+def small_experts_too(monkeypatch, set_constants):
     for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
         monkeypatch.setattr(fp8_experts, limit, 1)
-    monkeypatch.setattr(layer_policies, "MIN_FP8_WIDTH", 4096)
+    set_constants(layer_policies, MIN_FP8_WIDTH=4096)
 
 
 @pytest.mark.parametrize("changes", [{}, IN_EXPERTS], ids=["full", "lora"])

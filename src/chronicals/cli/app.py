@@ -6,12 +6,14 @@ import logging
 import os
 import shutil
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from chronicals.cli.benchmark import benchmark_command
 from chronicals.cli.data import data_commands
@@ -35,8 +37,43 @@ HELP_TABLE_COLUMNS = 120
 """Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe, help
 is plain lines."""
 
+COMMANDS_OF_OTHERS = {
+    "chat": "generate",
+    "inference": "generate",
+    "webchat": "generate",
+    "finetune": "train",
+    "sft": "train",
+    "dpo": "train --objective dpo",
+    "kto": "train --objective kto",
+    "reward": "train --objective reward",
+    "preprocess": "train --check",
+    "eval": "evaluate",
+    "lm-eval": "evaluate",
+    "merge-lora": "merge",
+    "env": "doctor",
+}
+"""Our command for one of TRL, Axolotl, LLaMA-Factory or torchtune that has another name."""
+
+
+class CommandGroup(TyperGroup):
+    """Our commands; one that another trainer has is answered with ours."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is called, and its arguments."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            ours = COMMANDS_OF_OTHERS.get(args[0].lower())
+            if (
+                ours is not None and type(error).__name__ == "UsageError"
+            ):  # typer does not export it
+                error.message = f"No such command '{args[0]}'; use chronicals {ours}"
+            raise
+
+
 app = typer.Typer(
     name="chronicals",
+    cls=CommandGroup,
     help="Fine-tune large language models, and see that they really trained. Begin with "
     "'chronicals quickstart'.",
     no_args_is_help=True,
@@ -79,7 +116,7 @@ for registered in data_commands.registered_commands:
     registered.cls = Command
 app.add_typer(data_commands)
 app.add_typer(moe_commands)
-for name, command in {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "quickstart": quickstart_command,
     "train": train_command,
     "evaluate": evaluate_command,
@@ -91,7 +128,8 @@ for name, command in {
     "plan": plan_command,
     "verify": verify_command,
     "doctor": doctor_command,
-}.items():
+}
+for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)
 
 
