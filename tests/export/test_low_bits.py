@@ -1,4 +1,4 @@
-"""FP8Layout and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what
+"""FP8 and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what
 torch does, faults are found.
 """
 
@@ -69,8 +69,8 @@ def limit(check, layout):
     """The largest error of a right file's logits.
 
     transformers below 5.21 adds up experts in another order than torch here. Where an input lies
-    between two FP8Layout codes, the last bit of a sum then decides which it gets, and the logits differ
-    by what FP8Layout rounds.
+    between two FP8 codes, the last bit of a sum then decides which it gets, and the logits differ
+    by what FP8 rounds.
     """
     return check.bound if layout == "fp8" and transformers_before("5.21") else 1e-5
 
@@ -242,7 +242,7 @@ def test_what_has_no_layout_is_refused(tmp_path):
         export(saved(tmp_path / "experts", "qwen3_moe"), "int4")
     with pytest.raises(
         NotExpressible,
-        match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8Layout",
+        match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8",
     ):
         export(saved(tmp_path / "narrow", intermediate_size=96), "int4")
 

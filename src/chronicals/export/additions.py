@@ -116,7 +116,7 @@ class AddedProducts:
         """
         embeddings = {path for path in paths if f"{path}.{LoRAEmbedding.MATRICES[0]}" in self.names}
         has_parameters = bool(self.shape.target_parameters)
-        model = load_without_weights(base) if embeddings or has_parameters else None
+        model: Any = load_without_weights(base) if embeddings or has_parameters else None
         targets = {}
         if has_parameters:
             parameters_only = replace(self.shape, target_modules=[])

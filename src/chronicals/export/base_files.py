@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -144,9 +145,7 @@ def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[Stored
                 continue
             parts = {part: there[part] for part in (codes, *others)}
             shapes = {part: tuple(stored.shape) for part, stored in parts.items()}
-            shape, dtype = form.stored_shape(
-                name, shapes, lambda part, parts=parts: _read(parts[part])
-            )
+            shape, dtype = form.stored_shape(name, shapes, partial(_read_part, parts))
             size = torch.Size(shape).numel() * dtype.itemsize
             weights[codes] = PackedTensor(
                 there[codes].file, name, _NAMES[dtype], shape, 0, size, parts, form
@@ -156,6 +155,10 @@ def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[Stored
         kept = [stored for stored in tensors if stored.name not in beside]
         dense[file] = [weights.get(stored.name, stored) for stored in kept]
     return dense
+
+
+def _read_part(parts: Mapping[str, StoredTensor], name: str) -> Tensor:
+    return _read(parts[name])
 
 
 def _read(stored: StoredTensor) -> Tensor:

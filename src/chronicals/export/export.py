@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import shlex
@@ -292,9 +293,10 @@ def _without_bars() -> Iterator[None]:
 
     were_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    model_compressor = None
+    model_compressor: Any = None
     if importlib.util.find_spec("compressed_tensors") is not None:
-        from compressed_tensors.compressors.model_compressors import model_compressor
+        name = "compressed_tensors.compressors.model_compressors.model_compressor"
+        model_compressor = importlib.import_module(name)
     # compressed-tensors 0.17 has no setting for its bars.
     tqdm = getattr(model_compressor, "tqdm", None)
     try:

@@ -124,13 +124,13 @@ class GGUFProjector(ArtefactFormat):
             language = Path(place) / "language.gguf"
             GGUFModel("f32" if source.dtype == torch.float32 else "f16").write(source, language)
             # The model with the file's weights in the part that reads images.
-            names = {stored.name: name for name, stored in tensors.items()}
+            modules = {stored.name: name for name, stored in tensors.items()}
             new_tensors = []
             for stored in source.tensors.values():
                 new = in_dtype(stored, stored.dtype)
-                if stored.name in names:
-                    read = partial(restored.__getitem__, names[stored.name])
-                    new = NewTensor(stored.name, "F32", stored.shape, read)
+                if stored.name in modules:
+                    values = partial(restored.__getitem__, modules[stored.name])
+                    new = NewTensor(stored.name, "F32", stored.shape, values)
                 new_tensors.append(new)
             write_tensors(Path(place) / "model.safetensors", new_tensors)
             source.config.save_pretrained(place)

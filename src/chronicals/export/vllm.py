@@ -154,4 +154,4 @@ def _log_probabilities(model: Any, documents: list[list[int]]) -> Tensor:
     for logits, ids in zip(logits_of(model, documents), documents):
         targets = torch.tensor(ids[1:])[:, None]
         values.append(logits[:-1].float().log_softmax(-1).gather(1, targets)[:, 0])
-    return values
+    return torch.cat(values)

@@ -230,8 +230,8 @@ class PlainArm:
             order = order[many:]
             of_items = []
             with self._products():
-                for item in self._scored([items[row] for row in rows]):
-                    terms = self.objective.item_definition(item, known).values()
+                for scored in self._scored([items[row] for row in rows]):
+                    terms = self.objective.item_definition(scored, known).values()
                     parts = [
                         term.coefficient * term.sum / (counts[term.per] or 1)
                         for term in terms
