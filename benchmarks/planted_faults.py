@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +79,7 @@ def verdict(name: str) -> str:
     finding = report.findings[rule]
     if finding.rows != [number] or set(report.findings) != {rule} | ALONG.get(name, set()):
         raise SystemExit(
-            f"{name}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}"
+            f"{name}: planted in row {number}, found {json.dumps(asdict(report)['findings'])}"
         )
     along = "".join(f", with `{other}`" for other in sorted(set(report.findings) - {rule}))
     return f"{report.level(rule, {})}, row {number} of {report.rows}{along}"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import families
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import MergeError, export, merge_adapter
+from chronicals.export import MergeError, export, merge
 from chronicals.export.additions import STAND_IN_SIZE, StoredPart, parts_in_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from comparison import equal
@@ -49,7 +49,7 @@ def test_files_are_those_of_the_merged_model(tmp_path, name, case, dtype):
     adapted(
         tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"], target_parameters=wanted
     )
-    merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = merge(tmp_path / "adapter", tmp_path / "merged")
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype)
     model = load_adapter(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), tmp_path / "adapter"
@@ -101,7 +101,7 @@ def test_an_adapted_embedding(tmp_path, whose):
                 if "lora_" in name:
                     parameter.normal_(std=0.1)
         model.save_pretrained(tmp_path / "adapter")
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merge(tmp_path / "adapter", tmp_path / "merged")
     got = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     expected = logits(model)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
@@ -114,7 +114,7 @@ def test_the_embedding_of_a_tied_head_is_refused(tmp_path):
         MergeError,
         match=r"model.embed_tokens has an adapter, and its weight is that of the head.*unload",
     ):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+        merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
@@ -139,9 +139,7 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path):
     families.mixture("mixtral", intermediate_size=24).save_pretrained(tmp_path / "narrow")
     adapted(tmp_path / "adapter", tmp_path / "base", target_modules=[], target_parameters=BOTH)
     with pytest.raises(MergeError, match=r"experts.* changes a weight \(.*, that of the base is"):
-        merge_adapter(
-            tmp_path / "adapter", tmp_path / "merged", base_model=str(tmp_path / "narrow")
-        )
+        merge(tmp_path / "adapter", tmp_path / "merged", base_model=str(tmp_path / "narrow"))
 
 
 def reverted(monkeypatch, change):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from chronicals.export import MergeError, NotProved, export, merge_adapter, nf4, source
+from chronicals.export import MergeError, NotProved, export, merge, nf4, source
 from chronicals.export.gguf import GGUFModel
 from chronicals.export.proof import relative_error
 from chronicals.formats.gguf.reader import GGUFFile
@@ -19,7 +19,7 @@ from chronicals.formats.gguf.writer import WEIGHT_TYPES
 from chronicals.lora import LoRAConfig, apply_lora, save_adapter
 from chronicals.quantization import Packed
 
-merge_module = sys.modules[merge_adapter.__module__]
+merge_module = sys.modules[merge.__module__]
 
 SCALE = 2.0
 """alpha over rank of the adapters here."""

@@ -22,10 +22,10 @@ import runs
 import tiny
 from chronicals.cli.app import app
 from chronicals.export import (
-    ArtefactProof,
     ExportError,
     NotExpressible,
     NotProved,
+    Proof,
     export,
     nf4,
     ollama,
@@ -325,7 +325,7 @@ def test_what_is_not_a_number_is_found_behind_what_is_right():
     wrong[2, 3] = torch.nan
     for found in ([right, wrong], [wrong, right]):
         assert largest_error(found, [right, right]) == float("inf")
-    proof = ArtefactProof({})
+    proof = Proof({})
     proof.bounded("x", "y", largest_error([right, wrong], [right, right]), 0.1)
     proof.bounded("x", "y", float("nan"), 0.1)
     assert len(proof.failed) == 2
@@ -522,7 +522,7 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
     }
     (folder / "resume.yaml").write_text(yaml.safe_dump(recipe))
     given = source.SourceModel(replace(SavedModel.find(folder), base=None), folder / "model")
-    text = card(given, "x", "merged", ArtefactProof({}))
+    text = card(given, "x", "merged", Proof({}))
     assert "base_model: someone/small" in text and "| learning_rate | 0.001 |" in text
     assert "| data | rows.jsonl |" in text and "secret" not in text
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import MergeError, merge_adapter
+from chronicals.export import MergeError, merge
 from chronicals.formats import weight_files
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from chronicals.models import load_model
@@ -24,7 +24,7 @@ from chronicals.quantization import Linear4bit
 from chronicals.saving.model_files import save_model
 from comparison import equal
 
-module = sys.modules[merge_adapter.__module__]
+module = sys.modules[merge.__module__]
 
 
 def base(folder, dtype=torch.float32, **changes):
@@ -67,7 +67,7 @@ def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, o
     torch.manual_seed(6)
     folder = adapter(tmp_path / "adapter", base(tmp_path / "base", dtype), **options)
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
-    merged = merge_adapter(folder, tmp_path / "merged")
+    merged = merge(folder, tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(merged.folder, dtype=dtype)
     exact = load_adapter(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), folder
@@ -91,7 +91,7 @@ def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, o
 def test_the_report_says_what_each_weight_lost(trained, tmp_path):
     torch.manual_seed(7)
     folder = adapter(tmp_path / "small", base(tmp_path / "narrow", torch.bfloat16), std=0.01)
-    merged = merge_adapter(folder, tmp_path / "merged")
+    merged = merge(folder, tmp_path / "merged")
     report = json.loads((tmp_path / "merged" / module.REPORT).read_text())
     assert (
         report["base"] == str(tmp_path / "narrow")
@@ -124,7 +124,7 @@ def test_an_embedding_that_was_resized_comes_along(tmp_path):
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merge(tmp_path / "adapter", tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.tensor([[3, 306, 5]])
     assert plain.config.vocab_size == 307
@@ -137,40 +137,40 @@ def test_what_makes_no_sense_is_refused_and_leaves_nothing(tmp_path, std):
     folder = adapter(tmp_path / "adapter", base(tmp_path / "base"), std=std)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(MergeError, match="nothing was written"):
-        merge_adapter(folder, tmp_path / "merged")
+        merge(folder, tmp_path / "merged")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_adapter_that_rounding_loses_is_refused(tmp_path):
     folder = adapter(tmp_path / "adapter", base(tmp_path / "base", torch.bfloat16), std=1e-5)
     with pytest.raises(MergeError, match=r"is lost: .* base in float32"):
-        merge_adapter(folder, tmp_path / "merged")
+        merge(folder, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
 def test_other_mistakes_are_named(trained, tmp_path, monkeypatch):
     with pytest.raises(MergeError, match="holds no adapter; a model that was trained whole"):
-        merge_adapter(tmp_path / "base", tmp_path / "merged")
+        merge(tmp_path / "base", tmp_path / "merged")
     (tmp_path / "there").mkdir()
     with pytest.raises(MergeError, match="there': exists; give a folder that does not"):
-        merge_adapter(trained, tmp_path / "there")
+        merge(trained, tmp_path / "there")
     other = base(tmp_path / "other", hidden_size=32)
     with pytest.raises(MergeError, match="changes a weight .* that of the base is"):
-        merge_adapter(trained, tmp_path / "merged", base_model=str(other))
+        merge(trained, tmp_path / "merged", base_model=str(other))
     with monkeypatch.context() as patch:
         patch.setattr(
             module.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1, 1, 1 << 10)
         )
         with pytest.raises(MergeError, match="the merged model takes .* GiB, the disk has 0.00"):
-            merge_adapter(trained, tmp_path / "merged")
+            merge(trained, tmp_path / "merged")
     file = sorted((tmp_path / "base").glob("*.safetensors"))[0]
     content = file.read_bytes()
     file.write_bytes(content[:-8])
     with pytest.raises(ValueError, match=f"{file.name}: ends within"):
-        merge_adapter(trained, tmp_path / "merged")
+        merge(trained, tmp_path / "merged")
     file.unlink()
     with pytest.raises(ValueError, match=f"{file.name} is missing"):
-        merge_adapter(trained, tmp_path / "merged")
+        merge(trained, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
@@ -178,7 +178,7 @@ def test_a_quantised_base_is_refused(trained, tmp_path):
     for file in (tmp_path / "base").glob("*.safetensors"):
         save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
     with pytest.raises(MergeError, match=r"is I8, .*: the base is quantised; give base_model"):
-        merge_adapter(trained, tmp_path / "merged")
+        merge(trained, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
@@ -203,7 +203,7 @@ def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     model.save_pretrained(tmp_path / "adapter")
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merge(tmp_path / "adapter", tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (
         plain.dtype == torch.bfloat16 and type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
@@ -237,7 +237,7 @@ def test_a_base_in_four_bits_that_is_damaged_is_named(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight.absmax"
     save_file({key: x for key, x in load_file(file).items() if key != name}, file)
     with pytest.raises(ValueError, match=f"{name}: not in the checkpoint"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+        merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
@@ -255,7 +255,7 @@ def test_a_tensor_at_a_time_is_in_memory(trained, tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(weight_files.StoredTensor, "read", read)
-    merge_adapter(trained, tmp_path / "merged")
+    merge(trained, tmp_path / "merged")
     assert most <= 2
 
 

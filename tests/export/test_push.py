@@ -15,7 +15,7 @@ from safetensors.torch import load
 import runs
 import tiny
 from chronicals.cli import main
-from chronicals.export import ArtefactProof, Check, merge_adapter, push_saved
+from chronicals.export import Check, Proof, merge, push_saved
 from chronicals.export.hub import UploadError
 from chronicals.models import load_model
 from hub import Hub
@@ -108,7 +108,7 @@ def test_an_adapter_over_a_folder_says_what_others_miss(run, base, hub, command)
 
 
 def test_a_merged_model_has_a_card_of_its_own(run, base, hub, tmp_path):
-    merge_adapter(run, tmp_path / "merged")
+    merge(run, tmp_path / "merged")
     (tmp_path / "merged" / "export").mkdir()
     (tmp_path / "merged" / "export" / "other.gguf").write_text("an artefact of its own")
     done = push_saved(tmp_path / "merged", "lab/merged", public=True)
@@ -124,7 +124,7 @@ def test_a_merged_model_has_a_card_of_its_own(run, base, hub, tmp_path):
 
 
 def test_artefacts_go_with_their_proofs(run, hub, command, tmp_path):
-    proof = ArtefactProof(
+    proof = Proof(
         {"format": "gguf-f16", "model": str(run / "model"), "base": "someone/base"},
         [Check("weights", "gguf", True)],
     )

@@ -12,7 +12,7 @@ import runs
 import tiny
 from chronicals.cli import main
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.export.merge import merge_adapter
+from chronicals.export.merge import merge
 from chronicals.lora import (
     LoRAConfig,
     adapters,
@@ -152,7 +152,7 @@ FIELDS |= {"learning_rate": 1e-3, "save_steps": 3}
 
 @pytest.mark.parametrize("loaded", ["while it is read", "when the run begins"])
 def test_a_run_resumes_and_merges(tmp_path, loaded):
-    """Bit-equal after a break; what ``merge_adapter`` writes from files is the trained model."""
+    """Bit-equal after a break; what ``merge`` writes from files is the trained model."""
     import shutil
 
     tiny.llama().save_pretrained(tmp_path / "base")
@@ -176,7 +176,7 @@ def test_a_run_resumes_and_merges(tmp_path, loaded):
     train(broken, resume=True)
     once, twice = (runs.weights(folder) for folder in (whole, broken))
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)
-    merged = merge_adapter(whole / "run", tmp_path / "merged")
+    merged = merge(whole / "run", tmp_path / "merged")
     assert all(change.change > 0 for change in merged.changes.values())
     ids = tokens()
     assert close(

@@ -15,7 +15,7 @@ import families
 import runs
 import tiny
 from chronicals.batch import IGNORED
-from chronicals.export.merge import MergeError, merge_adapter
+from chronicals.export.merge import MergeError, merge
 from chronicals.lora import (
     LoRAConfig,
     add_adapter,
@@ -313,7 +313,7 @@ def test_added_tokens(tmp_path):
     assert close(logits(other, ids), expected)
     other.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
     assert close(logits(load_adapter(base(), tmp_path / "theirs").eval(), ids), expected)
-    merged = merge_adapter(tmp_path / "ours", tmp_path / "merged")
+    merged = merge(tmp_path / "ours", tmp_path / "merged")
     assert "model.embed_tokens.weight" in merged.changes
     assert close(logits(load_model(tmp_path / "merged", torch.float32).eval(), ids), expected)
 
@@ -327,7 +327,7 @@ def test_merged_from_files(tmp_path, case):
     expected = train_on(model, ids)
     CASES[case][0]().save_pretrained(tmp_path / "base")
     save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
-    merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = merge(tmp_path / "adapter", tmp_path / "merged")
     assert merged.changes["model.embed_tokens.weight"].change > 0
     assert close(logits(load_model(tmp_path / "merged", torch.float32).eval(), ids), expected)
 
@@ -336,7 +336,7 @@ def test_a_base_with_fewer_rows_is_refused_by_merging(tmp_path):
     save_adapter(ours("untied"), tmp_path / "adapter")
     llama(vocab_size=200).save_pretrained(tmp_path / "base")
     with pytest.raises(MergeError, match=r"model.embed_tokens.weight \(200, 64\); give the base"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged", base_model=str(tmp_path / "base"))
+        merge(tmp_path / "adapter", tmp_path / "merged", base_model=str(tmp_path / "base"))
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ import gguf_models
 import runs
 import tiny
 from chronicals.export import export
-from chronicals.export.merge import merge_adapter
+from chronicals.export.merge import merge
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model
 from chronicals.quantization import MXFP4, PackedExperts, packed_experts, packed_modules
@@ -126,7 +126,7 @@ def test_adapters_learn_over_it_and_are_merged_and_exported(checkpoint, tmp_path
     for name, before in codes.items():
         now = next(value for path, value in there.items() if without_wraps(path) == name)
         assert torch.equal(now.cpu(), before)
-    merged = merge_adapter(result.model_dir, tmp_path / "merged")
+    merged = merge(result.model_dir, tmp_path / "merged")
     whole = load_model(tmp_path / "merged", torch.float32)
     assert not dict(packed_modules(whole)) and "quantization_config" not in merged_config(tmp_path)
     ids = torch.randint(0, 300, (2, 9))

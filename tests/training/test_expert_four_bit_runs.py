@@ -12,7 +12,7 @@ import families
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.export.merge import merge_adapter
+from chronicals.export.merge import merge
 from chronicals.generation import load_trained
 from chronicals.lora import LoRAConfig, adapters, apply_lora
 from chronicals.lora.parameter_layer import LoRAParameter
@@ -363,7 +363,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
     codes = {key: x for key, x in loaded.named_parameters() if x.dtype == torch.uint8}
     assert any("experts" in key for key in codes)
     assert all(equal(x.cpu(), model.get_parameter(key).cpu()) for key, x in codes.items())
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", torch.float32)
     seen = saved.model(torch.bfloat16)
     around = {

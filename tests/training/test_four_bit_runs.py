@@ -11,7 +11,7 @@ from torch import nn
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.export.merge import merge_adapter
+from chronicals.export.merge import merge
 from chronicals.generation import load_trained
 from chronicals.models import load_model, present
 from chronicals.models.four_bits import has_4bit_layers, quantise_layers
@@ -211,7 +211,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
         equal(x.cpu(), model.get_parameter(name).cpu()) for name, x in codes.items()
     )
     ids = torch.arange(1, 20)[None]
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", torch.float32)
     seen = saved.model(torch.bfloat16)
     for path, layer in list(seen.named_modules()):

@@ -12,7 +12,7 @@ import gguf_files
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.export.merge import merge_adapter
+from chronicals.export.merge import merge
 from chronicals.generation import load_trained
 from chronicals.memory import StepShape, WeightBytes, estimate
 from chronicals.models import count_values, load_model
@@ -134,7 +134,7 @@ def test_an_adapter_says_over_which_bits_it_was_trained(tmp_path):
     assert not in_blocks(merged) and torch.allclose(
         merged(ids).logits, loaded(ids).logits, rtol=1e-4, atol=1e-4
     )
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     stored = load_model(tmp_path / "merged", torch.float32)
     assert torch.allclose(stored(ids).logits, loaded(ids).logits, rtol=0.05, atol=0.05), (
         "merged in bf16"

@@ -14,7 +14,7 @@ import preferences
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.export.merge import merge_adapter
+from chronicals.export.merge import merge
 from chronicals.lora import adapters, load_adapter, save_adapter
 from chronicals.models import load_model
 from chronicals.models.routed_experts import is_of_head, lookahead_heads
@@ -160,7 +160,7 @@ def test_loaded_merged_and_continued(tmp_path, fields):
     expected = lookahead(model.cpu(), ids())
     untrained = lookahead(loaded(tmp_path), ids())
     saved = SavedModel.find(result.model_dir)
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     unloaded = saved.model(torch.float32).merge_and_unload()
     merged = load_model(tmp_path / "merged", torch.float32)
     for other in (saved.model(torch.float32), unloaded, merged):

@@ -12,7 +12,7 @@ import generic_bitsandbytes  # noqa: F401
 import runs
 import tiny
 from chronicals.export import export
-from chronicals.export.merge import REPORT, merge_adapter
+from chronicals.export.merge import REPORT, merge
 from chronicals.models import load_model, quantise_layers
 from chronicals.models.base_format import BaseFormat, FourBits
 from chronicals.models.loading import load_base
@@ -113,7 +113,7 @@ def test_a_base_in_4_bits_is_loaded_and_merged_as_it_was(tmp_path, place, way):
     saved = SavedModel.find(result.model_dir)
     assert BaseFormat.read(saved.about["base"]) == BaseFormat.of(model) is not None
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-4 * live.norm()
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     assert (
         answers(load_model(tmp_path / "merged", torch.float32)) - live
     ).norm() <= 1e-4 * live.norm()
@@ -127,7 +127,7 @@ def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
     assert (
         answers(SavedModel.find(result.model_dir).model(torch.float32)) - live
     ).norm() <= 1e-4 * live.norm()
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     assert (
         answers(load_model(tmp_path / "merged", torch.float32)) - live
     ).norm() <= 1e-4 * live.norm()
@@ -145,7 +145,7 @@ def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
         ValueError,
         match="trained over layers that transformers quantised by bitsandbytes in 8 bits",
     ):
-        merge_adapter(result.model_dir, tmp_path / "merged")
+        merge(result.model_dir, tmp_path / "merged")
 
 
 def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place):
@@ -171,7 +171,7 @@ def test_a_run_that_is_trained_further_keeps_its_base(tmp_path, place):
     live = answers(model)
     saved = SavedModel.find(second.model_dir)
     assert (answers(saved.model(torch.float32)) - live).norm() <= 1e-5 * live.norm()
-    merge_adapter(second.model_dir, tmp_path / "merged")
+    merge(second.model_dir, tmp_path / "merged")
     assert (
         answers(load_model(tmp_path / "merged", torch.float32)) - live
     ).norm() <= 1e-4 * live.norm()
@@ -206,12 +206,12 @@ def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place,
 
     model, result = trained("whole", 2)
     live = answers(model)
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     in_older_words(result.model_dir)
     assert (
         answers(SavedModel.find(result.model_dir).model(torch.float32)) - live
     ).norm() <= 1e-5 * live.norm()
-    merge_adapter(result.model_dir, tmp_path / "again")
+    merge(result.model_dir, tmp_path / "again")
     one, two = (
         load_model(tmp_path / name, torch.float32).state_dict() for name in ("merged", "again")
     )
@@ -260,7 +260,7 @@ def test_what_is_merged_is_said_with_both_distances(tmp_path, place):
         **QUICK,
         lora_target_modules=["q_proj"],
     )
-    merged = merge_adapter(result.model_dir, tmp_path / "merged")
+    merged = merge(result.model_dir, tmp_path / "merged")
     report = json.loads((tmp_path / "merged" / REPORT).read_text())
     assert (
         merged.summands
@@ -324,14 +324,14 @@ def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, act
         with pytest.raises(
             ValueError, match="computes with the sum of 2 adapters of PEFT; load it"
         ):
-            merge_adapter(result.model_dir, tmp_path / "merged")
+            merge(result.model_dir, tmp_path / "merged")
         for form in ("merged", "adapter"):
             with pytest.raises(
                 ValueError, match="computes with the sum of 2 adapters of PEFT; load it"
             ):
                 export(result.model_dir, form, tmp_path / "artefacts")
     else:
-        merge_adapter(result.model_dir, tmp_path / "merged")
+        merge(result.model_dir, tmp_path / "merged")
         assert (
             answers(load_model(tmp_path / "merged", torch.float32)) - live
         ).norm() <= 1e-5 * live.norm()
@@ -372,5 +372,5 @@ def test_stop_tokens_of_the_model_are_saved_beside_adapters_and_merged(tmp_path,
         SavedModel.find(result.model_dir).model(torch.float32).generation_config.eos_token_id
         == stops
     )
-    merge_adapter(result.model_dir, tmp_path / "merged")
+    merge(result.model_dir, tmp_path / "merged")
     assert load_model(tmp_path / "merged", torch.float32).generation_config.eos_token_id == stops

@@ -49,8 +49,10 @@ def run_named_arm(arguments: list[str] | None = None) -> None:
 
     work = read_work(chosen.work)
     prepare_work(work)
-    rates: dict[str, Any] = {"machine": described_machine()}
-    if work.kind == "documents":
+    rates: dict[str, Any]
+    if work.kind != "documents":
+        rates = {"machine": described_machine()}
+    else:
         try:
             rates = measure_rates(work)
         except Exception as error:

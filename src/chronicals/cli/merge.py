@@ -30,9 +30,9 @@ def merge_command(
     from rich.console import Console
     from rich.markup import escape
 
-    from chronicals.export import merge_adapter
+    from chronicals.export import merge
 
-    merged = merge_adapter(model, output, base_model)
+    merged = merge(model, output, base_model)
     changed = [made for made in merged.changes.values() if made.change]
     lost = max(made.lost for made in changed)
     console = Console(emoji=False, highlight=False, soft_wrap=True)

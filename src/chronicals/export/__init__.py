@@ -10,24 +10,24 @@ from typing import Any
 
 from chronicals.export.export import FORMATS, Exported, ExportError, export
 from chronicals.export.hub import Pushed, UploadError, push_saved
-from chronicals.export.merge import MergedModel, MergeError, merge_adapter
-from chronicals.export.proof import ArtefactProof, Check, NotProved
+from chronicals.export.merge import Merged, MergeError, merge
+from chronicals.export.proof import Check, NotProved, Proof
 from chronicals.formats.gguf.reader import NotExpressible
 
 __all__ = [
     "FORMATS",
-    "ArtefactProof",
     "Check",
     "ExportError",
     "Exported",
     "MergeError",
-    "MergedModel",
+    "Merged",
     "NotExpressible",
     "NotProved",
+    "Proof",
     "Pushed",
     "UploadError",
     "export",
-    "merge_adapter",
+    "merge",
     "push_saved",
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chronicals.export import vllm
 from chronicals.export.artefact import ArtefactFormat
-from chronicals.export.proof import ArtefactProof, largest_error
+from chronicals.export.proof import Proof, largest_error
 from chronicals.export.source import SourceModel, logits_of, on_device, probe_ids
 from chronicals.export.whole import make_compatible
 from chronicals.lora.peft_format import CONFIG_FILE
@@ -51,7 +51,7 @@ class AdapterFolder(ArtefactFormat):
         make_compatible(aside, [])
         (aside / "generation_config.json").unlink(missing_ok=True)
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Load the adapter by PEFT over its base, and compare logits with and without it."""
         tokenizer = load_tokenizer(aside)
         template = source.tokenizer.chat_template

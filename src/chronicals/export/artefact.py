@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from chronicals.export.proof import ArtefactProof
+from chronicals.export.proof import Proof
 from chronicals.export.source import SourceModel
 from chronicals.saving.folders import remove_folder
 from chronicals.training.lock import FolderInUse, locked
@@ -73,7 +73,7 @@ class ArtefactFormat(ABC):
         """
 
     @abstractmethod
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read an artefact back by its own clients, and add the checks to a proof."""
 
     def command(self, source: SourceModel, artefact: Path) -> str | None:

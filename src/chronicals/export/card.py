@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from chronicals.export.proof import ArtefactProof
+from chronicals.export.proof import Proof
 from chronicals.export.source import SourceModel
 
 CURVE_POINTS = 8
@@ -31,7 +31,7 @@ SHOWN_FIELDS = (
 """Fields of a recipe that the card names."""
 
 
-def card(source: SourceModel, name: str, kind: str, proof: ArtefactProof) -> str:
+def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
     """Return a card in Markdown, with the front matter that the hub reads.
 
     Paths of this machine are not in it; data in files have only their names.

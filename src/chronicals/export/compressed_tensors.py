@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from chronicals.export import vllm
 from chronicals.export.artefact import ArtefactFormat
-from chronicals.export.proof import ArtefactProof, largest_error, relative_error
+from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import SourceModel, logits_of, on_device
 from chronicals.export.whole import (
     SAFETENSORS,
@@ -271,7 +271,7 @@ class CompressedTensors(ArtefactFormat):
         }
         name_dtype(aside, "bf16", quantization_config=described)
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read the weights back, and compare transformers with the same arithmetic in torch."""
         names = self._quantised_names(source)
         written = {

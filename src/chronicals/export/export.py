@@ -25,7 +25,7 @@ from chronicals.export.hub import upload
 from chronicals.export.merge import reward_model_refusal
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
-from chronicals.export.proof import ArtefactProof, NotProved
+from chronicals.export.proof import NotProved, Proof
 from chronicals.export.source import SourceModel, opened
 from chronicals.export.whole import WholeModel
 from chronicals.formats.gguf.vision import PROJECTOR_TYPES
@@ -68,7 +68,7 @@ class Exported:
 
     format: str
     path: Path
-    proof: ArtefactProof
+    proof: Proof
     card: str
     serve: str | None
 
@@ -153,7 +153,7 @@ def export(
             if projector_format is not None:
                 projector = folder / FORMATS[projector_format].name(stem)
                 if projector.exists():
-                    proof = ArtefactProof({})
+                    proof = Proof({})
                     FORMATS[projector_format].prove(source, projector, proof)
                     if proof.failed:
                         raise ExportError(
@@ -256,7 +256,7 @@ def _export_one(
         "model": str(source.saved.place),
         "base": source.saved.base,
     }
-    proof = ArtefactProof(about)
+    proof = Proof(about)
     try:
         chosen.write(source, aside)
         chosen.prove(source, aside, proof)
@@ -294,12 +294,13 @@ def _without_bars() -> Iterator[None]:
     were_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     model_compressor: Any = None
-    if importlib.util.find_spec("compressed_tensors") is not None:
-        name = "compressed_tensors.compressors.model_compressors.model_compressor"
-        model_compressor = importlib.import_module(name)
-    # compressed-tensors 0.17 has no setting for its bars.
-    tqdm = getattr(model_compressor, "tqdm", None)
+    tqdm = None
     try:
+        if importlib.util.find_spec("compressed_tensors") is not None:
+            name = "compressed_tensors.compressors.model_compressors.model_compressor"
+            model_compressor = importlib.import_module(name)
+        # compressed-tensors 0.17 has no setting for its bars.
+        tqdm = getattr(model_compressor, "tqdm", None)
         if tqdm is not None:
             model_compressor.tqdm = partial(tqdm, disable=True)
         yield

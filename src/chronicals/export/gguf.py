@@ -23,7 +23,7 @@ from chronicals.export.importance import importance_of
 from chronicals.export.proof import (
     ROUNDED_ONCE,
     SUMMED,
-    ArtefactProof,
+    Proof,
     cross_entropy,
     largest_error,
     relative_error,
@@ -165,7 +165,7 @@ class GGUFModel(ArtefactFormat):
         """Plan the file that is written here: of the kind itself, or what llama.cpp quantises."""
         return plan_gguf(source.text_config, source.language, self.own_kind(source))
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read the file back, by the package gguf and, if it is installed, by llama.cpp."""
         planned = self.plan(source)
         written = GGUFFile(aside)
@@ -214,7 +214,7 @@ def _write_ours(source: SourceModel, target: Path, planned: GGUFPlan, kind: str)
     write_gguf(target, planned, source.language, vocabulary, kind, about)
 
 
-def _prove_tokenizer(source: SourceModel, written: GGUFFile, proof: ArtefactProof) -> None:
+def _prove_tokenizer(source: SourceModel, written: GGUFFile, proof: Proof) -> None:
     """Compare the file's settings of the tokenizer with those that the tokenizer gives."""
     expected = vocabulary_of(source.tokenizer, source.text_config.vocab_size, source.stops)
     read = read_vocabulary(written)
@@ -245,7 +245,7 @@ def prove_weights(
     expected: dict[str, StoredTensor],
     restored: RestoredTensors,
     written: GGUFFile,
-    proof: ArtefactProof,
+    proof: Proof,
 ) -> None:
     """Compare one tensor of the model after the other, by the type that it has in the file."""
     worst: dict[str, tuple[float, str]] = {}
@@ -258,9 +258,7 @@ def prove_weights(
         proof.bounded(f"weights in {kind}", GGUF_READER, error, bound, name)
 
 
-def _prove_rounded(
-    source: SourceModel, written: GGUFFile, planned: GGUFPlan, proof: ArtefactProof
-) -> None:
+def _prove_rounded(source: SourceModel, written: GGUFFile, planned: GGUFPlan, proof: Proof) -> None:
     """Compare every tensor with the trained weights, summed anew and rounded once to its type."""
     import gguf as package
 
@@ -284,7 +282,7 @@ def _prove_rounded(
 
 
 def _load_restored(
-    source: SourceModel, restored: RestoredTensors, folder: Path, proof: ArtefactProof
+    source: SourceModel, restored: RestoredTensors, folder: Path, proof: Proof
 ) -> Any:
     """Load the model with the weights of the file; the part that reads images is unchanged."""
     tensors = []
@@ -304,7 +302,7 @@ def _load_restored(
 
 
 def _prove_by_llama_cpp(
-    source: SourceModel, file: Path, model: Any, kind: str, proof: ArtefactProof
+    source: SourceModel, file: Path, model: Any, kind: str, proof: Proof
 ) -> None:
     """Compare llama.cpp's token ids with the tokenizer's, and its logits with torch's.
 
@@ -378,7 +376,7 @@ def _mean_loss(logits: list[torch.Tensor], documents: list[list[int]]) -> float:
 
 
 def prove_epsilon(
-    source: SourceModel, model: Any, theirs: list[torch.Tensor], error: float, proof: ArtefactProof
+    source: SourceModel, model: Any, theirs: list[torch.Tensor], error: float, proof: Proof
 ) -> float:
     """Return the error of llama.cpp's logits, beside norms without epsilon where it drops it.
 

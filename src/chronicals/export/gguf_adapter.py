@@ -24,7 +24,7 @@ from chronicals.export.gguf import (
     llama_cpp_bound,
     prove_epsilon,
 )
-from chronicals.export.proof import ArtefactProof, largest_error, relative_error
+from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import SourceModel, logits_of
 from chronicals.formats.gguf.families import family_of
 from chronicals.formats.gguf.reader import GGUFFile, NotExpressible, gguf_of, require_gguf
@@ -97,7 +97,7 @@ class GGUFAdapter(ArtefactFormat):
         writer.write_tensors_to_file()
         writer.close()
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read the file back; and run it by llama.cpp over the base, if llama.cpp is installed."""
         pairs = _read_pairs(source)
         written = GGUFFile(aside)

@@ -30,7 +30,7 @@ from chronicals.export.gguf import (
     without_epsilon,
 )
 from chronicals.export.llama_cpp import Seen
-from chronicals.export.proof import ArtefactProof, Check, relative_error
+from chronicals.export.proof import Check, Proof, relative_error
 from chronicals.export.source import SourceModel
 from chronicals.export.whole import in_dtype
 from chronicals.formats.gguf.families import family_of
@@ -95,7 +95,7 @@ class GGUFProjector(ArtefactFormat):
         tensors = vision_tensors(source.config, source.beside_language)
         write_projector(aside, settings, vision_pieces(tensors), tensors, self.kind)
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read the file back, by the package gguf and, if it is installed, by llama.cpp."""
         written = GGUFFile(aside)
         tensors = vision_tensors(source.config, source.beside_language)
@@ -152,7 +152,7 @@ def _in_fp32(value: Any) -> Any:
 
 
 def _prove_image(
-    source: SourceModel, model: Any, file: Path, language: Path, bound: float, proof: ArtefactProof
+    source: SourceModel, model: Any, file: Path, language: Path, bound: float, proof: Proof
 ) -> None:
     """Compare llama.cpp's embeddings of an image with transformers', then the logits behind it.
 
@@ -205,7 +205,7 @@ def _prove_logits_behind(
     seen: Seen,
     inputs: dict[str, Tensor],
     bound: float,
-    proof: ArtefactProof,
+    proof: Proof,
 ) -> None:
     """Compare the logits of the token behind a text with the image.
 

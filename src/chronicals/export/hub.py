@@ -15,7 +15,7 @@ from typing import Any, cast
 from chronicals.export.artefact import EXPORTS, PROOF, proof_of
 from chronicals.export.card import card
 from chronicals.export.merge import REPORT
-from chronicals.export.proof import ArtefactProof, Check
+from chronicals.export.proof import Check, Proof
 from chronicals.export.source import SourceModel
 from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.saving import MANIFEST, SavedModel
@@ -143,7 +143,7 @@ def push_saved(
     if saved is not None:
         weights = saved.beside or Path(saved.place)
         kind = "adapter" if saved.adapted else "model"
-        text = card(_card_source(saved), name.rpartition("/")[2], kind, ArtefactProof({}))
+        text = card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
         address = upload(name, [weights], text, not public, called=name, base=base_model)
         names_folder = saved.adapted and saved.base and Path(saved.base).exists()
         return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
@@ -168,7 +168,7 @@ def push_saved(
         about = json.loads(proof_of(artefacts[0]).read_text())
         checks = [Check(**check) for check in about.pop("checks")]
         source = _card_source(replace(SavedModel.find(about["model"]), base=about["base"]))
-        text = card(source, artefacts[0].name, about["format"], ArtefactProof(about, checks))
+        text = card(source, artefacts[0].name, about["format"], Proof(about, checks))
     address = upload(name, artefacts, text, not public, called=name)
     return Pushed(address, artefacts)
 

@@ -61,7 +61,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 
 
 @dataclass(frozen=True)
-class MergedModel:
+class Merged:
     """A merged model.
 
     Attributes:
@@ -79,9 +79,7 @@ class MergedModel:
     summands: str = ""
 
 
-def merge_adapter(
-    model: str | Path, output: str | Path, base_model: str | None = None
-) -> MergedModel:
+def merge(model: str | Path, output: str | Path, base_model: str | None = None) -> Merged:
     """Write a model with the adapter merged into its base, for programs that know no adapters.
 
     Args:
@@ -217,7 +215,7 @@ class Sums:
             return "F32" if self.adapter.replaces(stored) else stored.dtype
         return "BF16" if self.is_of_gguf and stored.dtype == "F32" else stored.dtype
 
-    def write(self, output: Path) -> MergedModel:
+    def write(self, output: Path) -> Merged:
         """Write the whole model.
 
         Raises:
@@ -260,9 +258,7 @@ class Sums:
             (aside / REPORT).write_text(to_json(report, indent=1))
 
         write_folder(output, fill)
-        return MergedModel(
-            output, str(self.saved.place), str(self.saved.base), changes, self.summands
-        )
+        return Merged(output, str(self.saved.place), str(self.saved.base), changes, self.summands)
 
     def _write_settings(self, folder: Path) -> None:
         """Make config.json and the index say what the written files hold.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.export.artefact import ArtefactFormat
-from chronicals.export.proof import ArtefactProof, largest_error, relative_error
+from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import SourceModel, logits_of, on_device
 from chronicals.export.whole import (
     TRANSFORMERS,
@@ -82,7 +82,7 @@ class NF4Folder(ArtefactFormat):
         described = packed_description(load_without_weights(source.folder), packed, torch.bfloat16)
         name_dtype(aside, "bf16", quantization_config=described)
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read the weights back; compare transformers and bitsandbytes with the same in torch."""
         packed = load_model(aside, torch.bfloat16)
         stored_names = _quantised_names(source)

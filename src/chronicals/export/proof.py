@@ -51,7 +51,7 @@ class Check:
 
 
 @dataclass
-class ArtefactProof:
+class Proof:
     """The checks of an artefact.
 
     Attributes:

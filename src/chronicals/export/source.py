@@ -18,8 +18,8 @@ from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.export.base_files import base_folder, dequantised, folder_of
-from chronicals.export.merge import LARGEST_LOSS, MergedModel, MergeError, Sums
-from chronicals.export.proof import ArtefactProof, largest_error
+from chronicals.export.merge import LARGEST_LOSS, Merged, MergeError, Sums
+from chronicals.export.proof import Proof, largest_error
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.tensor_names import language_name, reads_images
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor, files_of, tensors_in
@@ -63,7 +63,7 @@ class SourceModel:
     saved: SavedModel
     folder: Path
     sums: Sums | None = None
-    merged: MergedModel | None = None
+    merged: Merged | None = None
     data: str | None = None
     importance: str | None = None
     vllm_python: str | None = None
@@ -194,7 +194,7 @@ class SourceModel:
         """Logits of ``documents`` by the trained model."""
         return logits_of(self.trained(), self.documents)
 
-    def prove_merged(self, proof: ArtefactProof) -> None:
+    def prove_merged(self, proof: Proof) -> None:
         """Check that the sums of base and adapter, of which artefacts are made, are the model."""
         if self.saved.adapted:
             bound = self.at_least(MERGED_LOGIT_BOUND)
@@ -259,7 +259,7 @@ class SourceModel:
         config = with_reference(recipe.config(), reference, base=self.saved.base)
         return evaluate_data(model, self.tokenizer, recipe.sources[0], config).loss
 
-    def prove_survival(self, model: Any, proof: ArtefactProof) -> None:
+    def prove_survival(self, model: Any, proof: Proof) -> None:
         """Report how much of the training's gain an artefact's weights keep, if data are given."""
         if self.data is None:
             return

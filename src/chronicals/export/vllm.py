@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.export.proof import ArtefactProof
+from chronicals.export.proof import Proof
 from chronicals.export.source import SourceModel, logits_of
 
 PROGRAM = """
@@ -117,7 +117,7 @@ def prove_log_probabilities(
     source: SourceModel,
     model: str | Path,
     made: Callable[[], Any],
-    proof: ArtefactProof,
+    proof: Proof,
     adapter: Path | None = None,
     rank: int = 0,
 ) -> None:

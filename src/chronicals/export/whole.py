@@ -18,7 +18,7 @@ from chronicals.export.merge import OLD_TEMPLATE, REPORT
 from chronicals.export.proof import (
     ROUNDED_ONCE,
     SUMMED,
-    ArtefactProof,
+    Proof,
     largest_error,
     relative_error,
 )
@@ -76,7 +76,7 @@ class WholeModel(ArtefactFormat):
         write_beside(source, aside)
         name_dtype(aside, self.kind)
 
-    def prove(self, source: SourceModel, aside: Path, proof: ArtefactProof) -> None:
+    def prove(self, source: SourceModel, aside: Path, proof: Proof) -> None:
         """Read the weights of the folder, load it by transformers, and compare both."""
         dtype = FLOAT_KINDS[self.kind]
         prove_rounded(source, aside, lambda stored: [in_dtype(stored, dtype)], proof)
@@ -143,7 +143,7 @@ def prove_rounded(
     source: SourceModel,
     aside: Path,
     made: Callable[[StoredTensor], list[NewTensor]],
-    proof: ArtefactProof,
+    proof: Proof,
 ) -> None:
     """Compare all tensors of a folder's files with the trained weights, rounded once.
 
@@ -182,7 +182,7 @@ def prove_rounded(
         proof.bounded(f"{ROUNDED}, {dtype}", SAFETENSORS, error, bound, name)
 
 
-def prove_beside(source: SourceModel, aside: Path, proof: ArtefactProof) -> Any:
+def prove_beside(source: SourceModel, aside: Path, proof: Proof) -> Any:
     """Compare everything but the weights, and return the model that transformers loads."""
     ours = source.config.to_dict()
     theirs = load_config(aside).to_dict()

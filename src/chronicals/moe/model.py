@@ -228,10 +228,11 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
-            bounds = kwargs.get("cu_seq_lens_q")
-            # A cache counts every token seen, including those a window has dropped.
-            seen = 0 if cache is None else cache.get_seq_length()
-            position_ids = _positions(inputs_embeds, seen if bounds is None else bounds)
+            begin = kwargs.get("cu_seq_lens_q")
+            if begin is None:
+                # A cache counts every token seen, including those a window has dropped.
+                begin = 0 if cache is None else cache.get_seq_length()
+            position_ids = _positions(inputs_embeds, begin)
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,

@@ -154,7 +154,7 @@ def known(received: Tensor, experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """ExpertLoad of the experts from the tokens that count, in fp32.
+    """Load of the experts from the tokens that count, in fp32.
 
     Attributes:
         rows_LPE: number of tokens that each expert received.

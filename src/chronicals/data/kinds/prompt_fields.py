@@ -115,8 +115,9 @@ def shared_messages(chats: Sequence[list[Any]]) -> int:
     """
     shared = 0
     for first, *others in zip(*chats):
-        known = _with_other_fields(first)
-        if any(_with_other_fields(other) != known for other in others):
+        if others and any(
+            _with_other_fields(other) != _with_other_fields(first) for other in others
+        ):
             break
         shared += 1
     return min(shared, *(len(chat) - 1 for chat in chats))

@@ -93,11 +93,7 @@ def train_predictor(
     k = experts_per_token(model)
     kept = held_out_tokens if held_out is None else 0
     recordings = recorded(data, tokens + kept)
-    sample = list[Recorded]()
-    for recording in recordings:
-        sample.append(recording)
-        if sum(map(len, sample)) >= SAMPLE:
-            break
+    sample = _first_recordings(recordings, SAMPLE)
     if not sample:
         raise ValueError("there is no token to train heads on; give more data")
     predictor = _new_heads(model, sizes, Choice.found(model, sample), how.seed)
@@ -192,6 +188,16 @@ class _Counted:
         for recorded in self.recordings:
             self.tokens += len(recorded)
             yield recorded
+
+
+def _first_recordings(recordings: Iterator[Recorded], tokens: int) -> list[Recorded]:
+    """Return the first recordings, of at least so many tokens; no variable keeps one of them."""
+    sample = list[Recorded]()
+    for recording in recordings:
+        sample.append(recording)
+        if sum(map(len, sample)) >= tokens:
+            break
+    return sample
 
 
 def _rest(
