@@ -62,7 +62,8 @@ class CommandGroup(TyperGroup):
         """Return the command that is called, and its arguments."""
         try:
             return super().resolve_command(ctx, args)
-        except Exception as error:
+        except Exception as caught:
+            error: Any = caught  # typer does not export its class
             ours = COMMANDS_OF_OTHERS.get(args[0].lower())
             if (
                 ours is not None and type(error).__name__ == "UsageError"
