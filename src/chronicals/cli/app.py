@@ -65,9 +65,7 @@ class CommandGroup(TyperGroup):
         except Exception as caught:
             error: Any = caught  # typer does not export its class
             ours = COMMANDS_OF_OTHERS.get(args[0].lower())
-            if (
-                ours is not None and type(error).__name__ == "UsageError"
-            ):  # typer does not export it
+            if ours is not None and type(error).__name__ == "UsageError":
                 error.message = f"No such command '{args[0]}'; use chronicals {ours}"
             raise
 
