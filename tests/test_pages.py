@@ -107,6 +107,10 @@ def test_commands_and_flags_exist(shown):
     settings = {word for word in flags if SETTING_FLAG.match(word)}
     for word in settings:
         section, _, setting = word.removeprefix("--").partition(".")
+        if section not in OBJECTIVES and section not in BESIDE:  # one that the page itself adds
+            page = (ROOT / shown.page).read_text()
+            assert f'@register("{section}")' in page and f"{setting}: float = Field(" in page
+            continue
         known_settings = BESIDE[section] if section in BESIDE else OBJECTIVES[section].Settings
         assert setting.replace("-", "_") in {
             field.name for field in dataclasses.fields(known_settings)
