@@ -72,6 +72,7 @@ def values(model):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize(
     "changes", [{}, UNEVEN_FIELDS, {"use_rslora": True}], ids=["even", "uneven", "rslora"]
@@ -188,6 +189,7 @@ def test_peers_have_bitsandbytes_layers(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_a_step_reads_of_4_bits_is_counted(tmp_path):
     plain, packed = (planned(tmp_path / mode, mode).job() for mode in ("lora", "qlora"))
     assert plain.dequantised_bytes == 0 and packed.dequantised_bytes == NF4.bytes_a_value(4) + 4

@@ -173,6 +173,7 @@ def test_every_message_is_translated():
     assert not [(place, text) for place, text in messages() if in_yaml.search(text)]
 
 
+@pytest.mark.slow
 def test_the_scan_finds_messages():
     assert len([text for _, text in messages() if "max_seq_length" in text]) > 10
 

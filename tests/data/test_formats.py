@@ -494,6 +494,7 @@ def peak(path):
     return count, size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["rows.json", "object.json", "rows.jsonl", "rows.csv", "rows.json.gz"]
 )
@@ -506,6 +507,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     assert size < 10e6
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_text(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one line of many\n" * 3_000_000)
@@ -513,6 +515,7 @@ def test_memory_does_not_grow_with_a_text(tmp_path):
     assert 51e6 / of_formats.MAX_TEXT_ROW < count < 20 and size < 8 * of_formats.MAX_TEXT_ROW
 
 
+@pytest.mark.slow
 def test_arrow_memory_does_not_grow_with_the_file(tmp_path):
     table = pa.table({"text": ["".join(random.choices("abc ", k=500)) for _ in range(30_000)]})
     pq.write_table(table, tmp_path / "a.parquet", compression="none", row_group_size=30_000)

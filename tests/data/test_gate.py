@@ -451,6 +451,7 @@ def test_shares_are_given_as_a_mapping_or_as_texts():
         ChronicalsConfig(gate=["duplicate_row"])
 
 
+@pytest.mark.slow
 def test_the_documentation_has_the_table_that_the_script_writes():
     root = Path(__file__).parents[2]
     spec = importlib.util.spec_from_file_location(

@@ -49,6 +49,7 @@ def item_of(sizes):
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["best-fit", "first-fit", "in-order"])
 @pytest.mark.parametrize("items", [(2,), (4,), (1, 3, 2)])
 @pytest.mark.parametrize("limit", [None, 5])

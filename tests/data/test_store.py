@@ -594,6 +594,7 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
     assert documents(store) == expected(rows)
 
 
+@pytest.mark.slow
 def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch, set_constants):
     rows = token_rows(3)
     waited = 0.0

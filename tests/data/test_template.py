@@ -678,6 +678,7 @@ def test_pretraining_needs_no_mask_and_so_no_stop():
         Tokenizer(tokenizer).encode(row, "row 1")
 
 
+@pytest.mark.slow
 def test_the_documentation_has_the_table_that_the_script_writes():
     pytest.importorskip("trl")
     root = Path(__file__).parents[2]

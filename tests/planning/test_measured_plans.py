@@ -30,6 +30,7 @@ MEASURED = [
 alone are shared, 0.81 of two cards where the plan has 0.87."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("results", "name", "way"), MEASURED)
 def test_what_sharing_costs(results, name, way, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)

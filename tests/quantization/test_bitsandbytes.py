@@ -84,6 +84,7 @@ def test_read_and_written_again_byte_for_byte(bnb, nested, code, block, device):
         assert same_bytes(again, stored) and weights_among(again) == {NAME}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 def test_bitsandbytes_reads_what_is_written(bnb, nested):
     stored, expected = written(bnb, shape=(32, 128), nested=nested)

@@ -71,6 +71,7 @@ def full(tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 def test_the_curve_is_within_the_spread_of_seeds(tmp_path, full, steps):
     ours = curve(tmp_path, 0, steps, use_8bit_optimizer=True)

@@ -249,6 +249,7 @@ def test_a_base_of_a_relative_path_is_found_from_elsewhere(tmp_path, monkeypatch
     assert load_trained(tmp_path / "run", base_model=str(tmp_path / "moved")).model
 
 
+@pytest.mark.slow
 def test_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path):
     """The folder that the model came from holds other weights, and an adapter over those is
     another model.

@@ -86,6 +86,7 @@ IN_EXPERTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("anywhere")

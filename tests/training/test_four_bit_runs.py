@@ -237,6 +237,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targ
     )
 
 
+@pytest.mark.slow
 def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch):
     place = base(tmp_path)
     right = reference.dense_weight
