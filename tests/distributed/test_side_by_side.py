@@ -35,7 +35,7 @@ def test_names_of_fsdp_that_are_not_public():
     assert hasattr(FSDPParamGroup, "unshard") and callable(FSDPParamGroup.post_backward)
     assert "unsharded_accumulated_grad" in annotated and isinstance(
         FSDPParam.unsharded_param, property
-    )  # even_gradients
+    )
 
 
 class Part:
