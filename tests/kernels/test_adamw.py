@@ -394,7 +394,10 @@ MUTATIONS = {
         "tl.load(g_at, mask=inside, other=0.0).to(tl.float32)",
     ),
     "eps within the root": ("tl.sqrt(v * of_square) + eps", "tl.sqrt(v * of_square + 0.1)"),
-    "not rounded to the nearest": ("(magnitude + 0x8000) >> 16", "(magnitude + 0x4000) >> 16"),
+    "not rounded to the nearest": (
+        "tl.where(finite, (magnitude + 0x8000) >> 16, special)",
+        "tl.where(finite, (magnitude + 0x4000) >> 16, special)",
+    ),
     "the upper half alone": (
         "magnitude = ((pattern & 0x7FFF) << 16) + low.to(tl.int32)",
         "magnitude = ((pattern & 0x7FFF) << 16)",

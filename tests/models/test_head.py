@@ -161,7 +161,7 @@ def test_pefts_adapters_as_they_are_now():
     with model.disable_adapter():
         assert read_head(model).adapter is None
     assert read_head(model).adapter is not None
-    model.merge()
+    model.merge_adapter()
     assert read_head(model).adapter is None
     model.unmerge_adapter()
     model.add_adapter("second", model.peft_config["default"])

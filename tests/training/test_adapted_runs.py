@@ -208,7 +208,7 @@ def test_frozen_adapters_of_peft_have_a_remedy_that_works(tmp_path, way, use_lor
 def test_adapters_that_would_not_learn_or_not_be_saved_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
     merged = wrapped(tiny.llama())
-    merged.merge()
+    merged.merge_adapter()
     with pytest.raises(ValueError, match=r"merged into the weights .*unmerge_adapter\(\)"):
         runs.train(tmp_path, model=merged, trackers=[])
     injected = peft.inject_adapter_in_model(
