@@ -14,6 +14,7 @@ from chronicals.export.merge import merge
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model
 from chronicals.quantization import MXFP4, PackedExperts, packed_experts, packed_modules
+from chronicals.quantization.plain import PlainWeight
 
 STACKS = ("gate_up_proj", "down_proj")
 SIZES = {"vocab_size": 300, "max_position_embeddings": 512}
@@ -85,6 +86,14 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match="download it again"):
             MXFP4.read("w", wrong)
+
+
+def test_a_format_that_no_checkpoint_has_says_so():
+    said = "w: PlainWeight is not read from tensors of a checkpoint"
+    with pytest.raises(ValueError, match=said):
+        PlainWeight.read("w", {})
+    with pytest.raises(ValueError, match=said):
+        PlainWeight.stored_shape("w", {}, dict().__getitem__)
 
 
 def test_a_checkpoint_is_read_as_it_is_stored(checkpoint):

@@ -300,8 +300,11 @@ class PackedWeight:
             name: name of the weight.
             shapes: shapes of its tensors in the checkpoint, by name.
             read: returns one of these tensors by its name.
+
+        Raises:
+            ValueError: weights of this format are not read from tensors of a checkpoint.
         """
-        raise NotImplementedError
+        raise ValueError(f"{name}: {cls.__name__} is not read from tensors of a checkpoint")
 
     @classmethod
     def read(cls, name: str, stored: Mapping[str, Tensor]) -> Self:
@@ -309,9 +312,9 @@ class PackedWeight:
 
         Raises:
             ValueError: a tensor is missing, is damaged, or does not fit the others; the message
-                names it.
+                names it. Or weights of this format are not read from a checkpoint.
         """
-        raise NotImplementedError
+        raise ValueError(f"{name}: {cls.__name__} is not read from tensors of a checkpoint")
 
     @classmethod
     def read_dense(cls, name: str, stored: Mapping[str, Tensor]) -> Tensor:
