@@ -168,11 +168,18 @@ def rendered(text, kind):
     return {name: _written(text, part, tools, prompt) for name, (part, prompt) in asked.items()}
 
 
+def _under_both_names(message):
+    """A message with its thoughts under both names, as the newest transformers renders it."""
+    if "reasoning_content" in message:
+        message["thinking"] = message["reasoning_content"]
+    return message
+
+
 def _written(text, messages, tools, generation):
     try:
         with unittest.mock.patch.object(chat_template_utils, "datetime", OneDay):
             texts, _ = chat_template_utils.render_jinja_template(
-                [copy.deepcopy(messages)],
+                [[_under_both_names(message) for message in copy.deepcopy(messages)]],
                 tools,
                 chat_template=text,
                 add_generation_prompt=generation,

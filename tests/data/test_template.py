@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import DataError, TemplateError, Tokenizer, stop_token_ids
+from chronicals.data.tokens.chat_template import Dialect
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from data import stock_templates
 from data.stock_templates import (
@@ -694,3 +695,13 @@ def test_the_documentation_has_the_table_that_the_script_writes():
         return [line for line in page.splitlines() if line.startswith("|")]
 
     assert table(script.page()) == table(written), "run python benchmarks/templates.py"
+
+
+def test_a_message_is_formed_without_nulls_and_with_its_thoughts_under_both_names():
+    message = {"role": "assistant", "content": None, "reasoning": "Hm.", "train": True}
+    assert Dialect().message(message) == {
+        "role": "assistant",
+        "thinking": "Hm.",
+        "reasoning": "Hm.",
+        "reasoning_content": "Hm.",
+    }

@@ -37,10 +37,13 @@ class Dialect:
     def message(self, message: Message) -> Message:
         """Return the message in this form, without ``train``, which no template knows.
 
-        Thoughts stand under both names that templates read.
+        Thoughts stand under both names that templates read. Fields that are null are left out:
+        transformers 5.24 leaves them out itself, 5.17 does not and many templates fail on them.
         """
-        formed = {name: value for name, value in message.items() if name != "train"}
-        thoughts = [formed[name] for name in THOUGHT_FIELDS if formed.get(name) is not None]
+        formed = {
+            name: value for name, value in message.items() if name != "train" and value is not None
+        }
+        thoughts = [formed[name] for name in THOUGHT_FIELDS if name in formed]
         if thoughts:
             formed = {"thinking": thoughts[0], **formed, "reasoning_content": thoughts[0]}
         if self.parts and isinstance(formed.get("content"), str):
