@@ -151,9 +151,7 @@ def attend_whole(model: Any) -> None:
     attention_seam.remove_seam(model, WITHOUT_MASKS)
 
 
-def _one_by_one(
-    own: Callable[..., tuple], module: nn.Module, *args: Any, **options: Any
-) -> tuple:
+def _one_by_one(own: Callable[..., tuple], module: nn.Module, *args: Any, **options: Any) -> tuple:
     """Call ``own``, the forward of an attention module, for each document."""
     documents = options.pop(DOCUMENTS, None)
     if documents is None:
