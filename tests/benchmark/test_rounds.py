@@ -17,7 +17,7 @@ from chronicals.benchmark import processes, rounds
 from chronicals.benchmark.floor import DecoderShape, Job
 from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess, ArmTimedOut
 from chronicals.benchmark.record import draw_row, to_dict
-from chronicals.benchmark.rounds import Options, measure_row, order_of
+from chronicals.benchmark.rounds import Options, measure_row
 from chronicals.config import ConfigurationError
 from process_groups import members, wait_until
 
@@ -306,14 +306,10 @@ def test_only_the_first_steps_of_a_process_have_a_reference(bench):
     assert "liger" not in bench.measure(against=["liger"], rounds=1).refused
 
 
-def test_order_turns():
-    arms = [Arm("a"), Arm("b"), Arm("c")]
-    assert ["".join(arm.name for arm in order_of(arms, n)) for n in range(4)] == [
-        "abc",
-        "cba",
-        "abc",
-        "cba",
-    ]
+def test_order_turns(bench):
+    row = bench.measure(variants=[{"lora_dropout": 0.1}, {"lora_dropout": 0.2}], rounds=4)
+    forth = ["ours", "ours lora_dropout=0.1", "ours lora_dropout=0.2"]
+    assert row.orders == [forth, forth[::-1], forth, forth[::-1]]
 
 
 def test_variants_of_ours_stand_beside_it(bench):
@@ -373,8 +369,8 @@ def test_without_ours_there_is_nothing_to_decide(bench):
     assert row.orders == [] and any("no decisive rounds" in note for note in row.notes)
 
 
-def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "missing_packages", lambda names: names)
+def test_adapters_need_peft_for_their_reference(tmp_path, let_return):
+    let_return(rounds, find_spec=None)
     with pytest.raises(ConfigurationError, match=r"chronicals\[peft\]"):
         measure_row(made.work(tmp_path, mode="lora"), Options())
 
@@ -634,12 +630,12 @@ def test_an_arm_in_fp8_has_no_mfu_over_the_peak_of_bf16(bench, monkeypatch, fp8)
 
 def test_a_real_process_that_fails_says_its_last_words(tmp_path):
     with pytest.raises(ArmFailed, match="invalid choice"):
-        processes.run_process(made.work(tmp_path), Arm("nonsense"), [], 60)
+        processes.RunningArm(made.work(tmp_path), Arm("nonsense"), 1).measure(60)
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path):
     with pytest.raises(ArmFailed, match="longer than"):
-        processes.run_process(made.work(tmp_path), Arm("prepare"), [], 0.05)
+        processes.run_preparation(made.work(tmp_path), 0.05)
 
 
 def waiting_process(tmp_path, script):
@@ -653,7 +649,6 @@ def waiting_process(tmp_path, script):
 
 def test_a_process_waits_for_its_first_round_and_can_be_let_go(tmp_path):
     work = made.work(tmp_path)
-    work.write()
     running = processes.RunningArm(work, "ours", 1)
     assert running.process.running and not running.waits
     running.end()

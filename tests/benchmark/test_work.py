@@ -26,7 +26,7 @@ from chronicals.benchmark.arms.weights import with_peft, write_adapter
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.plan import plan_work, read_work
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work, step_documents
+from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work
 from chronicals.config import ConfigurationError, Recipe
 from comparison import equal
 
@@ -57,7 +57,7 @@ def test_it_is_read_as_it_was_written(tmp_path):
 def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_path):
     work = made.work(tmp_path, learning_rate=0.5, max_steps=1000, batch_size=1)
     assert work.config().learning_rate == 0.5 and work.config().max_steps < 20
-    assert work.rows_a_micro_batch == 1
+    assert work.config().batch_size == 1
 
 
 def test_no_tracker_and_no_evaluation_of_the_users_run_is_in_a_measured_one(tmp_path):
@@ -108,8 +108,7 @@ def test_arms_find_a_model_that_was_named_from_here(tmp_path, monkeypatch):
 
 def test_fixed_documents_fill_every_pack(tmp_path):
     work = planned(tmp_path)
-    for step in work.stream().steps(count=5):
-        documents = step_documents(step)
+    for step, documents in zip(work.stream().steps(count=5), work.documents_by_step(5)):
         assert [len(document) for document in documents] == [64, 64]
         assert step.counts["tokens"] == step.counts["slots"] == 128
 
