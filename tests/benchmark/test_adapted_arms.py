@@ -323,7 +323,7 @@ def test_trl_has_grouped_products_of_frozen_experts(
         else None
     )
     work = planned(tmp_path, mode, model)
-    monkeypatch.setattr(trl, "device", lambda: torch.device("cuda"))
+    let_return(trl, device=torch.device("cuda"))
     let_return(trl, find_spec=True)
     monkeypatch.setattr(
         trl,

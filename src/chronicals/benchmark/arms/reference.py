@@ -97,10 +97,15 @@ class StudentOfTeacher(nn.Module):
     def __init__(self, student: Any, teacher: Any, loss: DivergenceLoss):
         super().__init__()
         self.student = student
-        self.dtype: torch.dtype = student.dtype
         self.loss = loss
         # in a list, so that the teacher's weights are no parameters of this module
         self._teacher = [teacher.eval().requires_grad_(False)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the student's weights."""
+        dtype: torch.dtype = self.student.dtype
+        return dtype
 
     def set_attn_implementation(self, name: str) -> None:
         """Set the attention of student and teacher."""
