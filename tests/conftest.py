@@ -92,7 +92,7 @@ def pytest_collection_finish(session):
         report._figure = lambda metrics: b"<svg/>"
 
 
-REPORT = "chronicals.training.report"
+REPORT = "chronicals.training.run.report"
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ from chronicals.lora.peft_format import ADAPTER_PREFIX
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import WEIGHT_DTYPES
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
-from chronicals.training.metrics import StepMetrics
-from chronicals.training.run import Run
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.metrics import StepMetrics
 
 CROWDED_ARMS = 4
 """Our CUDA graphs are released between rounds if so many arms like ours do not fit on the card."""
