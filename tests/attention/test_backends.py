@@ -192,9 +192,10 @@ def test_a_dropped_bound_is_noticed(backend, monkeypatch):
     right = BACKENDS[backend]
     lengths = [40, 70, 90]
 
-    def wrong(q, k, v, spans, *rest):
-        cu = spans.cu_q[[0, 2, 3]]
-        return right.attend(q, k, v, Spans(cu, sum(lengths), cu, sum(lengths)), *rest)
+    def wrong(q, k, v, mask, padding):
+        cu = mask.spans.cu_q[[0, 2, 3]]
+        spans = Spans(cu, sum(lengths), cu, sum(lengths))
+        return right.attend(q, k, v, replace(mask, spans=spans), padding)
 
     monkeypatch.setitem(BACKENDS, backend, replace(right, attend=wrong))
     with pytest.raises(AssertionError, match=r"tensor \d: .* error"):

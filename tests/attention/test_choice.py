@@ -102,7 +102,7 @@ def test_refusals_name_the_remedy(card):
 
 
 def test_a_choice_is_said_once(caplog):
-    backends._log_once.cache_clear()
+    backends.logged_choices.clear()
     q, k, v = qkv(9)()
     with caplog.at_level(logging.DEBUG, "chronicals.attention"):
         for _ in range(3):

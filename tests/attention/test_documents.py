@@ -7,6 +7,7 @@ import torch
 from definition import bounds, compare, qkv, random_lengths, random_spans
 
 from chronicals.attention import BACKENDS, document_attention
+from chronicals.attention.support import Mask
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -250,9 +251,10 @@ def test_a_wrong_mask_is_noticed(fault, monkeypatch):
     draw = qkv(sum(lengths), sinks=True)
     compare(lengths, draw, window=6, softcap=1.5)
 
-    def wrong(q, k, v, spans, scale, window, softcap, sinks, *_):
-        cu, *rest = FAULTS[fault](spans.cu_q, window, softcap, sinks)
-        return right.attend(q, k, v, replace(spans, cu_q=cu, cu_k=cu), scale, *rest)
+    def wrong(q, k, v, mask, _padding):
+        cu, *rest = FAULTS[fault](mask.spans.cu_q, mask.window, mask.softcap, mask.sinks)
+        spans = replace(mask.spans, cu_q=cu, cu_k=cu)
+        return right.attend(q, k, v, Mask(spans, mask.scale, *rest))
 
     monkeypatch.setitem(BACKENDS, "per-document", replace(right, attend=wrong))
     with pytest.raises(AssertionError, match=r"tensor \d: .* error"):

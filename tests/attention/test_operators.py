@@ -12,7 +12,7 @@ import torch
 from definition import bounds, dense, qkv
 
 from chronicals.attention.backends import flash_attn_4
-from chronicals.attention.support import Spans
+from chronicals.attention.support import Mask, Spans
 
 LENGTHS = [9, 0, 17, 4, 0]
 OPTIONS = [{}, {"window": 5}, {"softcap": 1.5}, {"window": 5, "sinks": True}]
@@ -128,7 +128,8 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
     cu_k = bounds([a + b for a, b in zip(LENGTHS, earlier, strict=True)]) if earlier else cu
     expected = dense(q, k, v, cu, 0.3, window, softcap, sink, cu_k)
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    found = run(q, k, v, Spans(cu, 17, cu_k, 20 if earlier else 17), 0.3, window, softcap, sink)
+    spans = Spans(cu, 17, cu_k, 20 if earlier else 17)
+    found = run(q, k, v, Mask(spans, 0.3, window, softcap, sink))
     torch.testing.assert_close(found, expected)
     for got, wanted in zip(
         *(torch.autograd.grad(x, leaves, upstream) for x in (found, expected)), strict=True
@@ -152,9 +153,7 @@ def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
     """Part of it would be left out: the backward pass is a kernel, too."""
     q, k, v = (x.requires_grad_() for x in qkv(30)())
     cu = bounds(LENGTHS)
-    found = flash_attn_4.FLASH_ATTENTION_4.attend(
-        q, k, v, Spans(cu, 17, cu, 17), 0.3, None, None, None
-    )
+    found = flash_attn_4.FLASH_ATTENTION_4.attend(q, k, v, Mask(Spans(cu, 17, cu, 17), 0.3))
     with pytest.raises(
         RuntimeError, match="create_graph=True: FlashAttention-4 has no second derivative"
     ):

@@ -355,7 +355,7 @@ def test_buffers_hold_no_more_than_they_must(device):
 def test_a_launch_that_fails_leaves_the_next_one_as_it_was(device, monkeypatch):
     made = pair("fp32", device, MIN_BUFFER_BYTES)
     update_both(*made)
-    usual = host_states.fused_adamw_part_
+    usual = host_states.fused_adamw_
     calls = []
 
     def fails(*given):
@@ -365,7 +365,7 @@ def test_a_launch_that_fails_leaves_the_next_one_as_it_was(device, monkeypatch):
         usual(*given)
 
     before = everything(*made[2:])
-    monkeypatch.setattr(host_states, "fused_adamw_part_", fails)
+    monkeypatch.setattr(host_states, "fused_adamw_", fails)
     with pytest.raises(RuntimeError, match="planted"):
         made[3].step(apply=torch.tensor(False, device=device))
     monkeypatch.undo()

@@ -39,10 +39,18 @@ APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation for each ``approximate`` of ``torch.nn.functional.gelu``."""
 
 
-def _tile(width: int) -> Tile:
-    """Return the tile for rows of ``width`` elements."""
+def _launch(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
+    """Return grid, width, row strides and tile for ``[rows, F]`` tensors.
+
+    If all are dense they are taken as one long row.
+    """
+    rows, width = tensors[0].shape
+    strides = [x.stride(0) for x in tensors]
+    if all(x.is_contiguous() for x in tensors):
+        rows, width = 1, rows * width
     # 16 elements a thread: two 16-byte loads of each 16-bit operand.
-    return Tile(1, min(2048, next_power_of_2(width)), warps=4)
+    tile = Tile(1, min(2048, next_power_of_2(width)), warps=4)
+    return (rows * triton.cdiv(width, tile.block),), width, strides, tile
 
 
 @triton.jit
@@ -150,19 +158,6 @@ def _glu_backward_kernel(
         )
 
 
-def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
-    """Return grid, width, row strides and tile for ``[rows, F]`` tensors.
-
-    If all are dense they are taken as one long row.
-    """
-    rows, width = tensors[0].shape
-    strides = [x.stride(0) for x in tensors]
-    if all(x.is_contiguous() for x in tensors):
-        rows, width = 1, rows * width
-    tile = _tile(width)
-    return (rows * triton.cdiv(width, tile.block),), width, strides, tile
-
-
 @operator("chronicals::glu_forward")
 def _forward(
     gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool
@@ -171,7 +166,7 @@ def _forward(
     y = with_padding(gate, gate.shape, padding)
     amax = new_amax(gate, finds_amax)
     if gate.numel():
-        grid, width, strides, tile = _grid([gate, up, y])
+        grid, width, strides, tile = _launch([gate, up, y])
         _glu_forward_kernel[grid](
             gate,
             up,
@@ -244,7 +239,7 @@ def _launch_backward(
     activation: str,
 ) -> None:
     if dy.numel():
-        grid, width, strides, tile = _grid([dy, gate, up, d_gate, d_up])
+        grid, width, strides, tile = _launch([dy, gate, up, d_gate, d_up])
         _glu_backward_kernel[grid](
             dy,
             gate,

@@ -47,8 +47,7 @@ from chronicals.kernels.qk_rope import (
     load_turn,
     qk_rope_reference,
     store_pairs,
-    strides_of_heads,
-    strides_of_tables,
+    strides_of,
 )
 from chronicals.kernels.rmsnorm import rmsnorm_reference
 
@@ -59,14 +58,29 @@ Few, since each thread holds its share of the weights' gradients and two loads i
 """
 
 
-def _tile(half: int, rest: int, backward: bool) -> Tile:
-    """Return the tile for ``half`` pairs a head and ``rest`` further channels."""
+def _launch(
+    q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
+) -> tuple[Tile, tuple[int | bool, ...]]:
+    """Return the tile, and the compile-time arguments that both kernels share."""
+    half = cos.shape[-1] // 2
+    behind = q.shape[-1] - cos.shape[-1]
+    rest = next_power_of_2(behind) if behind else 0
     # 8 pairs a thread. Measured forward on an H200 at head widths 64, 128 and 256: 0.78 of the
     # copy rate each; 16 pairs a thread reach 0.55.
     block = next_power_of_2(half)
+    tile = Tile(16, block, warps=min(8, max(1, block // 16)))
     if backward:
-        return Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=4)
-    return Tile(16, block, warps=min(8, max(1, block // 16)))
+        tile = Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=4)
+    return tile, (
+        q.shape[1],
+        k.shape[1],
+        tile.rows,
+        q.shape[-1],
+        half,
+        tile.block,
+        rest,
+        interleaved,
+    )
 
 
 @triton.jit
@@ -564,26 +578,6 @@ def _qk_norm_rope_backward_kernel(
             )
 
 
-def _constants(
-    q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
-) -> tuple[Tile, tuple[int | bool, ...]]:
-    """Return the tile, and the compile-time arguments that both kernels share."""
-    half = cos.shape[-1] // 2
-    behind = q.shape[-1] - cos.shape[-1]
-    rest = next_power_of_2(behind) if behind else 0
-    tile = _tile(half, rest, backward)
-    return tile, (
-        q.shape[1],
-        k.shape[1],
-        tile.rows,
-        q.shape[-1],
-        half,
-        tile.block,
-        rest,
-        interleaved,
-    )
-
-
 @operator("chronicals::qk_norm_rope_forward")
 def _forward(
     q: Tensor,
@@ -607,7 +601,7 @@ def _forward(
     positions = q.shape[0] * q.shape[2]
     length = q.shape[2]
     if positions:
-        tile, constants = _constants(q, k, cos, interleaved, backward=False)
+        tile, constants = _launch(q, k, cos, interleaved, backward=False)
         _qk_norm_rope_forward_kernel[
             (triton.cdiv(positions, tile.rows) * (q.shape[1] + k.shape[1]),)
         ](
@@ -623,8 +617,7 @@ def _forward(
             k_rstd,
             positions,
             length,
-            *strides_of_heads(q, k, q_out, k_out),
-            *strides_of_tables(cos),
+            *strides_of(cos, q, k, q_out, k_out),
             eps,
             offset,
             *constants,
@@ -725,7 +718,7 @@ def _launch_backward(
     (batch, q_heads, length, width) = q.shape
     k_heads = k.shape[1]
     positions = batch * length
-    tile, constants = _constants(q, k, cos, interleaved, backward=True)
+    tile, constants = _launch(q, k, cos, interleaved, backward=True)
     programs = multiprocessors(q.device) * max(1, QK_NORM_ROPE_BACKWARD_WARPS // tile.warps)
     of_q, of_k = (
         min(
@@ -759,8 +752,7 @@ def _launch_backward(
             of_k,
             positions,
             length,
-            *strides_of_heads(dq_out, dk_out, dv, q, k, dq, dk, place),
-            *strides_of_tables(cos),
+            *strides_of(cos, dq_out, dk_out, dv, q, k, dq, dk, place),
             offset,
             *constants,
             wants_weights,

@@ -338,14 +338,13 @@ def _qk_rope_kernel(
             )
 
 
-def strides_of_heads(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, token and head of each tensor ``[B, H, S, D]``."""
-    return [x.stride(dim) for x in tensors for dim in (0, 2, 1)]
+def strides_of(cos: Tensor, *of_heads: Tensor) -> list[int]:
+    """Return strides of batch, token and head of each tensor ``[B, H, S, D]``; of a table the first two.
 
-
-def strides_of_tables(cos: Tensor) -> tuple[int, int]:
-    """Return the strides of batch and token of a table; 0 for a batch that all share."""
-    return cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+    That of the batch is 0 for a table that all of it share.
+    """
+    strides = [x.stride(dim) for x in of_heads for dim in (0, 2, 1)]
+    return [*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)]
 
 
 def _launch(
@@ -397,8 +396,7 @@ def _launch(
         amax,
         positions,
         length,
-        *strides_of_heads(q, k, v, q_out, k_out, v_out),
-        *strides_of_tables(cos),
+        *strides_of(cos, q, k, v, q_out, k_out, v_out),
         q_heads,
         k_heads,
         v_heads,

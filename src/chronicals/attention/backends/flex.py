@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from chronicals.attention.support import Spans
+from chronicals.attention.support import Mask, Spans
 
 MASK_BLOCK = 128
 """Queries and keys of a block of the mask."""
@@ -122,18 +122,10 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     )
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    _padding: int = 0,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Tensor:
     """Compute attention as ``document_attention`` describes it, by compiled FlexAttention."""
+    softcap = mask.softcap
+    sinks = mask.sinks
 
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None
@@ -141,8 +133,8 @@ def attend(
 
     options: dict[str, Any] = {
         "score_mod": None if softcap is None else capped,
-        "block_mask": block_mask(spans, q.shape[0], k.shape[0], window),
-        "scale": scale,
+        "block_mask": block_mask(mask.spans, q.shape[0], k.shape[0], mask.window),
+        "scale": mask.scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }
     q_BHTD, k_BKTD, v_BKTD = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -12,20 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.attention.support import Backend, Spans, Support
+from chronicals.attention.support import Backend, Mask, Support
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    _padding: int = 0,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Tensor:
+    spans = mask.spans
     queries = _slices(spans.cu_q, len(q))
     keys = (
         queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
@@ -38,7 +29,7 @@ def _attend(
                 "for each query"
             )
     out = [
-        _one(q[of_q], k[of_k], v[of_k], scale, window, softcap, sinks)
+        _one(q[of_q], k[of_k], v[of_k], mask)
         for of_q, of_k in zip(queries, keys)
         if of_q.stop > of_q.start
     ]
@@ -67,20 +58,14 @@ def _slices(
     return [slice(start, end) for start, end in zip(bounds, bounds[1:])]
 
 
-def _one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Compute the attention of one document's queries to its keys."""
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
     queries = len(q)
     keys = len(k)
+    window = mask.window
     banded = window is not None and window < keys
-    plain = softcap is not None or sinks is not None
+    plain = mask.softcap is not None or mask.sinks is not None
     seen = None
     # A mask is not needed for one query, which attends to all its keys, nor for equal numbers of
     # queries and keys, for which SDPA has its own causal mask.
@@ -89,7 +74,9 @@ def _one(
     if seen is not None and window is not None and banded:
         seen = seen.triu(keys - queries + 1 - window)
     if plain:
-        return attention_reference(q_HQD, k_KSD, v_KSD, seen, scale, softcap, sinks).transpose(0, 1)
+        return attention_reference(
+            q_HQD, k_KSD, v_KSD, seen, mask.scale, mask.softcap, mask.sinks
+        ).transpose(0, 1)
     causal = seen is None and queries == keys
     out = F.scaled_dot_product_attention(
         q_HQD[None],
@@ -97,7 +84,7 @@ def _one(
         v_KSD[None],
         attn_mask=seen,
         is_causal=causal,
-        scale=scale,
+        scale=mask.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
