@@ -322,9 +322,7 @@ def test_parts_are_cut_between_chunks_and_fit(room):
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert (
             sum(
-                cut.chunks(LIST_CHUNK) * chunk + host_states.SLICE_SLACK
-                for cut in part
-                if sizes[cut.number][1]
+                cut.chunks * chunk + host_states.SLICE_SLACK for cut in part if sizes[cut.number][1]
             )
             <= room
         )

@@ -206,7 +206,7 @@ class HostStates:
                     getattr(slices, name).append(state)
             part = replace(whole, tensor=cuts[0].number, begin=cuts[0].begin, chunk=chunk)
             yield part, slices, moves
-            chunk += sum(cut.chunks(tensors.CHUNK) for cut in cuts)
+            chunk += sum(cut.chunks for cut in cuts)
 
     def _lane(self, device: torch.device) -> _Lane:
         if device not in self._lanes:
@@ -307,18 +307,15 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 @dataclass(frozen=True)
 class _Cut:
-    """Elements ``begin:end`` of tensor ``number`` of a launch.
+    """Elements ``begin:end`` of tensor ``number`` of a launch, in ``chunks`` chunks.
 
-    Both are multiples of a chunk, or the end of the tensor.
+    Both bounds are multiples of a chunk, or the end of the tensor.
     """
 
     number: int
     begin: int
     end: int
-
-    def chunks(self, size: int) -> int:
-        """Return the number of chunks of ``size`` elements."""
-        return -(-(self.end - self.begin) // size)
+    chunks: int
 
 
 def _cut(
@@ -343,8 +340,9 @@ def _cut(
                 part = []
                 left = room
             end = min(size, begin + (left - SLICE_SLACK) // chunk * elements) if moves else size
-            part.append(_Cut(number, begin, end))
-            left -= (part[-1].chunks(elements) * chunk + SLICE_SLACK) * moves
+            chunks = -(-(end - begin) // elements)
+            part.append(_Cut(number, begin, end, chunks))
+            left -= (chunks * chunk + SLICE_SLACK) * moves
             begin = end
     if part:
         yield part

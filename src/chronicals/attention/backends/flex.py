@@ -30,18 +30,6 @@ MAX_CACHED_MASKS = 8
 _compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
 
 
-def _run(*tensors: Tensor, **options: Any) -> Any:
-    """Call compiled FlexAttention with numbers as constants.
-
-    Otherwise torch.compile would make scale and softcap inputs when they change, which the kernel
-    does not support.
-    """
-    if torch.compiler.is_compiling():
-        return _compiled(*tensors, **options)
-    with torch._dynamo.config.patch(specialize_float=True):
-        return _compiled(*tensors, **options)
-
-
 _masks: OrderedDict[tuple, tuple[tuple[weakref.ref, ...], tuple[int, ...], BlockMask]] = (
     OrderedDict()
 )
@@ -137,9 +125,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Te
         "scale": mask.scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }
+    if sinks is not None:
+        options["return_aux"] = AuxRequest(lse=True)
     q_BHTD, k_BKTD, v_BKTD = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        found = _compiled(q_BHTD, k_BKTD, v_BKTD, **options)
+    else:
+        # Else torch.compile would make scale and softcap inputs when they change, which the kernel
+        # does not support.
+        with torch._dynamo.config.patch(specialize_float=True):
+            found = _compiled(q_BHTD, k_BKTD, v_BKTD, **options)
     if sinks is None:
-        return _run(q_BHTD, k_BKTD, v_BKTD, **options)[0].transpose(0, 1)
-    out, aux = _run(q_BHTD, k_BKTD, v_BKTD, **options, return_aux=AuxRequest(lse=True))
+        return found[0].transpose(0, 1)
+    out, aux = found
     share_BHT = torch.sigmoid(aux.lse - sinks.float()[:, None])
     return (out * share_BHT[..., None]).to(q.dtype)[0].transpose(0, 1)
