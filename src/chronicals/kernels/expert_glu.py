@@ -514,18 +514,35 @@ def _empty_gradients(
     )
 
 
-def expert_glu(h: Tensor, gate: Gate) -> Tensor:
-    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``."""
-    if len(h) and h.stride(1) == 1 and runs_triton(h):
+def expert_glu(
+    h: Tensor, gate: Gate, dense: bool = True, in_fp8: bool = False
+) -> tuple[Tensor | None, Scaled | None]:
+    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``.
+
+    It is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``
+    (None if not ``in_fp8``).
+    """
+    launchable = len(h) and h.stride(1) == 1 and runs_triton(h)
+    if launchable and not (in_fp8 and lacks_fp8(h.device)):
         options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
-        u, _, _ = _forward(h, *options, True, False)
-        return u
-    return expert_glu_reference(h, gate)
+        u, values, scale = _forward(h, *options, dense, in_fp8)
+        return u if dense else None, Scaled(values, scale) if in_fp8 else None
+    scaled = None
+    if in_fp8:
+        scaled, _ = fp8_quantize_reference(expert_glu_reference(h.float(), gate), "row")
+    return expert_glu_reference(h, gate) if dense else None, scaled
 
 
 def expert_glu_gradient(
-    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate, has_unit: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    gate: Gate,
+    has_unit: bool = True,
+    dense: bool = True,
+    in_fp8: bool = False,
+) -> tuple[Tensor | None, Scaled | None, Tensor | None, Tensor]:
     """Return the gradients of ``h`` and of the shares, and the unit times the shares.
 
     Args:
@@ -535,16 +552,32 @@ def expert_glu_gradient(
         order: the pair of each row, int32.
         gate: options of the unit.
         has_unit: whether ``p · u`` is wanted.
+        dense: whether dh in the dtype of h is wanted.
+        in_fp8: whether dh in e4m3 is wanted.
 
     Returns:
-        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 for
-        fp64 inputs).
+        dh ``[S, 2F]`` or None, dh in e4m3 with scales ``[S, 1]`` or None, p · u ``[S, F]`` or None,
+        dp ``[S]`` in the order of pairs, fp32 (fp64 for fp64 inputs).
     """
-    if len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares):
+    launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares)
+    if launchable and not (in_fp8 and lacks_fp8(h.device)):
         options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
-        d_h, _, _, unit, d_shares = _backward(g, h, shares, order, *options, True, False, has_unit)
-        return d_h, unit if has_unit else None, d_shares
-    return expert_glu_gradient_reference(g, h, shares, order, gate)
+        d_h, values, scale, unit, d_shares = _backward(
+            g, h, shares, order, *options, dense, in_fp8, has_unit
+        )
+        scaled = Scaled(values, scale) if in_fp8 else None
+        return d_h if dense else None, scaled, unit if has_unit else None, d_shares
+    scaled = None
+    exact = h.float() if in_fp8 else h
+    d_h, unit, d_shares = expert_glu_gradient_reference(g, exact, shares, order, gate)
+    if in_fp8:
+        scaled, _ = fp8_quantize_reference(d_h, "row")
+    return (
+        d_h.to(h.dtype) if dense else None,
+        scaled,
+        unit.to(h.dtype) if has_unit else None,
+        d_shares,
+    )
 
 
 def expert_glu_reference(h: Tensor, gate: Gate) -> Tensor:
@@ -582,68 +615,3 @@ def expert_glu_gradient_reference(
     d_shares = torch.empty_like(shares, dtype=wide)
     d_shares[pairs] = (g * unit.detach()).sum(1)
     return d_h.to(h.dtype), (share * unit.detach()).to(h.dtype), d_shares
-
-
-def expert_glu_fp8(h: Tensor, gate: Gate, dense: bool = True) -> tuple[Tensor | None, Scaled]:
-    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``, also in FP8.
-
-    It is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
-    """
-    if not (len(h) and h.stride(1) == 1 and runs_triton(h)) or lacks_fp8(h.device):
-        return expert_glu_fp8_reference(h, gate, dense)
-    options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
-    u, values, scale = _forward(h, *options, dense, True)
-    return u if dense else None, Scaled(values, scale)
-
-
-def expert_glu_fp8_gradient(
-    g: Tensor,
-    h: Tensor,
-    shares: Tensor,
-    order: Tensor,
-    gate: Gate,
-    dense: bool = True,
-    has_unit: bool = True,
-) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
-    """Return what ``expert_glu_gradient`` does, and dh in FP8.
-
-    dh is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
-    """
-    launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1
-    if not (launchable and runs_triton(g, h, shares)) or lacks_fp8(h.device):
-        return expert_glu_fp8_gradient_reference(g, h, shares, order, gate, dense, has_unit)
-    options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
-    d_h, values, scale, unit, d_shares = _backward(
-        g, h, shares, order, *options, dense, True, has_unit
-    )
-    return d_h if dense else None, Scaled(values, scale), unit if has_unit else None, d_shares
-
-
-def expert_glu_fp8_reference(
-    h: Tensor, gate: Gate, dense: bool = True
-) -> tuple[Tensor | None, Scaled]:
-    """Compute ``expert_glu_fp8`` in plain torch."""
-    scaled, _ = fp8_quantize_reference(expert_glu_reference(h.float(), gate), "row")
-    assert scaled is not None
-    return expert_glu_reference(h, gate) if dense else None, scaled
-
-
-def expert_glu_fp8_gradient_reference(
-    g: Tensor,
-    h: Tensor,
-    shares: Tensor,
-    order: Tensor,
-    gate: Gate,
-    dense: bool = True,
-    has_unit: bool = True,
-) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
-    """Compute ``expert_glu_fp8_gradient`` in plain torch."""
-    d_h, unit, d_shares = expert_glu_gradient_reference(g, h.float(), shares, order, gate)
-    scaled, _ = fp8_quantize_reference(d_h, "row")
-    assert scaled is not None
-    return (
-        d_h.to(h.dtype) if dense else None,
-        scaled,
-        unit.to(h.dtype) if has_unit else None,
-        d_shares,
-    )
