@@ -230,22 +230,20 @@ def test_what_is_chosen_here_compiles_whole():
 
 
 def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
-    monkeypatch, let_return, set_constants, tmp_path
+    monkeypatch, let_return, record_calls, set_constants, tmp_path
 ):
     from importlib.metadata import PackageNotFoundError
 
     def missing(name):
         raise PackageNotFoundError(name)
 
-    asked = []
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda device: (asked.append(device), (9, 0))[1]
-    )
+    let_return(torch.cuda, get_device_capability=(9, 0))
+    asked = record_calls(torch.cuda, "get_device_capability")
     set_constants(flash_attn_4, KERNEL_CACHE=tmp_path / "cache")
     monkeypatch.setattr(flash_attn_4.os, "environ", {})
     monkeypatch.setattr(flash_attn_4, "version", missing)
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
-    assert not flash_attn_4.os.environ and asked == [torch.device("cuda", 1)]
+    assert not flash_attn_4.os.environ and asked == [(torch.device("cuda", 1),)]
     let_return(flash_attn_4, version="1.0")
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
     assert flash_attn_4.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"].endswith("quack-1.0-sm90")

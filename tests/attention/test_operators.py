@@ -31,7 +31,7 @@ def gradients_of_definition(q, k, v, cu, dout, sinks=None, **options):
 
 
 @pytest.fixture
-def flash_attn_4_stand_in(monkeypatch):
+def flash_attn_4_stand_in(let_return):
     """Named as in flash_attn.cute.interface 4.0.0b36; a window there is what lies to the left,
     and closed to the right.
     """
@@ -107,7 +107,7 @@ def flash_attn_4_stand_in(monkeypatch):
             place.copy_(gradient)
         return dq, dk, dv, *found[3:]
 
-    monkeypatch.setattr(flash_attn_4, "_kernels", lambda _device: (forward, backward))
+    let_return(flash_attn_4, _kernels=(forward, backward))
 
 
 def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earlier=()):

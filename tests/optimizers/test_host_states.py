@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from chronicals.kernels import host_memory
 from chronicals.kernels.adamw import Tensors, fused_adamw_
 from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_
@@ -279,14 +280,13 @@ def test_a_weight_that_was_written_begins_anew(device):
     same(everything(*made[:2]), everything(*made[2:]))
 
 
-def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
+def test_who_reads_states_waits_for_them_and_an_update_does_not(record_calls):
     _, _, parameters, optimizer = pair(
         "bf16 weights, fp32 states", torch.device("cpu"), MIN_BUFFER_BYTES
     )
     give_gradients(parameters)
     optimizer.step()
-    waits = []
-    monkeypatch.setattr(HostStates, "wait", lambda own: waits.append(own))
+    waits = record_calls(HostStates, "wait")
     optimizer.refresh_rates()
     optimizer.settle()
     optimizer.step()
@@ -386,7 +386,9 @@ class Driver:
         del self.registered[address]
 
 
-def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch, let_return):
+def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(
+    monkeypatch, let_return, set_constants
+):
     driver = Driver()
     let_return(torch.cuda, cudart=driver)
     capturing = []
@@ -394,7 +396,7 @@ def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch, let_
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     card = torch.device("cuda", 1)
-    monkeypatch.setattr("chronicals.kernels.host_memory.SMALL_TENSOR_POOL_BYTES", 10000)
+    set_constants(host_memory, SMALL_TENSOR_POOL_BYTES=10000)
     pinned = PinnedTensors()
     shapes = [(10, 100), (7,), (200, 100), (20, 100), (), (0,), (30, 30)]
     made = [pinned.empty(shape, torch.float32, card).fill_(n) for n, shape in enumerate(shapes)]
