@@ -184,3 +184,23 @@ def test_flash_attn_4_takes_these_arguments(flash_attn_4_stand_in):
     ):
         asked, there = (list(inspect.signature(function).parameters) for function in (ours, theirs))
         assert set(asked) <= set(there) and asked[:3] == there[:3]
+
+
+def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
+    monkeypatch, let_return, record_calls, set_constants, tmp_path
+):
+    from importlib.metadata import PackageNotFoundError
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    let_return(torch.cuda, get_device_capability=(9, 0))
+    asked = record_calls(torch.cuda, "get_device_capability")
+    set_constants(flash_attn_4, KERNEL_CACHE=tmp_path / "cache")
+    monkeypatch.setattr(flash_attn_4.os, "environ", {})
+    monkeypatch.setattr(flash_attn_4, "version", missing)
+    flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
+    assert not flash_attn_4.os.environ and asked == [(torch.device("cuda", 1),)]
+    let_return(flash_attn_4, version="1.0")
+    flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
+    assert flash_attn_4.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"].endswith("quack-1.0-sm90")
