@@ -222,7 +222,7 @@ class FrozenRows(PackedWeight):
                 name: row[begin : begin + size].view(dtype)
                 for name, (begin, size, dtype) in self.places.items()
             }
-            self.here.with_divided(divided, out.dtype).into(place)
+            self.here.with_tensors({**self.here.tensors, **divided}).into(place)
         return out
 
     @property
@@ -298,7 +298,7 @@ class LinearInShards(PackedLinear):
         self.weight = nn.Parameter(self.unit.own[first:end], requires_grad=False)
         setattr(self.weight, SHARING_RANKS, self.unit.gathers.count)
         setattr(self.weight, CODES, next(iter(self.places.values()))[1])  # codes come first
-        self.rows = self.rows.without_rows(self.unit.own.device)
+        self.rows = self.rows.moved(self.unit.own.device, rows="meta")
 
     @property
     def packed(self) -> FrozenRows:

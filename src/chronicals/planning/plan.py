@@ -239,7 +239,7 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
     packed = 0.0
     codes = set[int]()
     for _, module in packed_modules(model):
-        packed += module.values_of_token(met)
+        packed += module.values * (met if module.routed else 1)
         codes |= {id(weight.codes) for weight in module.weights.values()}
     modules = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
     dense = {
