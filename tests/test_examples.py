@@ -16,7 +16,7 @@ import tiny
 from chronicals.cli import main
 from chronicals.config import ChronicalsConfig, Recipe
 from chronicals.objectives import OBJECTIVES
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from mixtures import mixture
 
 FOLDER = Path(__file__).parent.parent / "examples"

@@ -429,8 +429,8 @@ def test_an_answer_is_printed_as_it_is(within, monkeypatch):
 
 
 def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):
-    from chronicals.training.evaluation import Evaluation
     from chronicals.training.quickstart import Answer, Quickstart
+    from chronicals.training.run.evaluation import Evaluation
 
     words = " ".join(SAID.split())
     score = Evaluation(1.0, 2.7, 0.5, 10)
@@ -882,7 +882,7 @@ def test_quickstart_small(tmp_path):
 def test_quickstart_of_preferences_small(within, monkeypatch, let_return, set_constants, tmp_path):
     """After the usual road DPO on pairs of the same answers; the command prints what changed."""
     from chronicals.training import quickstart
-    from chronicals.training.callbacks import read_metrics
+    from chronicals.training.run.callbacks import read_metrics
 
     rows = quickstart.questions_and_answers()[:90]
     size = quickstart.Size(
@@ -955,7 +955,7 @@ def test_a_stopped_quickstart_is_started_again(objective, within, monkeypatch, t
     """Its runs have no recipe by which ``train --resume`` goes on."""
     from chronicals.config import ChronicalsConfig
     from chronicals.training.errors import Interrupted
-    from chronicals.training.resume import how_to_resume
+    from chronicals.training.run.resume import how_to_resume
 
     def stop(folder, *_):
         run = folder if objective == "sft" else folder / "preference"

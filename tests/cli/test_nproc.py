@@ -15,7 +15,7 @@ from chronicals.config import ConfigurationError
 from chronicals.distributed import launch
 from chronicals.distributed.launch import become_launcher
 from chronicals.distributed.torchrun import TIME_TO_END, wait_for_processes
-from chronicals.training.checkpoint import check_checkpoint, checkpoints
+from chronicals.training.run.checkpoint import check_checkpoint, checkpoints
 from process_groups import wait_until
 
 pytestmark = pytest.mark.of_file(3)

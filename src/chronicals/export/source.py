@@ -28,7 +28,7 @@ from chronicals.models.base_format import BaseFormat, path_without_adapters
 from chronicals.objectives.reference import with_reference
 from chronicals.quantization import packed_modules
 from chronicals.saving import SavedModel
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,8 +49,10 @@ class StoredTensor:
         dtype: in the names of safetensors.
         begin: of its bytes in the file.
         end: of its bytes in the file.
+        is_packed: files hold it as codes, and it is dequantised when it is read.
     """
 
+    is_packed: ClassVar[bool] = False
     file: Path
     name: str
     dtype: str
@@ -63,25 +65,13 @@ class StoredTensor:
         """Number of bytes in the file."""
         return self.end - self.begin
 
-    @property
-    def is_packed(self) -> bool:
-        """True if files hold it as codes."""
-        return False
-
     def read(self) -> Tensor:
         """Return the tensor; raises ValueError if its dtype is not one of ``FLOAT_DTYPES``."""
         if self.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"{self.file}: {self.name} is {self.dtype}, not one of {', '.join(FLOAT_DTYPES)}"
             )
-        with self.file.open("rb") as file:
-            file.seek(self.begin)
-            content = bytearray(file.read(self.end - self.begin))
-        return (
-            torch.frombuffer(content, dtype=FLOAT_DTYPES[self.dtype]).view(self.shape)
-            if content
-            else torch.empty(self.shape)
-        )
+        return self.content().view(FLOAT_DTYPES[self.dtype]).view(self.shape)
 
     def content(self) -> Tensor:
         """Return its bytes, uint8, of any dtype."""

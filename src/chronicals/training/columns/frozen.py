@@ -27,7 +27,7 @@ from chronicals.objectives import Objective
 from chronicals.objectives.columns import Columns
 from chronicals.patching import fuse_weights, patch_parts
 from chronicals.policies.facts import why_not_fused
-from chronicals.training.stored_columns import ColumnSource, StoredColumns
+from chronicals.training.columns.stored_columns import ColumnSource, StoredColumns
 
 logger = logging.getLogger(__name__)
 

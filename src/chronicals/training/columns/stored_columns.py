@@ -33,7 +33,7 @@ from chronicals.data.making.store import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
 from chronicals.objectives.columns import Columns
-from chronicals.training.metrics import Moment
+from chronicals.training.step.metrics import Moment
 
 logger = logging.getLogger(__name__)
 

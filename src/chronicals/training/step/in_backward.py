@@ -17,8 +17,8 @@ from chronicals.batch import Batch
 from chronicals.models import PresentedModel
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.precision import Precision
-from chronicals.training.step import micro_step
+from chronicals.training.step.precision import Precision
+from chronicals.training.step.training_step import micro_step
 
 HELD = 1 << 26
 """Bytes of gradients after which their weights are updated, in one launch.

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from chronicals.data.packs.steps import Steps
 from chronicals.distributed import WAITING, Mesh, RankWatch
-from chronicals.training.audit import FirstStepAudit
-from chronicals.training.callbacks import Callback, Callbacks
 from chronicals.training.errors import Interrupted, TrainingError
-from chronicals.training.evaluation import evaluate
-from chronicals.training.guard import check_finite_weights, check_step
-from chronicals.training.metrics import Moment, PendingMetrics
-from chronicals.training.resume import how_to_resume
-from chronicals.training.run import Run
-from chronicals.training.run_checkpoints import RunCheckpoints
+from chronicals.training.run.callbacks import Callback, Callbacks
+from chronicals.training.run.evaluation import evaluate
+from chronicals.training.run.guard import check_finite_weights, check_step
+from chronicals.training.run.resume import how_to_resume
+from chronicals.training.run.run_checkpoints import RunCheckpoints
+from chronicals.training.run.run_state import Run
 from chronicals.training.session import Session, StepHooks
-from chronicals.training.step import rate_factor, set_learning_rate
+from chronicals.training.step.audit import FirstStepAudit
+from chronicals.training.step.metrics import Moment, PendingMetrics
+from chronicals.training.step.training_step import rate_factor, set_learning_rate
 
 logger = logging.getLogger(__name__)
 

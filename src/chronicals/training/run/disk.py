@@ -11,9 +11,9 @@ from chronicals.config import ChronicalsConfig
 from chronicals.distributed import is_divided
 from chronicals.lora import adapters
 from chronicals.policies.needed_memory import state_bytes
-from chronicals.training.checkpoint import checkpoints
 from chronicals.training.errors import CheckpointError
-from chronicals.training.run import Run
+from chronicals.training.run.checkpoint import checkpoints
+from chronicals.training.run.run_state import Run
 
 logger = logging.getLogger(__name__)
 

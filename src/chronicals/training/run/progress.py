@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chronicals.training.callbacks import Callback
-from chronicals.training.evaluation import Evaluation
-from chronicals.training.metrics import StepMetrics
-from chronicals.training.run import Run
+from chronicals.training.run.callbacks import Callback
+from chronicals.training.run.evaluation import Evaluation
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -27,12 +27,12 @@ from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, WorkEnded, is_
 from chronicals.models.base_format import BaseFormat
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, save_beside, save_model, text_files
-from chronicals.training import checkpoint
-from chronicals.training.earlier_run import EarlierRun
 from chronicals.training.errors import CheckpointError
-from chronicals.training.length import PROCESSES
-from chronicals.training.precision import Precision
-from chronicals.training.run import Run
+from chronicals.training.run import checkpoint
+from chronicals.training.run.earlier_run import EarlierRun
+from chronicals.training.run.length import PROCESSES
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.precision import Precision
 
 logger = logging.getLogger(__name__)
 

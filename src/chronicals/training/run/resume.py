@@ -13,10 +13,10 @@ from pathlib import Path
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.saving import MANIFEST
-from chronicals.training import checkpoint
-from chronicals.training.earlier_run import put_back
 from chronicals.training.errors import CheckpointError
-from chronicals.training.lock import FolderInUse, locked
+from chronicals.training.run import checkpoint
+from chronicals.training.run.earlier_run import put_back
+from chronicals.training.run.lock import FolderInUse, locked
 
 logger = logging.getLogger(__name__)
 

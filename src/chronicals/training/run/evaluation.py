@@ -27,10 +27,10 @@ from chronicals.models import (
     present,
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
-from chronicals.training.frozen import bring_frozen, frozen_attending, with_frozen_columns
-from chronicals.training.metrics import Moment
-from chronicals.training.precision import Precision
-from chronicals.training.step import asked_before, counts_of, nothing, values_before
+from chronicals.training.columns.frozen import bring_frozen, frozen_attending, with_frozen_columns
+from chronicals.training.step.metrics import Moment
+from chronicals.training.step.precision import Precision
+from chronicals.training.step.training_step import asked_before, counts_of, nothing, values_before
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -17,12 +17,12 @@ from chronicals.models.base_format import BaseFormat
 from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.peft_kinds import active_adapters
 from chronicals.saving import differences, text_files, write_folder
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.checkpoint import MODEL
 from chronicals.training.errors import CheckpointError
-from chronicals.training.report import Report, Sample, data_reports
-from chronicals.training.run import Run, TrainingResult
-from chronicals.training.run_checkpoints import RunCheckpoints
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.checkpoint import MODEL
+from chronicals.training.run.report import Report, Sample, data_reports
+from chronicals.training.run.run_checkpoints import RunCheckpoints
+from chronicals.training.run.run_state import Run, TrainingResult
 
 logger = logging.getLogger(__name__)
 

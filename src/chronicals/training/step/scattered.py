@@ -20,7 +20,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.distributed.shards import Bucket, Shards
 from chronicals.objectives import Count
-from chronicals.training.step import EagerStep
+from chronicals.training.step.training_step import EagerStep
 
 
 class ScatteredStep(EagerStep):

@@ -13,12 +13,12 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, local
 from chronicals.objectives import Objective
-from chronicals.policies.memory_check import ways_to_take_less
+from chronicals.policies.needed_memory import ways_to_take_less
 from chronicals.training.errors import TrainingError
-from chronicals.training.metrics import StepMetrics
-from chronicals.training.precision import Precision
-from chronicals.training.resume import how_to_resume
-from chronicals.training.run import Run
+from chronicals.training.run.resume import how_to_resume
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.metrics import StepMetrics
+from chronicals.training.step.precision import Precision
 
 logger = logging.getLogger(__name__)
 

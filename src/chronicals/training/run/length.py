@@ -16,7 +16,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
 from chronicals.objectives import OBJECTIVES
-from chronicals.training import checkpoint
+from chronicals.training.run import checkpoint
 
 logger = logging.getLogger(__name__)
 

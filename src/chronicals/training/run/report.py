@@ -29,7 +29,7 @@ from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.reading.ledger import LEDGER_COLUMNS
 from chronicals.generation import Trained, generate
 from chronicals.models import input_device
-from chronicals.training.metrics import StepMetrics
+from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.step import TrainingStepParts, gradients_of
+from chronicals.training.step.training_step import TrainingStepParts, gradients_of
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from typing import ClassVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.standard_json import to_json
-from chronicals.training.callbacks import Callback, read_metrics
-from chronicals.training.evaluation import Evaluation
-from chronicals.training.metrics import StepMetrics
-from chronicals.training.run import Outcome, Run
+from chronicals.training.run.callbacks import Callback, read_metrics
+from chronicals.training.run.evaluation import Evaluation
+from chronicals.training.run.run_state import Outcome, Run
+from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from chronicals.training.audit import Coverage
-from chronicals.training.evaluation import Evaluation
+from chronicals.training.run.evaluation import Evaluation
+from chronicals.training.step.audit import Coverage
 
 _KEPT = (
     "step",

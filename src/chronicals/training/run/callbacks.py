@@ -18,11 +18,11 @@ from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh, refusing_collectives
 from chronicals.standard_json import to_json
 from chronicals.training.errors import Interrupted, TrainingError
-from chronicals.training.evaluation import Evaluation
-from chronicals.training.metrics import StepMetrics
+from chronicals.training.run.evaluation import Evaluation
+from chronicals.training.step.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from chronicals.training.run import Run
+    from chronicals.training.run.run_state import Run
 
 logger = logging.getLogger(__name__)
 

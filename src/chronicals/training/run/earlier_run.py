@@ -27,10 +27,10 @@ from chronicals.data.reading.own_files import RUN_FILES
 from chronicals.models import within_adapters
 from chronicals.moe.router_terms import FILE as ANCHOR
 from chronicals.saving import MANIFEST, remove_folder
-from chronicals.training.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
+from chronicals.training.columns.start_columns import REFERENCE_FILE
 from chronicals.training.errors import CheckpointError
-from chronicals.training.lock import LOCK_FILE
-from chronicals.training.start_columns import REFERENCE_FILE
+from chronicals.training.run.checkpoint import CHECKPOINTS, MODEL, STEP, checkpoints
+from chronicals.training.run.lock import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
