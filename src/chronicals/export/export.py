@@ -14,21 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chronicals.export.adapter import AdapterFolder
+from chronicals.export.adapter import AdapterFolder, GGUFAdapter
 from chronicals.export.artefact import EXPORTS, ArtefactFormat, proof_of, workspace
-from chronicals.export.card import card
 from chronicals.export.compressed_tensors import LAYOUTS, CompressedTensors
 from chronicals.export.gguf import GGUFModel
-from chronicals.export.gguf_adapter import GGUFAdapter
-from chronicals.export.gguf_vision import GGUFProjector, projector_settings
-from chronicals.export.hub import upload
+from chronicals.export.gguf_vision import GGUFProjector
+from chronicals.export.hub import card, upload
 from chronicals.export.merge import reward_model_refusal
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
 from chronicals.export.proof import NotProved, Proof
 from chronicals.export.source import SourceModel, opened
 from chronicals.export.whole import WholeModel
-from chronicals.formats.gguf.vision import PROJECTOR_TYPES
+from chronicals.formats.gguf.vision import PROJECTOR_TYPES, vision_settings
 from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
 from chronicals.formats.tensor_names import reads_images
 from chronicals.models import score_of
@@ -198,7 +196,7 @@ def _projector_format(source: SourceModel, formats: Sequence[str]) -> str | None
             kinds.add(name.removeprefix("gguf-"))
     if not kinds or not reads_images(source.config):
         return None
-    projector_settings(source)  # refuses a model before anything is written
+    vision_settings(source.config, source.folder)  # refuses a model before anything is written
     for name in formats:
         if name.startswith("mmproj-"):
             return name

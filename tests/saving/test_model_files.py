@@ -14,12 +14,12 @@ import tiny
 from chronicals.models import attach_score
 from chronicals.saving import (
     ModelParts,
-    model_parts,
+    model_files,
     save_model,
     save_without_weights,
     stored_weights,
 )
-from chronicals.saving.model_parts import PARTS_INDEX, WHOLE_FILE
+from chronicals.saving.model_files import PARTS_INDEX, WHOLE_FILE
 from comparison import equal
 
 MODELS = {
@@ -57,7 +57,7 @@ def tensors(folder):
 @pytest.mark.parametrize("size", [1, 1 << 15, 1 << 40])
 @pytest.mark.parametrize("make", [*MODELS.values(), scored], ids=[*MODELS, "with a score"])
 def test_the_files_hold_what_transformers_writes(tmp_path, set_constants, make, size):
-    set_constants(model_parts, FILE_BYTES=size)
+    set_constants(model_files, FILE_BYTES=size)
     model = make()
     save_model(tmp_path / "whole", model, {"beside.txt": b"x"}, {"about": 1})
     parts = written(model, tmp_path / "parts")
@@ -82,7 +82,7 @@ def test_files_are_of_bounded_size_and_have_an_index(tmp_path, set_constants):
     model = tiny.llama(num_hidden_layers=4)
     layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
     rest = sum(p.numel() for p in model.parameters()) * 4 - 4 * layer
-    set_constants(model_parts, FILE_BYTES=max(rest, 2 * layer))
+    set_constants(model_files, FILE_BYTES=max(rest, 2 * layer))
     parts = written(model, tmp_path / "parts")
     assert (
         len(parts.files) == (3 if rest + layer > max(rest, 2 * layer) else 2)
@@ -96,7 +96,7 @@ def test_files_are_of_bounded_size_and_have_an_index(tmp_path, set_constants):
 
 
 def test_a_file_that_nobody_wrote_is_missed(tmp_path, set_constants):
-    set_constants(model_parts, FILE_BYTES=1)
+    set_constants(model_files, FILE_BYTES=1)
     model = tiny.llama()
     parts = ModelParts(model)
     parts.write(tmp_path, 0, 2, lambda names: {name: model.state_dict()[name] for name in names})
@@ -106,7 +106,7 @@ def test_a_file_that_nobody_wrote_is_missed(tmp_path, set_constants):
 
 def test_weights_are_read_when_they_are_asked_for(tmp_path, set_constants):
     """Of a model in several files, too; where names are others in the files, all at once."""
-    set_constants(model_parts, FILE_BYTES=1)
+    set_constants(model_files, FILE_BYTES=1)
     model = tiny.llama(tie_word_embeddings=True)
     written(model, tmp_path / "parts")
     found = stored_weights(tmp_path / "parts", model)
