@@ -136,7 +136,16 @@ def export(
                 f"{target}: is there already (--to {format_name}); delete it, or give another "
                 "--output"
             )
-    _check_no_score(model, base_model)
+    refusal = None
+    if isinstance(model, (str, Path)):
+        refusal = reward_model_refusal(SavedModel.find(model, base_model))
+    elif score_of(model) is not None:
+        refusal = (
+            "model: is a reward model, and what export writes are language models; save it with "
+            "save_model"
+        )
+    if refusal is not None:
+        raise ExportError(refusal)
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"data": data, "importance": importance, "vllm_python": vllm_python}
     paths = {key: None if path is None else str(path) for key, path in fields.items()}
@@ -213,20 +222,6 @@ def _stem_and_folder(model: Any, name: str | None, output: str | Path | None) ->
     if output is not None:
         return stem, Path(output)
     return stem, path / EXPORTS if path.is_dir() else Path(f"{stem}-export")
-
-
-def _check_no_score(model: Any, base_model: str | None) -> None:
-    """Raise ExportError for a reward model, which predicts no tokens."""
-    if not isinstance(model, (str, Path)):
-        if score_of(model) is not None:
-            raise ExportError(
-                "model: is a reward model, and what export writes are language models; save it "
-                "with save_model"
-            )
-        return
-    saved = SavedModel.find(model, base_model)
-    if saved.is_scored():
-        raise ExportError(reward_model_refusal(saved))
 
 
 def _export_one(

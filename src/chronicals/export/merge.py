@@ -101,16 +101,22 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
             f"{model}: holds no adapter; a model that was trained whole needs no merging, use it "
             "as it is"
         )
-    if saved.is_scored():
-        raise MergeError(reward_model_refusal(saved))
+    refusal = reward_model_refusal(saved)
+    if refusal is not None:
+        raise MergeError(refusal)
     if output.exists():
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     with base_folder(saved, output) as base:
         return Sums(saved, base).write(output)
 
 
-def reward_model_refusal(saved: SavedModel) -> str:
-    """Return why a reward model is neither merged nor exported, and what to do instead."""
+def reward_model_refusal(saved: SavedModel) -> str | None:
+    """Return why a reward model is neither merged nor exported, and what to do instead.
+
+    None for a model that predicts tokens.
+    """
+    if not saved.is_scored():
+        return None
     if not saved.adapted:
         return (
             f"{saved.place}: is a reward model, and what export writes are language models; take "

@@ -81,6 +81,7 @@ class VisionFamily:
         settings: computes those that not all families have, by their keys, from a configuration;
             raises ``NotExpressible`` for one that llama.cpp computes otherwise.
         expected: values that fields of ``vision_config`` must have, if they are there.
+        expected_of_model: values that fields of the whole configuration must have.
         enlarged_key: of the size to which the processor enlarges an image before it is cut.
         leaves_out: returns whether images do not go through a tensor, from the configuration and
             the tensor's name.
@@ -89,6 +90,7 @@ class VisionFamily:
     projector: str
     settings: Callable[[Any], dict[str, Any]]
     expected: Mapping[str, Any] = field(default_factory=dict)
+    expected_of_model: Mapping[str, Any] = field(default_factory=dict)
     enlarged_key: str | None = None
     leaves_out: Callable[[Any, str], bool] = lambda config, name: False
 
@@ -112,7 +114,13 @@ def vision_family_of(config: Any) -> VisionFamily:
             f"{', '.join(VISION_FAMILIES)}. Export merged weights (--to merged) and convert those with "
             "llama.cpp's own script"
         )
-    _refuse_others(config.vision_config, **family.expected)
+    for part, expected in (
+        (config.vision_config, family.expected),
+        (config, family.expected_of_model),
+    ):
+        for name, value in expected.items():
+            configured = getattr(part, name, value)
+            _refuse(configured != value, f"{name}={configured!r}")
     family.settings(config)
     return family
 
@@ -322,13 +330,6 @@ def _refuse(wrong: bool, reason: str) -> None:
         )
 
 
-def _refuse_others(part: Any, **expected: Any) -> None:
-    """Refuse a configuration that has another value of a field."""
-    for name, value in expected.items():
-        configured = getattr(part, name, value)
-        _refuse(configured != value, f"{name}={configured!r}")
-
-
 def _qwen2_5_vl_settings(config: Any) -> dict[str, Any]:
     part = config.vision_config
     # Every n-th layer sees the whole image, the others have windows: llama.cpp takes n alone.
@@ -381,12 +382,6 @@ def _layers_of_llava(config: Any) -> int:
 def _llava_settings(config: Any) -> dict[str, Any]:
     """Compute the settings of LLaVA; a file that names no activation has CLIP's quick_gelu."""
     part = config.vision_config
-    _refuse_others(
-        config,
-        projector_hidden_act="gelu",
-        vision_feature_select_strategy="default",
-        multimodal_projector_bias=True,
-    )
     _refuse(part.hidden_act not in ("quick_gelu", "gelu"), f"hidden_act={part.hidden_act!r}")
     layer = config.vision_feature_layer
     known = isinstance(layer, int) and 0 < _layers_of_llava(config) <= part.num_hidden_layers
@@ -445,6 +440,11 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "mlp",
         _llava_settings,
         expected={"model_type": "clip_vision_model", "num_channels": 3},
+        expected_of_model={
+            "projector_hidden_act": "gelu",
+            "vision_feature_select_strategy": "default",
+            "multimodal_projector_bias": True,
+        },
         leaves_out=_without_later_layers,
     ),
 }
