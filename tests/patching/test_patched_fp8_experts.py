@@ -30,7 +30,7 @@ from chronicals.patching.fp8_experts import IN_FP8
 from interpreted import kernels_run
 
 FUSED = sys.modules["chronicals.kernels.fused_experts"]
-FORMAT = sys.modules["chronicals.quantization.fp8_experts"]
+FORMAT = sys.modules["chronicals.quantization.fp8"]
 NAMES = ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"]
 
 
@@ -249,9 +249,7 @@ class TestFrozenWeights:
             torch.equal(here[1][name], away[1][name]) for name in here[1]
         )
         stands = [x for layer in layers_of(model) for x in vars(layer)[IN_FP8].values()]
-        assert {x.bytes_a_value(2) for x in stands} == {1} and all(
-            len(x._layouts()) == 1 for x in stands
-        )
+        assert all(len(x._layouts()) == 1 for x in stands)
         forget_policies(model)
         assert all(
             torch.equal(p, weights[name]) for name, p in model.named_parameters() if name in weights

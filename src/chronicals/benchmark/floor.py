@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from chronicals.model_shape import ModelShape
@@ -66,26 +66,48 @@ class DecoderShape(ModelShape):
         parameters: of the whole model.
         chosen: k, experts of a token.
         unlike: True if it has layers, or parts beside its experts, that are not counted here.
+        routed: True if its MLPs are experts.
+        q: width of all query heads.
+        kv: width of all key heads, and of all value heads.
+        attention_weights: weights of a layer's attention.
+        mlp: weights of an MLP, or of an expert.
+        each: MLPs of a layer that a token passes through.
+        body: Nb, the weights of the layers that a token is multiplied with.
+        head: Nh, the weights of the head.
     """
 
     parameters: int = 0
     chosen: int = 0
     unlike: bool = False
+    routed: bool = field(init=False)
+    q: int = field(init=False)
+    kv: int = field(init=False)
+    attention_weights: int = field(init=False)
+    mlp: int = field(init=False)
+    each: int = field(init=False)
+    body: int = field(init=False)
+    head: int = field(init=False)
 
-    @property
-    def routed(self) -> bool:
-        """True if its MLPs are experts."""
-        return self.experts > 0
-
-    @property
-    def q(self) -> int:
-        """Width of all query heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.kv_heads * self.head_dim
+    def __post_init__(self) -> None:
+        routed = self.experts > 0
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        attention_weights = self.width * (q + 2 * kv) + q * self.width
+        mlp = 3 * self.width * self.inner
+        each = self.chosen if routed else 1
+        router = self.width * self.experts
+        derived = {
+            "routed": routed,
+            "q": q,
+            "kv": kv,
+            "attention_weights": attention_weights,
+            "mlp": mlp,
+            "each": each,
+            "body": self.layers * (attention_weights + router + each * mlp),
+            "head": self.width * self.vocabulary,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
@@ -112,32 +134,6 @@ class DecoderShape(ModelShape):
             + max(1, shape.experts) * shape.mlp
         )
         return replace(shape, parameters=body + tables * shape.head)
-
-    @property
-    def attention_weights(self) -> int:
-        """Weights of a layer's attention."""
-        return self.width * (self.q + 2 * self.kv) + self.q * self.width
-
-    @property
-    def mlp(self) -> int:
-        """Weights of an MLP, or of an expert."""
-        return 3 * self.width * self.inner
-
-    @property
-    def each(self) -> int:
-        """MLPs of a layer that a token passes through."""
-        return self.chosen if self.routed else 1
-
-    @property
-    def body(self) -> int:
-        """Nb, the weights of the layers that a token is multiplied with."""
-        router = self.width * self.experts
-        return self.layers * (self.attention_weights + router + self.each * self.mlp)
-
-    @property
-    def head(self) -> int:
-        """Nh, the weights of the head."""
-        return self.width * self.vocabulary
 
 
 @dataclass(frozen=True)
