@@ -462,16 +462,22 @@ def _reference_part_(
         number = part.tensor + n
         begin = 0 if n else part.begin
         step = part.steps[number]
+        applies = None if apply is None else apply.expand(len(tensors.weights))[n]
+        if applies is not None and not applies:
+            continue
         g = gradient.float() if factor is None else gradient.float() * factor
         value = (
             join_master(weight, tensors.lows[n])
             if tensors.lows
             else weight.to(torch.promote_types(weight.dtype, g.dtype))
         )
-        new_mean = mean.float() * betas[0] + g * (1 - betas[0])
-        new_square = square.float() * betas[1] + g.square() * (1 - betas[1])
+        # In place wherever the values are a step's own: on a CPU new memory costs more than the
+        # arithmetic.
+        new_mean = (mean.float() * betas[0]).add_(g * (1 - betas[0]))
+        new_square = (square.float() * betas[1]).add_(g.square().mul_(1 - betas[1]))
         root = (new_square / corrections[1, n]).sqrt_().add_(eps)
-        new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
+        change = (new_mean / corrections[0, n]).mul_(lr).div_(root)
+        new = (value * (1 - lr * weight_decay)).sub_(change)
         parts = (
             split_master(new)
             if tensors.lows
@@ -482,9 +488,8 @@ def _reference_part_(
             _in_type(x, mean.dtype, begin, step, number, which)
             for which, x in enumerate((new_mean, new_square))
         )
-        applies = None if apply is None else apply.expand(len(tensors.weights))[n]
         for old, updated in zip((*stored, mean, square), (*parts, *states)):
-            old.copy_(updated if applies is None else torch.where(applies, updated, old))
+            old.copy_(updated)
 
 
 def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place: int) -> Tensor:

@@ -26,29 +26,33 @@ def _attend(
     sinks: Tensor | None,
     _padding: int = 0,
 ) -> Tensor:
-    queries = _slices(spans.cu_q, len(q))
-    keys = (
-        queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
-    )
-    for n, (of_q, of_k) in enumerate(zip(queries, keys, strict=True)):
-        if of_q.stop - of_q.start > of_k.stop - of_k.start:
-            key_count = of_k.stop - of_k.start
+    query_counts = _lengths(spans.cu_q, len(q))
+    key_counts = query_counts
+    if not spans.are_equal:
+        key_counts = _lengths(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
+    for n, (queries, keys) in enumerate(zip(query_counts, key_counts, strict=True)):
+        if queries > keys:
             raise ValueError(
-                f"document {n} has {of_q.stop - of_q.start} queries and {key_count} keys; give a key "
-                "for each query"
+                f"document {n} has {queries} queries and {keys} keys; give a key for each query"
             )
+    # The gradient of a slice is a tensor as long as the whole pack, and there would be one for
+    # each document; the gradient of a split is one concatenation.
+    beyond = len(k) - sum(key_counts)
+    documents = zip(
+        q.split(query_counts),
+        k.split([*key_counts, beyond]),
+        v.split([*key_counts, beyond]),
+    )
     out = [
-        _one(q[of_q], k[of_k], v[of_k], scale, window, softcap, sinks)
-        for of_q, of_k in zip(queries, keys)
-        if of_q.stop > of_q.start
+        _one(*document, scale, window, softcap, sinks) for document in documents if len(document[0])
     ]
     return torch.cat(out) if out else q.clone()
 
 
-def _slices(
+def _lengths(
     cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", more: bool = False
-) -> list[slice]:
-    """Return the slices of the documents; the host waits for the bounds.
+) -> list[int]:
+    """Return the numbers of tokens of the documents; the host waits for the bounds.
 
     Args:
         cu: int32 ``[N + 1]``.
@@ -58,13 +62,13 @@ def _slices(
         more: whether tokens may follow the last document.
 
     Raises:
-        ValueError: the slices do not cover the tokens, each once.
+        ValueError: the documents do not cover the tokens, each once.
     """
     bounds: list[int] = cu.tolist()
     ends = bool(bounds) and (bounds[-1] == tokens or (more and bounds[-1] < tokens))
     if not ends or bounds[0] != 0 or any(end < start for start, end in zip(bounds, bounds[1:])):
         raise ValueError(f"{name}={bounds}: must rise from 0 to the {tokens} tokens of {of}")
-    return [slice(start, end) for start, end in zip(bounds, bounds[1:])]
+    return [end - start for start, end in zip(bounds, bounds[1:])]
 
 
 def _one(
