@@ -169,7 +169,7 @@ ELSEWHERE = {
     "benchmark": "benchmark/test_benchmark.py: its arms are processes, its models of real size",
     "export": "the tests of export/: it wants llama.cpp",
     "merge": "cli/test_app.py",
-    "push": "export/test_push.py, before a stand-in of the hub",
+    "push": "export/test_hub.py, before a stand-in of the hub",
     "doctor": "test_first_hour.py",
     "moe new": "cli/test_moe_commands.py: sizes of a real model",
     "moe trace": "cli/test_moe_commands.py",
