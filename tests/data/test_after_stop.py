@@ -12,7 +12,7 @@ import tiny
 from chronicals.data import Tokenizer, build_store
 from chronicals.data.kinds.rows import NormalRow
 from chronicals.data.tokens.batch_encoding import BatchEncoder
-from chronicals.training.finish import TAUGHT
+from chronicals.training.run.finish import TAUGHT
 from preferences import rows
 
 CHATML = ["qwen3_instruct_2507", "qwen2_5_vl", "lfm2", "smolvlm"]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.attention.backends import BACKENDS, choose_backend
-from chronicals.attention.support import Spans
+from chronicals.attention.support import Mask, Spans
 from chronicals.batch import SharedKeys
 
 
@@ -99,7 +99,8 @@ def document_attention(
     if narrow < head_dim + missing:
         v_TKD = F.pad(v_TKD, (0, head_dim + missing - narrow))
     scale = head_dim**-0.5 if scale is None else scale
-    out = chosen.attend(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)
+    mask = Mask(spans, scale, window, softcap, sinks)
+    out = chosen.attend(q_QHD, k_TKD, v_TKD, mask, padding)
     return out[..., :narrow] if narrow < head_dim + missing else out
 
 

@@ -30,7 +30,7 @@ from chronicals.quantization import (
     packed_modules,
 )
 from chronicals.quantization.bitsandbytes import has_foreign_layers, packed_description
-from chronicals.quantization.experts import can_be_packed, pack_stack
+from chronicals.quantization.experts import can_be_packed
 
 logger = logging.getLogger(__name__)
 
@@ -414,7 +414,8 @@ class _Stacks:
         if tuple(stack.shape) != self.shapes[path][own]:
             return stack
         quantise = _kind_of(path, self.form).quantise
-        packed = pack_stack(stack.to("cuda") if torch.cuda.is_available() else stack, quantise)
+        matrix = stack.reshape(-1, stack.shape[-1])
+        packed = quantise(matrix.to("cuda") if torch.cuda.is_available() else matrix)
         packed = packed.moved(stack.device).to(stack.dtype)
         self._packed[path][own] = packed
         model.get_submodule(path).register_parameter(
@@ -457,11 +458,10 @@ def describe_packed(model: Any) -> None:
         ValueError: layers or experts are in a format that transformers cannot store.
     """
     for path, module in packed_modules(model):
-        reason = module.why_not_saved
+        reason = module.why_not_saved(path, type(model).__name__)
         if reason is not None:
             raise ValueError(
-                f"{module.named_in(path, type(model).__name__)} {reason}; save its adapters, or "
-                "what model.merge_and_unload() returns"
+                f"{reason}; save its adapters, or what model.merge_and_unload() returns"
             )
     there = getattr(model.config, "quantization_config", None)
     layers = dict(packed_layers(model))
