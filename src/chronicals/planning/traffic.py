@@ -26,7 +26,7 @@ from chronicals.attention import attend_split
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.dealing import rank_share
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 from chronicals.distributed import (
     EmbeddingInShards,
     Gathers,

@@ -8,7 +8,7 @@ The micro-batch is assembled whole, T tokens, as one process would have it. Of c
     rank 1         S₂ S₃  B  filler                 (S₁ S₂ if keys are gathered)
 
 Two chunks of every split document come first, then the documents that lie whole in the rank's parts
-of the packs (``parts.py``), then filler of its own. The filler of the micro-batch is not dealt.
+of the packs (``packing.py``), then filler of its own. The filler of the micro-batch is not dealt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch, Context, SharedKeys, SplitDocuments
 from chronicals.data.packs.assembly import FILLER_DOCUMENT, width_bucket
 from chronicals.data.packs.packing import PackPlan
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 
 NOBODY = -2
 """Rank number of filler, which no rank gets."""
