@@ -15,7 +15,7 @@ import tiny
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.foreign_values import TEMPLATES
 from chronicals.data import DataError, TemplateError, Tokenizer
-from chronicals.data.kinds.rows import NormalRow, plain_row
+from chronicals.data.kinds.rows import normalise, plain_row
 from chronicals.data.tokens.batch_encoding import BatchEncoder
 from chronicals.data.tokens.chat_templates import (
     END_OF_TEXT,
@@ -229,7 +229,7 @@ def test_one_writes_what_its_public_text_writes(name):
 def test_answers_and_their_end_are_trained_and_else_refused(name):
     tokenizer = with_family(name)
     stop = tokenizer.eos_token if FAMILIES[name].stop == END_OF_TEXT else FAMILIES[name].stop
-    assert tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).stop_token()) == stop
+    assert tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).template.stop) == stop
     trainable = {*CALLING.get(name, ()), *THINKING.get(name, ())}
     trainable |= {kind for kind in TALKS if not refused(PUBLIC[name]["written"][kind]["answered"])}
     trainable -= {*UNTRAINABLE.get(name, ())}
@@ -258,7 +258,7 @@ def test_many_conversations_at_once_are_encoded_alike(name):
     encoder = Tokenizer(with_family(name))
     records = [{"messages": messages, "tools": tools} for messages, tools in CONVERSATIONS.values()]
     rows = [
-        NormalRow.of(plain_row(record, kind), "chat", kind)
+        normalise(plain_row(record, kind), "chat", kind)
         for record, kind in zip(records, CONVERSATIONS)
     ]
     together = BatchEncoder(encoder).encode_batch(rows, list(CONVERSATIONS))

@@ -38,7 +38,7 @@ for _ in range(2000):
 
 def normal(record, where="row 1"):
     record = plain_row(record, where)
-    return normalise(record, kind_of(record, where), where)
+    return normalise(record, kind_of(record, where), where).record
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def store_of(rows, folder, **options):
 def test_pairs_are_completions_and_it_is_said_how_they_were_read(tmp_path, pair):
     row = {**dict(zip(pair, PLAIN.values())), "source": "a book"}
     assert kind_of(row, "row 1") == "completion"
-    normal = normalise(row, "completion", "row 1")
+    normal = normalise(row, "completion", "row 1").record
     assert (normal["prompt"], normal["completion"]) == tuple(PLAIN.values())
     store = store_of([row], tmp_path)
     assert store.document(0)[0].tolist() == Tokenizer(tiny.tokenizer()).encode(PLAIN, "row 1")[0]
@@ -487,7 +487,7 @@ def test_other_kinds_come_first(more, kind):
     row = {"input": "1 2", "output": "3", "question": "a", "answer": "b", **more}
     assert kind_of(row, "row 1") == kind
     if kind == "completion":
-        assert normalise(row, kind, "row 1")["prompt"] == "a" == row["prompt"]
+        assert normalise(row, kind, "row 1").record["prompt"] == "a" == row["prompt"]
 
 
 def test_completions_are_plain_and_warned_about_unless_they_are_asked_to_be_chats(tmp_path):

@@ -17,7 +17,7 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data import DataError, TemplateError, Tokenizer, build_store, stop_token_ids
-from chronicals.data.kinds.rows import NormalRow
+from chronicals.data.kinds.rows import normalise
 from chronicals.data.tokens.batch_encoding import BatchEncoder
 from chronicals.data.tokens.chat_template import Dialect
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
@@ -767,7 +767,7 @@ def test_many_rows_at_once_are_masked_alike(kind):
     if name not in stock_templates.names():
         pytest.skip(f"this trl has no {name}")
     encoder = Tokenizer(with_template(stock_templates.shipped(name)), train_after_stop=True)
-    given = [NormalRow.of(stock_templates.record(kind), "chat", f"row {n}") for n in range(20)]
+    given = [normalise(stock_templates.record(kind), "chat", f"row {n}") for n in range(20)]
     wheres = [f"row {n}" for n in range(20)]
     for row, where, (ids, trained) in zip(
         given, wheres, BatchEncoder(encoder).encode_batch(given, wheres), strict=True

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, Context, SharedKeys, SplitDocuments
+from chronicals.data.making.store import ranges
 from chronicals.data.packs.assembly import FILLER_DOCUMENT, width_bucket
 from chronicals.data.packs.packing import PackPlan
 from chronicals.data.packs.strategies import SPLIT
@@ -153,12 +154,6 @@ def rank_share(
         longest,
         split_documents,
     )
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return ``starts[i] … starts[i] + counts[i] - 1`` for each i, one behind the other, int64."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)
 
 
 def _split_documents(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.making.store import TokenStore
+from chronicals.data.making.store import TokenStore, ranges
 from chronicals.data.packs.strategies import (
     IN_ORDER,
     NO_PACKS,
@@ -159,8 +159,7 @@ def documents_of_items(
     """
     counts = np.diff(items)[packed]
     ends = np.append(0, np.cumsum(counts))
-    documents = np.arange(ends[-1]) + np.repeat(items[packed] - ends[:-1], counts)
-    return documents, ends[offsets]
+    return ranges(items[packed], counts), ends[offsets]
 
 
 def plan_parts(

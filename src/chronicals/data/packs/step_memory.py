@@ -14,6 +14,7 @@ from chronicals.data.making.documents import IS_SHARED, SHARED_COLUMN
 from chronicals.data.making.store import SIDE_COLUMN, TargetColumn
 from chronicals.data.packs.assembly import (
     ENTRIES_FACT,
+    ENTRY_SHARES,
     FILLER_DOCUMENT,
     MAX_SEQLEN_FACT,
     TRAINED_FACT,
@@ -69,8 +70,8 @@ class StepMemory:
         self.pin = pin
         self.of_documents = columns or {}
         self.of_targets = of_targets or {}
-        column_shape = (steps, sizes.batches, 3, sizes.tokens)
-        bound_shape = (steps, sizes.batches, sizes.bounds)
+        column_shape = (steps, sizes.batches, 3, sizes.packs * sizes.width)
+        bound_shape = (steps, sizes.batches, ENTRY_SHARES * sizes.share + 1)
         self.columns: Any
         self.bounds: Any
         if pin:
