@@ -29,7 +29,7 @@ from chronicals.lora import adapters
 from chronicals.models.presentation import PaddedRows
 from chronicals.optimizers import learning_rate_factor
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 
 WARM_UP = 20
 COMPARED = 20

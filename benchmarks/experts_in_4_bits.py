@@ -31,7 +31,7 @@ from chronicals.benchmark.shapes import SHAPES, build_model, random_documents
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model, load_tokenizer, quantise_layers
 from chronicals.quantization import Experts4bit, Linear4bit
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 
 ON_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

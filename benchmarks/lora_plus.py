@@ -34,8 +34,8 @@ from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.benchmark.record import current_commit, versions
 from chronicals.data.tokens.tokenizer_training import questions_and_answers
 from chronicals.models import load_model, load_tokenizer
-from chronicals.training.callbacks import read_metrics
 from chronicals.training.quickstart import CPU, _write_model
+from chronicals.training.run.callbacks import read_metrics
 
 METHODS: dict[str, dict[str, Any]] = {
     "LoRA": {"use_lora_plus": False},

@@ -32,8 +32,8 @@ from chronicals import ChronicalsTrainer
 from chronicals.models import load_model, load_tokenizer
 from chronicals.moe import router_losses as losses
 from chronicals.moe.lookahead.recording import Recorded, record_data
-from chronicals.training import report
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run import report
+from chronicals.training.run.evaluation import evaluate_data
 
 FAMILIES: dict[str, Callable] = {"chronicals_moe": small.native, "qwen3_moe": small.qwen3_moe}
 SIZES = {"num_hidden_layers": 4, "num_experts": 8}

@@ -41,8 +41,8 @@ from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.benchmark.record import current_commit, versions
 from chronicals.data.tokens.tokenizer_training import questions_and_answers
 from chronicals.models import load_model, load_tokenizer
-from chronicals.training.evaluation import evaluate_data
 from chronicals.training.quickstart import CPU, _write_model
+from chronicals.training.run.evaluation import evaluate_data
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"learning_rate": 2e-4},

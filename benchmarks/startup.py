@@ -120,7 +120,7 @@ def run_chronicals(mark: Marks, model: Path, rows: Path, output: Path, mode: str
     hooks = {
         "chronicals.training.preparation": in_preparation,
         "chronicals.saving.saved_model": in_loading,
-        "chronicals.training.callbacks": in_callbacks,
+        "chronicals.training.run.callbacks": in_callbacks,
     }
     sys.meta_path.insert(0, AfterImport(hooks))
     sys.argv = [

@@ -92,7 +92,7 @@ def pytest_collection_finish(session):
         report._figure = lambda metrics: b"<svg/>"
 
 
-REPORT = "chronicals.training.report"
+REPORT = "chronicals.training.run.report"
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +174,35 @@ def let_return(monkeypatch):
     def change(owner, **values):
         for name, value in values.items():
             monkeypatch.setattr(owner, name, lambda *_, value=value, **__: value)
+
+    return change
+
+
+@pytest.fixture
+def let_raise(monkeypatch):
+    """Let functions raise an error: ``let_raise(module, read=OSError("no such file"))``."""
+
+    def change(owner, **errors):
+        for name, error in errors.items():
+
+            def failing(*_, error=error, **__):
+                raise error
+
+            monkeypatch.setattr(owner, name, failing)
+
+    return change
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Let a function do something wrong: ``plant(module, "f", lambda right, *given: -right(*given))``.
+
+    The wrong function is given the right one, then the arguments of the call.
+    """
+
+    def change(owner, name, wrong):
+        right = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: wrong(right, *given, **named))
 
     return change
 

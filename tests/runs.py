@@ -8,8 +8,9 @@ import torch
 
 import tiny
 from chronicals.config.config import ChronicalsConfig, laid_over
-from chronicals.training import ChronicalsTrainer, TrainingResult, report
-from chronicals.training.callbacks import read_metrics
+from chronicals.training import ChronicalsTrainer, TrainingResult
+from chronicals.training.run import report
+from chronicals.training.run.callbacks import read_metrics
 
 if "pytest" not in sys.modules:  # a program that a test starts; in tests, conftest.py sees to it
     report._figure = lambda metrics: b"<svg/>"

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import tiny
 from chronicals.cli import main
 from chronicals.config import ChronicalsConfig, Recipe
 from chronicals.objectives import OBJECTIVES
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from mixtures import mixture
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -56,13 +55,8 @@ def test_the_recipe_trains(name, base, mixed, tmp_path, monkeypatch):
     }
     flags |= {"teacher": base} if recipe["objective"] == "distill" else {}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["chronicals", "train", str(FOLDER / name), *given(flags), "--no-use-torch-compile"],
-    )
     with pytest.raises(SystemExit) as done:
-        main()
+        main(["train", str(FOLDER / name), *given(flags), "--no-use-torch-compile"])
     assert done.value.code in (0, None)
     losses = [
         line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line

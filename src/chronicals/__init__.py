@@ -29,7 +29,7 @@ _HOME = {
     "PatchReport": "chronicals.patching:PatchReport",
     "TrainingResult": "chronicals.training:TrainingResult",
     "apply_lora": "chronicals.lora:apply_lora",
-    "evaluate": "chronicals.training.evaluation:evaluate_data",
+    "evaluate": "chronicals.training.run.evaluation:evaluate_data",
     "export": "chronicals.export:",
     "generate": "chronicals.generation:generate_answer",
     "load_model": "chronicals.models:load_model",

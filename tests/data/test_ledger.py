@@ -17,7 +17,7 @@ from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import Ledger, open_divided, open_held_out, open_store, read_records
 from chronicals.data.reading.gate import RULES, DataError
 from chronicals.objectives import OBJECTIVES
-from chronicals.training.report import Report, data_reports
+from chronicals.training.run.report import Report, data_reports
 
 WIDTH = 96
 ALLOWED = dict.fromkeys(RULES, 1.0)

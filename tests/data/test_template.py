@@ -21,7 +21,7 @@ from chronicals.data.kinds.rows import normalise
 from chronicals.data.tokens.batch_encoding import BatchEncoder
 from chronicals.data.tokens.chat_template import Dialect
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
-from chronicals.training.finish import TAUGHT
+from chronicals.training.run.finish import TAUGHT
 from data import stock_templates
 from data.stock_templates import (
     KINDS,

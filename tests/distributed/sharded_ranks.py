@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards
 from chronicals.optimizers import Adam8bit, FusedAdamW
-from chronicals.training.precision import Precision
-from chronicals.training.step import update
+from chronicals.training.step.precision import Precision
+from chronicals.training.step.training_step import update
 
 SHAPES = {
     "matrix": (96, 70),

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from chronicals.export import export
 from chronicals.export.artefact import files_of_others, workspace
-from chronicals.training import lock
+from chronicals.training.run import lock
 
 PROGRAM = """
 import os, sys

@@ -11,7 +11,7 @@ from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import Chat, Trained, generate, generate_answer, load_trained
 from chronicals.generation.answer import Stream, computing_dtype
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 from comparison import equal
 
 QUESTION = "what is the answer to everything?"

@@ -16,7 +16,8 @@ from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, reco
 from chronicals.patching import halves, patch_parts
 from chronicals.patching.plan import PatchPlan
 from chronicals.policies import facts, needed_memory
-from chronicals.training import ChronicalsTrainer, in_backward
+from chronicals.training import ChronicalsTrainer
+from chronicals.training.step import in_backward
 
 pytestmark = pytest.mark.of_file(12)
 

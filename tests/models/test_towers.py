@@ -12,7 +12,7 @@ from chronicals.generation import load_trained
 from chronicals.lora import LoRAConfig, adapters, apply_lora
 from chronicals.models import beside_text, load_model, read_processors
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from comparison import equal
 

@@ -10,7 +10,7 @@ import runs
 import tiny
 from chronicals.models import Computed, PresentedModel, present
 from chronicals.moe.router_terms import Anchor, replayed
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from mixtures import mixture
 
 

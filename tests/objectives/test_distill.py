@@ -22,9 +22,9 @@ from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.training import Callback, ChronicalsTrainer
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.evaluation import evaluate_data
-from chronicals.training.frozen import bring_frozen, frozen_attending
+from chronicals.training.columns.frozen import bring_frozen, frozen_attending
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from distillations import SETTINGS, fields, refused, sharp, train
 

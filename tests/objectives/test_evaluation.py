@@ -8,7 +8,7 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 from distillations import fields, sharp
 from preferences import rows
 

@@ -13,7 +13,7 @@ from chronicals.distributed import Mesh
 from chronicals.models import present
 from chronicals.objectives import Term, divide
 from chronicals.training import Callback
-from chronicals.training.step import counts_of
+from chronicals.training.step.training_step import counts_of
 
 
 def weigh(monkeypatch, weight_of):

@@ -32,10 +32,10 @@ from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.saving import SavedModel
 from chronicals.training import CheckpointError
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.frozen import with_frozen_columns
+from chronicals.training.columns.frozen import with_frozen_columns
+from chronicals.training.columns.start_columns import StartColumns, model_config_digest
+from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.session import prepared
-from chronicals.training.start_columns import StartColumns, model_config_digest
 from distillations import fields
 from preferences import rows
 

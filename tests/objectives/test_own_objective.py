@@ -19,8 +19,8 @@ from chronicals.cli.app import app
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.objectives import OBJECTIVES, Objective, Term, build_objective, register, settings
 from chronicals.training import Callback, ChronicalsTrainer
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.evaluation import Evaluation
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.evaluation import Evaluation
 
 SHARPNESS = "toy/sharpness"
 

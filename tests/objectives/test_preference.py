@@ -17,7 +17,7 @@ from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.objectives.pairs import Pairs, reward_metrics
 from chronicals.training import CheckpointError
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from preferences import (
     IN_TREE,
     OF_ANSWERS,

@@ -19,10 +19,10 @@ from chronicals.objectives import build_objective
 from chronicals.objectives.reference import with_reference
 from chronicals.saving import SavedModel
 from chronicals.training import CheckpointError, ChronicalsTrainer
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.columns.start_columns import StartColumns
 from chronicals.training.loading import load_to_train
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.training.session import prepared
-from chronicals.training.start_columns import StartColumns
 from preferences import judged_rows, rows, store_of
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}

@@ -23,8 +23,8 @@ from chronicals.objectives import OBJECTIVES, reward
 from chronicals.objectives.reward import padding_token
 from chronicals.saving import SavedModel, save_model
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from comparison import equal
 from preferences import assert_close, gradients_of, one_step, rows, store_of

@@ -23,10 +23,10 @@ from chronicals.models import present
 from chronicals.objectives import build_objective
 from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
 from chronicals.training import CheckpointError
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.evaluation import evaluate_data
-from chronicals.training.frozen import with_frozen_columns
-from chronicals.training.stored_columns import ColumnSource, StoredColumns
+from chronicals.training.columns.frozen import with_frozen_columns
+from chronicals.training.columns.stored_columns import ColumnSource, StoredColumns
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from distillations import SETTINGS, fields, refused, sharp, train
 

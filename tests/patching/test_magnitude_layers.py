@@ -25,7 +25,7 @@ from chronicals.patching import (
 )
 from chronicals.patching.decoder_layer import FUSED_LAYER
 from chronicals.quantization import Linear4bit, dense, nf4
-from chronicals.training import compilation
+from chronicals.training.step import compilation
 
 
 def adapted(family="llama", **options):

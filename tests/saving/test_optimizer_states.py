@@ -7,7 +7,7 @@ import torch
 
 import runs
 from chronicals.saving import CheckpointError, optimizer_states
-from chronicals.training import checkpoint
+from chronicals.training.run import checkpoint
 from comparison import equal
 
 

@@ -13,8 +13,8 @@ import runs
 import tiny
 from chronicals.models import load_model
 from chronicals.saving import CheckpointError, differences
-from chronicals.training import run_checkpoints
-from chronicals.training.checkpoint import newest_valid
+from chronicals.training.run import run_checkpoints
+from chronicals.training.run.checkpoint import newest_valid
 
 QUICK = {"mixed_precision": "fp32", "max_steps": 1, "trackers": [], "save_steps": 1}
 KINDS = {

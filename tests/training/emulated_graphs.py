@@ -4,7 +4,7 @@ was captured.
 
 from contextlib import nullcontext
 
-from chronicals.training.graphs import GraphedStep
+from chronicals.training.step.graphs import GraphedStep
 
 
 class _Emulated:

@@ -28,7 +28,9 @@ from chronicals.policies.cuda_graphs import CudaGraphs
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.policy import Decision
 from chronicals.policies.sharding import Sharding
-from chronicals.training import graphs, session, step
+from chronicals.training import session
+from chronicals.training.step import graphs
+from chronicals.training.step import training_step as step
 
 STEPS = 9
 EVALUATED = 4

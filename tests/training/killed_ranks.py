@@ -17,7 +17,7 @@ import runs
 import tiny
 from chronicals.distributed import Mesh, RankFiles, watch
 from chronicals.objectives import NextToken
-from chronicals.training import checkpoint
+from chronicals.training.run import checkpoint
 
 SETTINGS = {
     "batch_size": 1,

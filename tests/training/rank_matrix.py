@@ -30,9 +30,10 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.models import load_model, quantise_layers
-from chronicals.training import ChronicalsTrainer, precision
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.report import STEP_METRIC_NAMES
+from chronicals.training import ChronicalsTrainer
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.report import STEP_METRIC_NAMES
+from chronicals.training.step import precision
 
 OBJECTIVES = tuple(preferences.IN_TREE)
 """Every registered objective; ``preferences.rows_of`` makes its rows."""

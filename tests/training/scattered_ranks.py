@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from chronicals.distributed import Mesh, ShardedAdamW, Shards
 from chronicals.models import Term
-from chronicals.training.precision import Precision
-from chronicals.training.scattered import ScatteredStep
-from chronicals.training.step import EagerStep
+from chronicals.training.step.precision import Precision
+from chronicals.training.step.scattered import ScatteredStep
+from chronicals.training.step.training_step import EagerStep
 
 NAMES = ("first", "second", "third", "fourth", "fifth", "never")
 STEPS = 3

@@ -20,7 +20,8 @@ from two_ranks import own_folder, trainer
 import tiny
 from chronicals.distributed import Mesh, watch
 from chronicals.objectives import NextToken
-from chronicals.training import Callback, checkpoint
+from chronicals.training import Callback
+from chronicals.training.run import checkpoint
 
 CALLS = 3
 """Forward passes until the second step, of two micro-batches each."""

@@ -13,7 +13,7 @@ import tiny
 from chronicals.generation import load_trained
 from chronicals.lora import load_adapter
 from chronicals.models import load_model
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 from comparison import equal
 
 ROWS = [

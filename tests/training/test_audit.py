@@ -11,7 +11,7 @@ import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.moe.lookahead.heads import LayerAhead
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.audit import FirstStepAudit
+from chronicals.training.step.audit import FirstStepAudit
 
 
 class Adapted(nn.Module):

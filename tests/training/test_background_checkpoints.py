@@ -12,8 +12,9 @@ import runs
 from chronicals.objectives import NextToken
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import staging
-from chronicals.training import Callback, CheckpointError, checkpoint, run_checkpoints
-from chronicals.training.checkpoint import checkpoints
+from chronicals.training import Callback, CheckpointError
+from chronicals.training.run import checkpoint, run_checkpoints
+from chronicals.training.run.checkpoint import checkpoints
 
 OPTIONS = {"save_steps": 1, "save_total_limit": 10, "max_steps": 3}
 

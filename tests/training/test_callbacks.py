@@ -15,9 +15,9 @@ import pytest
 import runs
 import tiny
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
-from chronicals.training.metrics import StepMetrics
-from chronicals.training.progress import PACKAGE_LOGGER, ProgressBar, heard
-from chronicals.training.run import Run
+from chronicals.training.run.progress import PACKAGE_LOGGER, ProgressBar, heard
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.metrics import StepMetrics
 
 TESTS = Path(__file__).parent.parent
 LINE = r"^step {}/40 · loss 2\.5000{} · grad norm 1\.250 · lr 2\.00e-04 · 1,000 tokens/s · epoch 0\.50$"

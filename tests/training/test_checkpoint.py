@@ -18,9 +18,9 @@ from chronicals.data import TokenStore
 from chronicals.data.reading.sources import source_fingerprint
 from chronicals.saving import check_folder, folders, manifest_entry, write_folder
 from chronicals.training import CheckpointError
-from chronicals.training import checkpoint as module
-from chronicals.training.callbacks import Callback, read_metrics
-from chronicals.training.checkpoint import (
+from chronicals.training.run import checkpoint as module
+from chronicals.training.run.callbacks import Callback, read_metrics
+from chronicals.training.run.checkpoint import (
     checkpoints,
     newest_valid,
     random_states,

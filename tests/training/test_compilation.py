@@ -8,7 +8,8 @@ import tiny
 from chronicals.kernels.launch import compiling_only
 from chronicals.kernels.rmsnorm import fused_rmsnorm
 from chronicals.models import present
-from chronicals.training import compilation, session
+from chronicals.training import session
+from chronicals.training.step import compilation
 
 ARMS = {
     "full": {},

@@ -11,13 +11,13 @@ import tiny
 from chronicals.cli.wording import Wording
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.training.optimizer import (
+from chronicals.training.step.optimizer import (
     HIGHEST_RATE_OF_B,
     as_rate,
     build_optimizer,
     say_learning_rates,
 )
-from chronicals.training.step import rate_factor, warmup_of
+from chronicals.training.step.training_step import rate_factor, warmup_of
 from chronicals.verification.reference import scheduled_rates
 
 CURVES = Path(__file__).parents[2] / "benchmarks" / "results" / "lora-plus.json"

@@ -8,9 +8,10 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training import CheckpointError, disk
-from chronicals.training.disk import DiskUse, check_disk, disk_use
-from chronicals.training.run import Run
+from chronicals.training import CheckpointError
+from chronicals.training.run import disk
+from chronicals.training.run.disk import DiskUse, check_disk, disk_use
+from chronicals.training.run.run_state import Run
 
 KINDS = {
     "full": {},

@@ -8,7 +8,7 @@ import torch
 import tiny
 from chronicals.distributed import rank_agreement
 from chronicals.distributed.rank_agreement import fingerprint_here, fingerprint_over
-from chronicals.training.start_columns import model_config_digest
+from chronicals.training.columns.start_columns import model_config_digest
 
 DTYPES = [
     torch.float32,

@@ -12,8 +12,8 @@ import runs
 import tiny
 from chronicals.models import load_model
 from chronicals.quantization import Linear4bit
-from chronicals.training import precision
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.step import precision
 from comparison import equal
 
 ROUNDING = 2.0**-11

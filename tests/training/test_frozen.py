@@ -14,7 +14,7 @@ from chronicals.models import attention_seam
 from chronicals.models.presentation import OVER_DOCUMENTS
 from chronicals.objectives import NextToken, Objective, Term
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.frozen import bring_frozen, frozen_attending
+from chronicals.training.columns.frozen import bring_frozen, frozen_attending
 
 
 class Beside(Objective):

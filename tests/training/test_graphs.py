@@ -14,14 +14,16 @@ from chronicals.batch import Batch
 from chronicals.memory import offload, recompute
 from chronicals.patching import layer_policies
 from chronicals.policies.cuda_graphs import CudaGraphs
-from chronicals.training import (
-    Callback,
-    ChronicalsTrainer,
-    enable_cuda_graphs,
-    in_backward,
-    session,
+from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs, session
+from chronicals.training.step import in_backward
+from chronicals.training.step.graphs import (
+    SHARES,
+    GraphedStep,
+    _bounds,
+    _other_sizes,
+    _rounded,
+    _shape,
 )
-from chronicals.training.graphs import SHARES, GraphedStep, _bounds, _other_sizes, _rounded, _shape
 from comparison import equal
 from preferences import rows
 

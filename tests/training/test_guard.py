@@ -12,8 +12,9 @@ import tiny
 from chronicals.models import Term
 from chronicals.objectives import build_objective
 from chronicals.objectives.dpo import DPO
-from chronicals.training import Callback, ChronicalsTrainer, TrainingError, guard
-from chronicals.training.callbacks import read_metrics
+from chronicals.training import Callback, ChronicalsTrainer, TrainingError
+from chronicals.training.run import guard
+from chronicals.training.run.callbacks import read_metrics
 from preferences import judged_rows, rows
 
 ONE_PAIR = {

@@ -20,7 +20,7 @@ from chronicals.models import load_model
 from chronicals.models.routed_experts import is_of_head, lookahead_heads
 from chronicals.saving import SavedModel
 from chronicals.training import session
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from comparison import equal
 
 pytestmark = pytest.mark.of_file(4)

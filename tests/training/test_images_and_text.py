@@ -23,7 +23,7 @@ from chronicals.models import is_within, present
 from chronicals.objectives import build_objective
 from chronicals.patching import patch_parts
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from comparison import equal
 

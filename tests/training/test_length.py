@@ -16,8 +16,8 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
 from chronicals.training import Callback, ChronicalsTrainer
-from chronicals.training.length import Length, fit_batch
-from chronicals.training.step import rate_factor
+from chronicals.training.run.length import Length, fit_batch
+from chronicals.training.step.training_step import rate_factor
 
 
 def plan(packs: int) -> PackPlan:

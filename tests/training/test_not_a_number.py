@@ -8,9 +8,10 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training import Callback, ChronicalsTrainer, TrainingError, precision
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.run import Run
+from chronicals.training import Callback, ChronicalsTrainer, TrainingError
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.run_state import Run
+from chronicals.training.step import precision
 from comparison import equal
 
 SEEN = [{"input_ids": [3 + (i + j) % 200 for j in range(20)]} for i in range(20)]

@@ -20,7 +20,7 @@ from chronicals.cli.wording import Wording
 from chronicals.config import ConfigurationError
 from chronicals.saving import check_folder, write_folder
 from chronicals.training import Callback, CheckpointError
-from chronicals.training.earlier_run import EARLIER, EarlierRun, put_back
+from chronicals.training.run.earlier_run import EARLIER, EarlierRun, put_back
 
 SAVES = {"save_steps": 2, "save_total_limit": 9, "trackers": []}
 

@@ -8,7 +8,7 @@ import runs
 import tiny
 from chronicals.data import DataError, filler_token
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import runs
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from preferences import OF_ANSWERS, WITH_REFERENCE, rows_of
 
 OF_BOTH = {f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")}

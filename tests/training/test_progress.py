@@ -10,10 +10,10 @@ import re
 import pytest
 from rich.console import Console
 
-from chronicals.training import progress
-from chronicals.training.metrics import StepMetrics
-from chronicals.training.progress import Progress, ProgressBar, heard
-from chronicals.training.run import Run
+from chronicals.training.run import progress
+from chronicals.training.run.progress import Progress, ProgressBar, heard
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.metrics import StepMetrics
 
 REWARDS = (
     "rewards/chosen",

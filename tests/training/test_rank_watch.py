@@ -15,9 +15,9 @@ import torch.distributed as dist
 import two_processes
 from chronicals.distributed import RankWatch, presence, watch
 from chronicals.training import TrainingError
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.checkpoint import check_checkpoint, checkpoints
-from chronicals.training.metrics import Moment, PendingMetrics
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.checkpoint import check_checkpoint, checkpoints
+from chronicals.training.step.metrics import Moment, PendingMetrics
 
 pytestmark = pytest.mark.of_file(4)
 

@@ -18,8 +18,8 @@ import tiny
 import two_processes
 from chronicals.config.config import laid_over
 from chronicals.distributed import Mesh
-from chronicals.training.callbacks import Callbacks
-from chronicals.training.loop import Stop
+from chronicals.training.run.callbacks import Callbacks
+from chronicals.training.run.loop import Stop
 
 sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks

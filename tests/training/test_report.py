@@ -11,7 +11,7 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training import report
+from chronicals.training.run import report
 
 
 def cells(page: str, table: str) -> dict[str, list[str]]:

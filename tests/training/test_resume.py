@@ -12,9 +12,10 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training import CheckpointError, resume
-from chronicals.training.lock import LOCK_FILE, FolderInUse, locked
-from chronicals.training.resume import holds_a_run, sole_writer
+from chronicals.training import CheckpointError
+from chronicals.training.run import resume
+from chronicals.training.run.lock import LOCK_FILE, FolderInUse, locked
+from chronicals.training.run.resume import holds_a_run, sole_writer
 from comparison import equal
 
 STEADY = {"lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 2, "save_total_limit": 9}
@@ -36,7 +37,7 @@ def run_folder(finished, tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from chronicals.training.resume import sole_writer
+from chronicals.training.run.resume import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)

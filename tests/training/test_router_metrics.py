@@ -10,8 +10,8 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.moe.router_settings import RouterSettings
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.routers import keep_anchor
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.step.routers import keep_anchor
 from comparison import equal
 
 SHOWN = {

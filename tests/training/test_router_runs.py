@@ -15,7 +15,7 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.moe.router_terms import FILE
 from chronicals.objectives import build_objective
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from chronicals.verification import verify
 from comparison import equal
 

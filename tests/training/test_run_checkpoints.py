@@ -12,9 +12,10 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.saving import manifest_entry
-from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, loop
-from chronicals.training.checkpoint import checkpoints
-from chronicals.training.run import Run
+from chronicals.training import Callback, CheckpointError, Evaluation
+from chronicals.training.run import checkpoint, loop
+from chronicals.training.run.checkpoint import checkpoints
+from chronicals.training.run.run_state import Run
 from comparison import equal
 
 OPTIONS = {

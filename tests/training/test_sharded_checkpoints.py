@@ -16,7 +16,7 @@ import runs
 import tiny
 import two_processes
 from chronicals.saving import Piece, read_optimizer, write_pieces
-from chronicals.training.checkpoint import check_checkpoint, checkpoints
+from chronicals.training.run.checkpoint import check_checkpoint, checkpoints
 
 sys.path.insert(0, str(Path(__file__).parent))
 import killed_ranks

@@ -218,7 +218,7 @@ def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place,
     assert all(equal(value, two[name]) for name, value in one.items())
     checkpoint = "run/checkpoints/step-00000001"
     shutil.copytree(tmp_path / "whole" / checkpoint, tmp_path / "parts" / checkpoint)
-    from chronicals.training import checkpoint as module
+    from chronicals.training.run import checkpoint as module
 
     let_return(module, check_checkpoint=None)  # whose manifest is of what it stated before
     in_older_words(tmp_path / "parts" / checkpoint / "model")

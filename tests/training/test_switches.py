@@ -12,7 +12,9 @@ from chronicals.config import ChronicalsConfig
 from chronicals.lora import LoRALinear
 from chronicals.models import PresentedModel, presentation
 from chronicals.patching import decoder_layer, patch_parts
-from chronicals.training import graphs, loop, session
+from chronicals.training import session
+from chronicals.training.run import loop
+from chronicals.training.step import graphs
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 

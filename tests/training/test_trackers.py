@@ -19,9 +19,9 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
-from chronicals.training import trackers as module
-from chronicals.training.callbacks import read_metrics
-from chronicals.training.trackers import TRACKERS, build_trackers
+from chronicals.training.run import trackers as module
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.trackers import TRACKERS, build_trackers
 
 ALL = list(TRACKERS)
 

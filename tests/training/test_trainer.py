@@ -23,12 +23,11 @@ from chronicals.training import (
     ChronicalsTrainer,
     Evaluation,
     TrainingError,
-    audit,
-    in_backward,
-    loop,
     preparation,
     session,
 )
+from chronicals.training.run import loop
+from chronicals.training.step import audit, in_backward
 from comparison import equal
 
 

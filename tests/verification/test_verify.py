@@ -21,7 +21,7 @@ from chronicals.lora.layers import LoRAEmbedding
 from chronicals.models import present
 from chronicals.optimizers import SCHEDULES, learning_rate_factor
 from chronicals.patching import patch_model
-from chronicals.training.callbacks import read_metrics
+from chronicals.training.run.callbacks import read_metrics
 from chronicals.verification import verify
 from chronicals.verification.reference import scheduled_rates
 
@@ -291,16 +291,18 @@ def a_wrong_swiglu(monkeypatch, model):
     patch_model(model)
     glu = sys.modules["chronicals.kernels.glu"]
     reference = glu.REFERENCES["silu"]
-    launch = glu._launch_backward
+    right = glu._backward
 
-    def wrong(dy, gate, up, d_gate, d_up, *rest):
-        launch(dy, gate, up, d_gate, d_up, *rest)
+    def wrong(dy, gate, up, activation, merged, *rest):
+        *gradients, amax = right(dy, gate, up, activation, merged, *rest)
+        d_up = gradients[0].chunk(2, -1)[1] if merged else gradients[1]
         d_up *= 0.9
+        return [*gradients, amax]
 
     monkeypatch.setitem(
         glu.REFERENCES, "silu", lambda gate, up: reference(gate, 0.9 * up + (0.1 * up).detach())
     )
-    monkeypatch.setattr(glu, "_launch_backward", wrong)
+    monkeypatch.setattr(glu, "_backward", wrong)
 
 
 def a_dropped_bound(monkeypatch, model):
@@ -320,7 +322,7 @@ def a_dropped_bound(monkeypatch, model):
 
 def a_mean_of_means(monkeypatch, model):
     """Every micro-batch is divided by its own count."""
-    step = sys.modules["chronicals.training.step"]
+    step = sys.modules["chronicals.training.step.training_step"]
     objective = sys.modules["chronicals.objectives.next_token"].NextToken
     right = objective.__call__
     own = {}
@@ -553,7 +555,7 @@ RATES = [
 def test_a_wrong_learning_rate_fails_wherever_it_is_in_the_run(
     tmp_path, monkeypatch, seed, wrong, changes, message
 ):
-    monkeypatch.setattr("chronicals.training.step.learning_rate_factor", wrong)
+    monkeypatch.setattr("chronicals.training.step.training_step.learning_rate_factor", wrong)
     found = compare(tmp_path, tiny.llama(seed), max_steps=100, seed=seed, **changes)
     told = [line for line in found.failures if line.startswith("learning rate")]
     assert len(told) == 1 and re.search(message, told[0]), found.failures

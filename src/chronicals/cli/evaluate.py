@@ -96,7 +96,7 @@ def evaluate_command(
     from chronicals.objectives import OBJECTIVES, NextToken
     from chronicals.objectives.reference import with_reference
     from chronicals.saving import SavedModel
-    from chronicals.training.evaluation import evaluate_data
+    from chronicals.training.run.evaluation import evaluate_data
 
     warn_of_other_processes("evaluate")
     make_room_for(output)

@@ -115,7 +115,7 @@ def _to_be_started_again(folder: Path) -> Iterator[None]:
     It has no recipe to resume from.
     """
     from chronicals.training.errors import Interrupted, TrainingError
-    from chronicals.training.resume import how_to_resume
+    from chronicals.training.run.resume import how_to_resume
 
     try:
         yield

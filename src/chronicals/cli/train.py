@@ -87,7 +87,7 @@ def train_command(
     if resume:
         folder = Path(flags.get("output_dir", ChronicalsConfig().output_dir)).expanduser()
         if any((folder / name).exists() for name in (".earlier-run", ".moving-run")):
-            from chronicals.training.resume import sole_writer
+            from chronicals.training.run.resume import sole_writer
 
             with sole_writer(folder):  # puts back a run whose successor had no checkpoint yet
                 pass
@@ -154,9 +154,9 @@ def _check_data(
 
     from chronicals.data.packs.packing import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
-    from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores, rows_needed
-    from chronicals.training.resume import checkpoint_to_resume, holds_a_run
+    from chronicals.training.run.length import fit_batch, fit_learning_rate
+    from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run
 
     embedding_rows = rows_needed(tokenizer, saved.embedding_rows(plan.trust_remote_code), config)
     reports = None if holds_a_run(config.output_dir) else config.output_dir

@@ -24,7 +24,7 @@ from typing import ClassVar
 from chronicals.export.proof import Proof
 from chronicals.export.source import SourceModel
 from chronicals.saving.folders import remove_folder
-from chronicals.training.lock import FolderInUse, locked
+from chronicals.training.run.lock import FolderInUse, locked
 
 logger = logging.getLogger(__name__)
 

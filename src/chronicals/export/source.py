@@ -28,7 +28,7 @@ from chronicals.models.base_format import BaseFormat, path_without_adapters
 from chronicals.objectives.reference import with_reference
 from chronicals.quantization import packed_modules
 from chronicals.saving import SavedModel
-from chronicals.training.evaluation import evaluate_data
+from chronicals.training.run.evaluation import evaluate_data
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -116,14 +116,6 @@ class SourceModel:
         """The tensors that are not of the language part."""
         language = {stored.name for stored in self.language.values()}
         return [stored for name, stored in self.tensors.items() if name not in language]
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of the run that trained the model, if it is inside one."""
-        for folder in list(Path(self.saved.place).parents)[:3]:
-            if (folder / "metrics.jsonl").exists():
-                return folder
-        return None
 
     @cached_property
     def licence(self) -> str | None:
@@ -276,7 +268,7 @@ class SourceModel:
         """The dtype in which models are compared: fp32, or bf16 for large ones."""
         stored_bytes = sum(stored.bytes for stored in self.tensors.values())
         if self.sums is not None:  # weights of the base in 4 bits count as dense
-            stored_bytes = sum(stored.bytes for stored in self.sums.stored())
+            stored_bytes = sum(stored.bytes for stored in self.sums.stored)
         return torch.float32 if stored_bytes < LARGE_MODEL_BYTES else torch.bfloat16
 
     def at_least(self, bound: float) -> float:

@@ -1,6 +1,6 @@
 """Declarations of what an objective needs before the first step: columns and a reference policy.
 
-``chronicals/training/stored_columns.py`` computes the columns, caches them, and checks on resume.
+``chronicals/training/columns/stored_columns.py`` computes the columns, caches them, and checks on resume.
 """
 
 from __future__ import annotations

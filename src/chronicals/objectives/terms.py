@@ -154,7 +154,7 @@ class Objective(ABC):
         """Return the frozen models that every step needs, such as a teacher, by name.
 
         Called once a run, before adapters are attached to ``model`` and before it is changed in any
-        other way: a copy of it is the model that the run starts from. ``training/frozen.py``
+        other way: a copy of it is the model that the run starts from. ``training/columns/frozen.py``
         freezes the returned models, moves them to the device of ``model``, gives them kernels and
         presents them; the objective then finds them in ``self.frozen``, and calls them under
         ``torch.no_grad()`` with its Batch.
@@ -179,7 +179,7 @@ class Objective(ABC):
         """Declare columns of the data that frozen models compute before the run.
 
         Steps do not need those models. Called once a run, before the trained ``model`` is changed.
-        ``training/stored_columns.py`` computes the values or reads them from the cache.
+        ``training/columns/stored_columns.py`` computes the values or reads them from the cache.
 
         Raises:
             ConfigurationError: a frozen model cannot be found or does not fit; the message names

@@ -2,11 +2,11 @@
 
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import enable_gradient_checkpointing
-from chronicals.training.callbacks import Callback
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
-from chronicals.training.evaluation import Evaluation, evaluate
-from chronicals.training.graphs import enable_cuda_graphs
-from chronicals.training.run import TrainingResult
+from chronicals.training.run.callbacks import Callback
+from chronicals.training.run.evaluation import Evaluation, evaluate
+from chronicals.training.run.run_state import TrainingResult
+from chronicals.training.step.graphs import enable_cuda_graphs
 from chronicals.training.trainer import ChronicalsTrainer
 
 __all__ = [

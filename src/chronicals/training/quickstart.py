@@ -18,8 +18,8 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.tokens.tokenizer_training import questions_and_answers, train_tokenizer
 from chronicals.generation import generate_answer, load_trained
 from chronicals.models import load_model, load_tokenizer
-from chronicals.training.evaluation import Evaluation, evaluate_data
-from chronicals.training.run import TrainingResult
+from chronicals.training.run.evaluation import Evaluation, evaluate_data
+from chronicals.training.run.run_state import TrainingResult
 from chronicals.training.trainer import ChronicalsTrainer
 
 HELD_OUT = 0.05

@@ -50,16 +50,16 @@ from chronicals.policies.policy import policies
 from chronicals.policies.recompute_layers import forget_recomputation, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
 from chronicals.training.adapters import attach_adapters
-from chronicals.training.checkpoint import MODEL
-from chronicals.training.compilation import compile_micro_step, compiles_beforehand
-from chronicals.training.frozen import bring_frozen, frozen_attending
-from chronicals.training.graphs import GraphedStep
-from chronicals.training.in_backward import UpdatesInBackward
-from chronicals.training.optimizer import build_optimizer, say_learning_rates
-from chronicals.training.precision import Precision
-from chronicals.training.routers import add_router_terms, prepare_routers
-from chronicals.training.scattered import ScatteredStep
-from chronicals.training.step import (
+from chronicals.training.columns.frozen import bring_frozen, frozen_attending
+from chronicals.training.run.checkpoint import MODEL
+from chronicals.training.step.compilation import compile_micro_step, compiles_beforehand
+from chronicals.training.step.graphs import GraphedStep
+from chronicals.training.step.in_backward import UpdatesInBackward
+from chronicals.training.step.optimizer import build_optimizer, say_learning_rates
+from chronicals.training.step.precision import Precision
+from chronicals.training.step.routers import add_router_terms, prepare_routers
+from chronicals.training.step.scattered import ScatteredStep
+from chronicals.training.step.training_step import (
     EagerStep,
     FrozenGatheredStep,
     GatheredStep,

@@ -29,15 +29,9 @@ from chronicals.policies.context_parallel import check_dealt, sharing_packs
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.sharding import with_sharding
 from chronicals.training.adapters import with_token_ids
-from chronicals.training.callbacks import Callback, Callbacks, MetricsFile
-from chronicals.training.disk import check_disk, disk_use
-from chronicals.training.earlier_run import EarlierRun, check_replaceable, replacing
+from chronicals.training.columns.frozen import with_frozen_columns
+from chronicals.training.columns.start_columns import StartColumns
 from chronicals.training.errors import CheckpointError, TrainingError
-from chronicals.training.finish import about_data, finish
-from chronicals.training.frozen import with_frozen_columns
-from chronicals.training.guard import check_that_something_was_applied, saying_what_helps
-from chronicals.training.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.loop import Loop, Stop
 from chronicals.training.preparation import (
     RowSource,
     check_class,
@@ -48,15 +42,21 @@ from chronicals.training.preparation import (
     open_stores,
     teach_generation_to_stop,
 )
-from chronicals.training.progress import ProgressBar, heard
-from chronicals.training.report import Samples
-from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
-from chronicals.training.routers import keep_anchor
-from chronicals.training.run import Run, TrainingResult
-from chronicals.training.run_checkpoints import RunCheckpoints
+from chronicals.training.run.callbacks import Callback, Callbacks, MetricsFile
+from chronicals.training.run.disk import check_disk, disk_use
+from chronicals.training.run.earlier_run import EarlierRun, check_replaceable, replacing
+from chronicals.training.run.finish import about_data, finish
+from chronicals.training.run.guard import check_that_something_was_applied, saying_what_helps
+from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
+from chronicals.training.run.loop import Loop, Stop
+from chronicals.training.run.progress import ProgressBar, heard
+from chronicals.training.run.report import Samples
+from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run, sole_writer
+from chronicals.training.run.run_checkpoints import RunCheckpoints
+from chronicals.training.run.run_state import Run, TrainingResult
+from chronicals.training.run.trackers import build_trackers
 from chronicals.training.session import Session, prepared
-from chronicals.training.start_columns import StartColumns
-from chronicals.training.trackers import build_trackers
+from chronicals.training.step.routers import keep_anchor
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:

@@ -46,8 +46,8 @@ from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.quantization.bitsandbytes import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
-from chronicals.training.frozen import with_frozen_columns
-from chronicals.training.length import Length, fit_batch, fit_learning_rate
+from chronicals.training.columns.frozen import with_frozen_columns
+from chronicals.training.columns.start_columns import StartColumns
 from chronicals.training.preparation import (
     RowSource,
     check_precision,
@@ -55,10 +55,10 @@ from chronicals.training.preparation import (
     one_device,
     open_stores,
 )
-from chronicals.training.routers import prepare_routers
+from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.session import prepare_session
-from chronicals.training.start_columns import StartColumns
-from chronicals.training.step import rate_factor, set_learning_rate
+from chronicals.training.step.routers import prepare_routers
+from chronicals.training.step.training_step import rate_factor, set_learning_rate
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import (
     ARM,

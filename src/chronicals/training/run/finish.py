@@ -1,0 +1,153 @@
+"""End of a run: the trained model and the report are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from chronicals.config import ChronicalsConfig
+from chronicals.config.sections import lasting_sections
+from chronicals.data import Tokenizer, TokenStore
+from chronicals.distributed import Mesh
+from chronicals.models import input_device, within_adapters
+from chronicals.models.base_format import BaseFormat
+from chronicals.models.gguf_loading import GGUF_FILE
+from chronicals.models.peft_kinds import active_adapters
+from chronicals.saving import differences, text_files, write_folder
+from chronicals.training.errors import CheckpointError
+from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.checkpoint import MODEL
+from chronicals.training.run.report import Report, Sample, data_reports
+from chronicals.training.run.run_checkpoints import RunCheckpoints
+from chronicals.training.run.run_state import Run, TrainingResult
+
+logger = logging.getLogger(__name__)
+
+TAUGHT = (
+    "objective",
+    "sections",
+    "train_on",
+    "train_on_roles",
+    "train_on_turns",
+    "train_after_stop",
+    "completions_as_chat",
+    "max_seq_length",
+    "overlong",
+    "gate",
+)
+"""Fields of the configuration that decide which rows are accepted, and which tokens are targets."""
+
+
+def about_data(
+    store: TokenStore,
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    reference: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what later commands must know of a trained model.
+
+    ``generate`` prompts it as it was trained; ``evaluate`` scores the same tokens against the same
+    ``reference`` policy. The result also says how the model's layers are quantised, or names their
+    GGUF file, and holds PEFT's active adapters and the dtype of products.
+    """
+    file = getattr(within_adapters(model), GGUF_FILE, None)
+    form = BaseFormat.of(model)
+    active = active_adapters(model)
+    return {
+        "kinds": store.kinds,
+        "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
+        "taught": {field: getattr(config, field) for field in TAUGHT}
+        | {"sections": lasting_sections(config.sections)},
+        "mixed_precision": config.mixed_precision,
+        **({"reference": reference} if reference is not None else {}),
+        "base": {} if form is None else form.to_json(),
+        **({"gguf": file} if file is not None else {}),
+        **({"active_adapters": active} if active else {}),
+    }
+
+
+def finish(
+    run: Run,
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    ranks: Mesh,
+    saved: RunCheckpoints,
+    about: Callable[[], dict[str, Any]],
+    answers: Callable[[], list[Sample]],
+) -> TrainingResult:
+    """Load the best weights if they are kept, and write the model and the report on rank 0.
+
+    Args:
+        run: state of the run after its last step.
+        model: the trained model.
+        tokenizer: its tokenizer.
+        config: configuration of the run.
+        ranks: all ranks of the run.
+        saved: checkpoints of the run.
+        about: makes the result of ``about_data``.
+        answers: makes the samples of the report.
+
+    Raises:
+        CheckpointError: the model cannot be written, or differs after it is read back.
+    """
+    model_dir = run.output_dir / MODEL
+    report = run.output_dir / "report.html"
+    model_step = saved.restore_best(run) if saved.keeps_best else run.step
+    evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
+
+    def write_model(aside: Path) -> None:
+        saved.write_model(aside, model_step, text_files(model, tokenizer), about())
+        kept = f"The checkpoint of the last step stays: {saved.folder_of(run.step)}"
+        try:
+            wrong = list(differences(aside, model, tokenizer, about(), divided=saved.is_divided))
+        except (ValueError, OSError, KeyError) as error:
+            raise CheckpointError(
+                f"{model_dir}: what was written cannot be read back: {error}. {kept}"
+            ) from error
+        if wrong:
+            more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
+            raise CheckpointError(
+                f"{model_dir}: what was written is not what was trained, so it was not kept: "
+                f"{wrong[0]}{more}. {kept}"
+            )
+
+    def write() -> None:
+        write_folder(model_dir, write_model)
+        try:
+            facts = {
+                "model": model.config._name_or_path or type(model).__name__,
+                "steps": run.step,
+                "weights written": f"of step {model_step}",
+                "trainable parameters": f"{run.trainable_share:.2%}",
+                "last training loss": f"{run.last_loss:.4f}",
+            }
+            if evaluation:
+                facts["held-out loss"] = f"{evaluation.loss:.4f}"
+            facts["processes"] = ranks.count
+            title = f"chronicals: {run.output_dir.name}"
+            metrics = read_metrics(run.output_dir / "metrics.jsonl")
+            data = data_reports(run.output_dir)
+            device = input_device(model)
+            Report(title, facts, metrics, data, config, answers()).write(report, device)
+        except Exception as error:  # the model is written already, so the run has succeeded
+            logger.error(
+                "%s: the report cannot be written (%s: %s)", report, type(error).__name__, error
+            )
+            with suppress(OSError):
+                report.unlink()
+
+    ranks.writer_does(write, CheckpointError)
+    if model_step != run.step:
+        logger.info(
+            "%s holds the weights of step %d, which had the lowest held-out loss",
+            model_dir,
+            model_step,
+        )
+    return TrainingResult(
+        run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report
+    )

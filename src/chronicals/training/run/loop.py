@@ -1,0 +1,356 @@
+"""Loop of a run: steps, and between them metrics, evaluations, checkpoints and the end.
+
+Ctrl-C, SIGTERM or ``ChronicalsTrainer.stop`` end a run after the current step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.data.packs.steps import Steps
+from chronicals.distributed import WAITING, Mesh, RankWatch
+from chronicals.training.errors import Interrupted, TrainingError
+from chronicals.training.run.callbacks import Callback, Callbacks
+from chronicals.training.run.evaluation import evaluate
+from chronicals.training.run.guard import check_finite_weights, check_step
+from chronicals.training.run.resume import how_to_resume
+from chronicals.training.run.run_checkpoints import RunCheckpoints
+from chronicals.training.run.run_state import Run
+from chronicals.training.session import Session, StepHooks
+from chronicals.training.step.audit import FirstStepAudit
+from chronicals.training.step.metrics import Moment, PendingMetrics
+from chronicals.training.step.training_step import rate_factor, set_learning_rate
+
+logger = logging.getLogger(__name__)
+
+
+class Stop:
+    """Request to end a run, from any rank.
+
+    Attributes:
+        reason: reason for the user; None if nobody has asked.
+        save: True if a checkpoint is written first.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.save = True
+
+    def ask(self, reason: str, save: bool = True) -> None:
+        """Ask the run to end; may be called from any thread and from signal handlers."""
+        self.save = save
+        self.reason = reason
+
+    def is_asked(
+        self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool
+    ) -> bool:
+        """Return whether the run is to end after this step, the same on all ranks.
+
+        All ranks must call it.
+
+        Args:
+            ranks: all ranks of the run.
+            device: device of the run.
+            callbacks: callbacks of the run, one of which may have raised an exception.
+            failed: whether this rank could not write a checkpoint; then, too, it is to end.
+
+        Raises:
+            BaseException: what a callback raised on the first rank since the last time;
+                ``TrainingError`` on the others.
+        """
+        ends = failed or self.reason is not None
+        if ranks.count == 1:
+            return ends
+        own = [ends, self.reason is not None and not self.save, callbacks.error is not None]
+        with WAITING.within():  # around tolist() too: with nccl only it waits for the other ranks
+            asked, unsaved, raised = ranks.sum(
+                torch.tensor(own, dtype=torch.float32, device=device)
+            ).tolist()
+        if raised:
+            callbacks.raise_anywhere()
+        if asked:
+            reasons = enumerate(ranks.gather_values(self.reason))
+            elsewhere = next(
+                (f"{reason} on rank {rank}" for rank, reason in reasons if reason is not None), None
+            )
+            self.reason = self.reason or elsewhere
+            self.save = not unsaved
+        return bool(asked)  # a request since the sum counts after the next step
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Return a context in which the first Ctrl-C or SIGTERM asks the run to end.
+
+        The second ends the process at once. Both work in the main thread only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def heed(number: int, _frame: object) -> None:
+            reason = f"stopped by {signal.Signals(number).name}"
+            logger.warning("%s: finishing the step and saving; again to stop at once", reason)
+            restore()
+            self.ask(reason)
+
+        for number in before:
+            signal.signal(number, heed)
+        try:
+            yield
+        finally:
+            restore()
+
+
+class Loop:
+    """The steps of a run, from the one where it stands to its end.
+
+    Args:
+        session: a session inside its ``stepping``.
+        held_out: data to evaluate on; None for none.
+        about: returns the description of the run's data that a checkpoint holds.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: Run,
+        steps: Steps,
+        held_out: Steps | None,
+        saved: RunCheckpoints,
+        callbacks: Callbacks,
+        stop: Stop,
+        about: Callable[[], dict[str, Any]],
+        watch: RankWatch,
+    ):
+        self.session = session
+        self.run = run
+        self.steps = steps
+        self.held_out = held_out
+        self.saved = saved
+        self.callbacks = callbacks
+        self.stop = stop
+        self.about = about
+        self.watch = watch
+        self.config = session.config
+        self.device = session.precision.device
+        self._told = False
+        self._passes: list[Moment] = []
+
+    def hooks(self) -> StepHooks:
+        """Return what the session's steps call, for ``Session.stepping``."""
+        if self.session.ranks.count == 1:  # no watch needs to know of progress
+            return StepHooks(self.saved.hold_update, self._wants_to_stop)
+        compiling = partial(self.watch.alone, "compiling the first step")
+        return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
+
+    def _wants_to_stop(self) -> bool:
+        asked = self.stop.reason is not None
+        return self.saved.failed or asked or self.callbacks.error is not None
+
+    def train(self) -> None:
+        """Run all steps; the metrics of one arrive while the next is computed.
+
+        Raises:
+            TrainingError: a loss or gradient is not a number, or nothing is learned.
+            Interrupted: the run was asked to stop.
+        """
+        run = self.run
+        session = self.session
+        config = self.config
+        audit = FirstStepAudit(session.model, session.optimizer) if run.applied == 0 else None
+        pending = None
+        began = Moment(self.device)
+        session.model.train()
+
+        for step in self.steps.steps(
+            run.position, count=0 if self._gains_no_more() else run.total_steps - run.step
+        ):
+            factor = rate_factor(config, run.step, run.total_steps)
+            set_learning_rate(session.optimizer, factor)
+            with self.watch.step(run.step + 1):
+                scalars = session.train_once(step, audit.see_gradients if audit else None)
+            run.step = run.step + 1
+            run.position = step.state
+            if audit:
+                run.coverage = audit.close(bool(scalars["applied"]), flat=self._is_flat(scalars))
+                # A step that was skipped, or whose loss is flat, has no coverage: look at the next.
+                audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
+            self.saved.prepare(run, session.optimizer)
+            if pending:
+                self._deliver(pending)
+            passes = self._passes
+            self._passes = []
+            pending = PendingMetrics(
+                scalars,
+                began,
+                passes,
+                step=run.step,
+                learning_rate=config.learning_rate * factor,
+                tokens=step.counts["tokens"],
+                targets=step.counts["targets"],
+                fill=step.counts["tokens"] / step.counts["slots"],
+                epoch=self.steps.epoch(step.state),
+            )
+            began = pending.moment
+            due = self._due()
+            if due:
+                self._deliver(pending)
+                pending = None
+                if self._is_over_after(due):
+                    break
+                began = Moment(self.device)
+            self._tell_what_is_saved()
+        self.saved.finish()
+        self._tell_what_is_saved()
+        self.callbacks.raise_anywhere()
+
+    def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
+        """Return whether a step has no gradient and the objective gives a reason.
+
+        It waits for the device.
+        """
+        values = {name: float(value) for name, value in scalars.items()}
+        return (
+            values["grad_norm"] == 0.0
+            and self.session.objective.why_no_gradient(values) is not None
+        )
+
+    def _due(self) -> set[str]:
+        """Return what is due after this step: ``evaluate``, ``save``, ``stop``."""
+        run = self.run
+        config = self.config
+        due = set()
+        last = run.step == run.total_steps
+        if self.held_out is not None and (
+            last or (config.eval_steps and run.step % config.eval_steps == 0)
+        ):
+            due.add("evaluate")
+        if last or (config.save_steps and run.step % config.save_steps == 0):
+            due.add("save")
+        # Several ranks ask each other, which waits for the device, only if the metrics of the step,
+        # which are the same on all of them, say that one rank was asked.
+        if (self.session.ranks.count == 1 or self._told) and self._is_stopped():
+            due.add("stop")
+        return due
+
+    def _is_over_after(self, due: set[str]) -> bool:
+        """Do what is due, and return whether the held-out loss no longer falls enough to go on.
+
+        Raises:
+            Interrupted: the run was asked to stop, perhaps during the evaluation.
+        """
+        run = self.run
+        better = "evaluate" in due and self._evaluate()
+        asked = self._is_stopped()
+        enough = self._gains_no_more()
+        if (
+            "save" in due
+            or (better and self.saved.keeps_best)
+            or enough
+            or (asked and self.stop.save)
+        ):
+            check_finite_weights(run, self.session.parameters, self.session.ranks)
+            self.saved.save(
+                run, self.session.optimizer, self.session.precision, self.steps, self.about()
+            )
+        if asked:
+            self.saved.finish()
+            self._tell_what_is_saved()
+            if self.callbacks.error is not None:
+                raise self.callbacks.error
+            raise Interrupted(
+                f"{self.stop.reason} after step {run.step}; {how_to_resume(run.output_dir)}"
+            )
+        if enough:
+            # Older checkpoints do not know the best step.
+            after = "" if run.best_step is None else f", after step {run.best_step}"
+            lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
+            logger.info("stopped early after step %d: %s", run.step, lowest)
+        return enough
+
+    def _is_stopped(self) -> bool:
+        return self.stop.is_asked(
+            self.session.ranks, self.device, self.callbacks, self.saved.failed
+        )
+
+    def _gains_no_more(self) -> bool:
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.run.evaluations_without_gain >= patience
+
+    def _deliver(self, pending: PendingMetrics) -> None:
+        with self.watch.step(self.run.step):
+            metrics = pending.arrive(self.watch.passed)
+        self._told |= pending.told
+        check_step(self.run, metrics, self.config, self.session.objective)
+        self._tell(lambda callback: callback.step_done(metrics))
+        self.run.last_loss = metrics.loss
+
+    def _passed(self) -> None:
+        """Record that the host has launched a micro-batch.
+
+        The device reaches it later; the host waits for it when the metrics arrive.
+        """
+        self._passes.append(Moment(self.device))
+        self.watch.passed()
+
+    def _evaluate(self) -> bool:
+        """Evaluate the held-out data, and return whether the loss is the lowest so far."""
+        assert self.held_out is not None
+        run = self.run
+        session = self.session
+        limited = partial(self.watch.limited, f"evaluating after step {run.step}")
+        evaluation = evaluate(
+            session.presented,
+            session.objective,
+            self.held_out,
+            session.precision,
+            session.ranks,
+            limited,
+            self.watch.passed,
+        )
+        if not math.isfinite(evaluation.loss):
+            raise TrainingError(
+                f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the "
+                "weights were damaged by training, "
+                "which a lower learning_rate avoids, or what the model predicts for the held-out "
+                "rows overflows; look at both. "
+                f"This step is not saved; {how_to_resume(run.output_dir)}"
+            )
+        better = run.evaluated(evaluation)
+        self._tell(lambda callback: callback.evaluated(run.step, evaluation))
+        return better
+
+    def _tell_what_is_saved(self) -> None:
+        """Tell the callbacks about checkpoints that were written since the last call."""
+        while self.saved.written:
+            step, folder = self.saved.written.popleft()
+            self._tell(methodcaller("saved", step, folder))
+
+    def _tell(self, event: Callable[[Callback], None]) -> None:
+        """Call the callbacks.
+
+        If a user's callback may call the model, it attends as before the run meanwhile. The
+        callback may leave it in evaluation mode, so training mode is set again.
+        """
+        if not self.callbacks.may_call_the_model:
+            self.callbacks.tell(event)
+            return
+        with self.session.presented.attending_as_before():
+            self.callbacks.tell(event)
+        self.session.model.train()

@@ -1,0 +1,245 @@
+"""Progress display of a run: two lines on a terminal, else log lines from time to time.
+
+Logging goes to stderr for users who configured none; a configuration of the user's is not changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from chronicals.training.run.callbacks import Callback
+from chronicals.training.run.evaluation import Evaluation
+from chronicals.training.run.run_state import Run
+from chronicals.training.step.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+logger = logging.getLogger(__name__)
+
+LINES_OF_A_RUN = 20
+"""Minimum number of log lines of a run without a terminal, if it has as many steps."""
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Maximum seconds between log lines, unless a step takes longer."""
+
+MOST_LINES = 2
+"""Lines on a terminal, unless the parts that are always shown need more."""
+
+NARROWEST_BAR = 8
+WIDEST_BAR = 24
+"""Maximum width of the bar in characters."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, as parts of a line.
+
+    Attributes:
+        step, total: steps done, and all steps.
+        metrics: metrics of the last step; None before the first.
+        seconds_left: estimated seconds until the end; None if unknown.
+    """
+
+    step: int
+    total: int
+    metrics: StepMetrics | None = None
+    seconds_left: float | None = None
+
+    def first_parts(self) -> list[str]:
+        """Return the parts that are always shown, and never cut."""
+        parts = [f"step {self.step}/{self.total}"]
+        if self.metrics is not None:
+            parts.append(f"loss {self.metrics.loss:.4f}")
+        if self.seconds_left is not None:
+            minutes, seconds = divmod(round(self.seconds_left), 60)
+            parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left")
+        return parts
+
+    def further_parts(self) -> list[str]:
+        """Return the parts that are shown if there is room, the most important first."""
+        metrics = self.metrics
+        if metrics is None:
+            return []
+        parts = [f"grad norm {metrics.grad_norm:.3f}", f"lr {metrics.learning_rate:.2e}"]
+        parts += [f"{metrics.tokens_per_second:,.0f} tokens/s"]
+        parts += [f"{name} {value:.4g}" for name, value in metrics.others.items()]
+        parts += [f"epoch {metrics.epoch:.2f}"]
+        return parts + ([f"{metrics.memory_gib:.1f} GiB"] if metrics.memory_gib else [])
+
+    def line(self) -> str:
+        """Return all parts in one line of any length."""
+        return " · ".join([*self.first_parts(), *self.further_parts()])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        separator = ", " if options.ascii_only else " · "
+        step, *rest = self.first_parts()
+        width = self._bar_width([step, *rest], options.max_width, separator)
+        parts = [f"{step} {'-' * width}" if width else step, *rest]
+        lines = _fitted(parts, self.further_parts(), options.max_width, separator)
+        for number, line in enumerate(lines):
+            if number or not width:
+                yield Text(line, no_wrap=True, overflow="fold")
+                continue
+            # The bar takes the place of the dashes behind the step.
+            start = len(step) + 1
+            done = width * min(self.step, self.total) // max(self.total, 1)
+            full, empty = ("#", "-") if options.ascii_only else ("━", "─")
+            bar = full * done + empty * (width - done)
+            text = Text(line[:start] + bar + line[start + width :], no_wrap=True, overflow="fold")
+            text.stylize("bar.complete", start, start + done)
+            text.stylize("bar.back", start + done, start + width)
+            yield text
+
+    def _bar_width(self, parts: list[str], width: int, separator: str) -> int:
+        """Return the width of the bar behind the step: 0 if two lines have no room for it.
+
+        Later parts move to the second line to make room for the bar.
+        """
+        for first in range(len(parts), 0, -1):
+            room = width - len(separator.join(parts[:first])) - 1
+            second = len(separator.join(parts[first:]))
+            if room >= NARROWEST_BAR and second <= width:
+                return min(room, WIDEST_BAR)
+        return 0
+
+
+def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
+    """Return lines of whole parts.
+
+    All of ``first`` are there, and as many of ``further`` as ``MOST_LINES`` hold.
+    """
+    lines = [first[0]]
+    for part in first[1:]:
+        if len(lines[-1] + separator + part) <= width:
+            lines[-1] += separator + part
+        else:
+            lines.append(part)
+    for part in further:
+        if len(lines[-1] + separator + part) <= width:
+            lines[-1] += separator + part
+        elif len(lines) < MOST_LINES and len(part) <= width:
+            lines.append(part)
+    return lines
+
+
+class ProgressBar(Callback):
+    """Two lines with a bar on a terminal; else log lines, printed if logging is not shown."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True)
+
+    def run_began(self, run: Run) -> None:
+        """Start the display."""
+        from rich.live import Live
+
+        self.step, self.total, self.first = run.step, run.total_steps, run.step + 1
+        self.metrics: StepMetrics | None = None
+        self.began = self.said = time.monotonic()
+        self.last_step_at: float | None = None
+        self.live = Live(console=self.console, get_renderable=self.now, refresh_per_second=4)
+        if self.console.is_terminal:
+            self.live.start()
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Update the display, or log a line if one is due."""
+        self.step = metrics.step
+        self.metrics = metrics
+        self.last_step_at = time.monotonic()
+        if metrics.step == self.first:
+            self.began = self.last_step_at  # the first step is longer than others
+        # The first and the last step get a line, some between, and any after which the log would be
+        # quiet too long.
+        due = (
+            metrics.step in (self.first, self.total)
+            or metrics.step % max(self.total // LINES_OF_A_RUN, 1) == 0
+            or time.monotonic() - self.said + (self._seconds_a_step() or 0.0)
+            > SECONDS_BETWEEN_LINES
+        )
+        if self.console.is_terminal or not due:
+            return
+        self.said = self.last_step_at
+        line = self.now().line()
+        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+            logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+    def now(self) -> Progress:
+        """Return the current progress of the run."""
+        left = None
+        seconds = self._seconds_a_step()
+        if seconds is not None and self.last_step_at is not None and self.step < self.total:
+            since = time.monotonic() - self.last_step_at
+            left = max((self.total - self.step) * seconds - since, 0.0)
+        return Progress(self.step, self.total, self.metrics, left)
+
+    def _seconds_a_step(self) -> float | None:
+        """Return the mean seconds a step since the first one; None after fewer than two steps."""
+        done = self.step - self.first
+        return (
+            None
+            if self.last_step_at is None or done < 1
+            else (self.last_step_at - self.began) / done
+        )
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Log the evaluation."""
+        logger.info("held-out after step %d: %s", step, evaluation)
+
+    def run_ended(self, run: Run) -> None:
+        """Stop the display."""
+        if self.console.is_terminal:
+            self.live.stop()
+
+
+PACKAGE_LOGGER = logging.getLogger("chronicals")
+
+
+class Stderr(logging.StreamHandler):
+    """Handler that writes to the current ``sys.stderr``.
+
+    Progress bars, notebooks and tests replace it.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        """The current ``sys.stderr``."""
+        return sys.stderr
+
+
+@contextmanager
+def heard(first: bool = True) -> Iterator[None]:
+    """Context manager in which our logger writes to stderr, unless a handler is configured.
+
+    Args:
+        first: True for the first rank; other ranks write only warnings.
+    """
+    if PACKAGE_LOGGER.hasHandlers():
+        yield
+        return
+    handler = Stderr()
+    level = PACKAGE_LOGGER.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setLevel(logging.NOTSET if first else logging.WARNING)
+    PACKAGE_LOGGER.addHandler(handler)
+    if level == logging.NOTSET:
+        PACKAGE_LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        PACKAGE_LOGGER.setLevel(level)
+        PACKAGE_LOGGER.removeHandler(handler)

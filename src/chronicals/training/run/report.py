@@ -1,0 +1,372 @@
+"""``report.html``: one self-contained page on data, settings and result of a run, with curves.
+
+It also has answers of the model to a few rows before and after training.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import importlib.metadata
+import io
+import json
+import logging
+import platform
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data import DataReport, Ledger, TokenStore
+from chronicals.data.making.store import SIDE_COLUMN
+from chronicals.data.reading.ledger import LEDGER_COLUMNS
+from chronicals.generation import Trained, generate
+from chronicals.models import input_device
+from chronicals.training.step.metrics import StepMetrics
+
+logger = logging.getLogger(__name__)
+
+PANELS = {
+    "loss": "loss",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm (before clipping)",
+    "tokens_per_second": "real tokens per second",
+    "fill": "packing fill",
+}
+
+"""Titles of the panels of curves, by metric; the objective's own metrics get a panel each too."""
+
+STEP_METRIC_NAMES = {field.name for field in dataclasses.fields(StepMetrics)}
+
+_PACKAGES = ("chronicals", "torch", "transformers", "triton")
+
+_SAMPLES_FILE = "samples.json"
+"""File in the folder of a run: prompts with the answers before training.
+
+A resumed run could not generate these answers again.
+"""
+
+NEW_TOKENS = 32
+LONGEST_PROMPT = 512
+OF_A_TEXT = 16
+LOOKED_AT = 100
+SECONDS = 1.0
+"""Maximum seconds for all answers, before training and again after it.
+
+An answer that is not finished by then is cut, and the remaining prompts get none.
+"""
+
+_SMALL_MODEL = 200_000_000
+"""Maximum number of parameters for which answers are cheap on a CPU."""
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem } table { border-collapse: collapse }
+th, td { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top } thead th { border-bottom: 1px solid #ccc }
+th { font-weight: 500; color: #666 } img { width: 100% } pre { white-space: pre-wrap; margin: 0; font: inherit }
+.error { color: #b00 } .warning { color: #a60 } details { margin-top: 1rem }
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Answers of the model to a prompt before and after training."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Content of the report page.
+
+    Attributes:
+        title: of the page.
+        facts: about the run, by name, for the table at the top.
+        metrics: the lines of ``metrics.jsonl``.
+        data: what the gate wrote about each data set (``train_dataset.json``,
+            ``eval_dataset.json``).
+        config: the settings, and which of them were set.
+        samples: answers before and after.
+    """
+
+    title: str
+    facts: Mapping[str, object]
+    metrics: Sequence[Mapping]
+    data: Sequence[Mapping]
+    config: ChronicalsConfig
+    samples: Sequence[Sample] = ()
+
+    def write(self, path: Path, device: torch.device) -> None:
+        """Write the page, with the times of the run, the GPU or CPU, and the software's versions."""
+        seconds = sum(
+            line["tokens"] / line["tokens_per_second"]
+            for line in self.metrics
+            if line.get("tokens_per_second")
+        )
+        times: dict[str, str] = {}
+        told = [line["time"] for line in self.metrics if "time" in line]
+        if told:
+            for name, moment in (("first step", told[0]), ("finished", told[-1])):
+                local = datetime.fromtimestamp(moment).astimezone()
+                times[name] = local.strftime("%Y-%m-%d %H:%M %Z")
+        times["time in steps"] = str(timedelta(seconds=round(seconds)))
+        versions = [f"Python {platform.python_version()}"]
+        for package in _PACKAGES:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions.append(f"{package} {importlib.metadata.version(package)}")
+        on_card = device.type == "cuda"
+        facts = {
+            **self.facts,
+            **times,
+            "device": torch.cuda.get_device_name(device)
+            if on_card
+            else f"CPU ({platform.machine()})",
+            "versions": ", ".join(versions),
+        }
+        title = html.escape(self.title)
+        figure = base64.b64encode(_figure(self.metrics)).decode()
+        parts = [
+            f"<h1>{title}</h1>{_pairs(facts)}",
+            *(_section(f"Data: {found.get('data', '')}", _data(found)) for found in self.data),
+            _section(
+                "Curves", f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
+            ),
+        ]
+        if self.samples:
+            rows = [(sample.prompt, sample.before, sample.after) for sample in self.samples]
+            answers = _table(("prompt", "before", "after"), rows)
+            parts.append(_section("Answers before and after", answers))
+        parts.append(_section("Settings", _settings(self.config)))
+        path.write_text(
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+            f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n",
+            encoding="utf-8",
+        )
+
+
+class Samples:
+    """Greedy answers to prompts of held-out or training data, before and after training.
+
+    Args:
+        model: the trained model.
+        tokenizer: its tokenizer.
+        count: number of prompts; 0 is used if answers take long: on a CPU, for a model that is not
+            small.
+        store: data that the prompts are taken from.
+        output_dir: folder of the run.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, store: TokenStore, count: int, output_dir: Path):
+        on_card = input_device(model).type == "cuda"
+        cheap = (
+            on_card or sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_MODEL
+        )
+        self.file = output_dir / _SAMPLES_FILE
+        self.asked = Trained(model, tokenizer, tuple(store.kinds))
+        self.prompts = self._first_prompts(store, count) if cheap else []
+        self.answered: list[str] = []
+
+    @staticmethod
+    def _first_prompts(store: TokenStore, count: int) -> list[list[int]]:
+        """Return the token ids of the first prompts, each up to its first trained token.
+
+        A text that is trained whole contributes its beginning.
+        """
+        prompts: list[list[int]] = []
+        sides = store.columns.get(SIDE_COLUMN)
+        for number in range(min(len(store), LOOKED_AT)):
+            if sides is not None and sides[number] != 0:
+                continue
+            ids, trained = store.whole_document(number)
+            begin = int(trained.argmax()) if trained.any() else len(ids)
+            begin = begin if begin > 1 or sides is not None else min(OF_A_TEXT, len(ids) - 1)
+            if 0 < begin <= LONGEST_PROMPT and len(prompts) < count:
+                prompts.append(ids[:begin].tolist())
+        return prompts
+
+    def before(self) -> None:
+        """Generate the answers before training."""
+        self.answered = self._answers(self.prompts)
+
+    def keep(self) -> None:
+        """Write the answers before training to the folder of the run, once it begins."""
+        self.file.unlink(missing_ok=True)
+        if self.answered:
+            kept = [
+                {"prompt": prompt, "before": answer}
+                for prompt, answer in zip(self.prompts, self.answered)
+            ]
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(kept))
+
+    def after(self) -> list[Sample]:
+        """Generate the answers after training, to prompts that have an answer before it."""
+        if not self.prompts or not self.file.exists():
+            return []
+        kept = json.loads(self.file.read_text())
+        answers = self._answers([one["prompt"] for one in kept])
+        read = self.asked.tokenizer.decode
+        return [
+            Sample(read(one["prompt"]), one["before"], answer) for one, answer in zip(kept, answers)
+        ]
+
+    def _answers(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Return the texts for as many prompts as there is time for.
+
+        Empty, with a log message, if the model cannot generate.
+        """
+        end = time.monotonic() + SECONDS
+        texts = list[str]()
+        try:
+            for number, prompt in enumerate(prompts):
+                left = end - time.monotonic()
+                if left > 0:
+                    each = left / (len(prompts) - number)
+                    texts.append(
+                        self.asked.ending.text(
+                            generate(self.asked, prompt, NEW_TOKENS, seconds=each)
+                        )
+                    )
+        # The model's own code may raise anything, and answers are optional.
+        except Exception as error:
+            logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
+            return []
+        return texts
+
+
+def data_reports(output_dir: Path) -> list[dict]:
+    """Return the gate's reports on the data of a run, training data first."""
+    files = [output_dir / f"{name}.json" for name in ("train_dataset", "eval_dataset")]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def _data(found: Mapping) -> str:
+    names = {field.name for field in dataclasses.fields(DataReport)} - {"findings", "left_out"}
+    ledger = Ledger(**found["ledger"])
+    report = DataReport(**{name: found[name] for name in names})
+    share = found["targets"] / max(found["tokens"], 1)
+    what = "scored" if ledger.is_scored else "trained"
+    facts = {
+        "rows": f"{found['rows']:,} ({ledger.kinds})",
+        "documents": report.documents_in_words().removesuffix(" documents"),
+        "tokens": f"{found['tokens']:,}",
+        f"{what} tokens": f"{found['targets']:,} ({share:.0%})",
+    }
+    findings = [
+        (
+            one["level"],
+            one["rule"],
+            f"{one['count']:,}",
+            ", ".join(map(str, one["rows"])),
+            one["what"],
+            one["remedy"],
+        )
+        for one in found["findings"]
+    ]
+    columns = ("", "rule", "rows", "the first", "what", "remedy")
+    gate = (
+        _table(columns, findings, classes=True)
+        if findings
+        else "<p>The gate found nothing wrong.</p>"
+    )
+    return _pairs(facts) + _table(LEDGER_COLUMNS, ledger.table()) + gate
+
+
+def _settings(config: ChronicalsConfig) -> str:
+    """Render the settings that were set or fitted; the others are folded away."""
+    values = config.to_dict()
+    usual = ChronicalsConfig().to_dict()
+    rows = []
+    for field in dataclasses.fields(config):
+        fitted = "fitted to the data" if values[field.name] != usual.get(field.name) else "default"
+        rows.append(
+            (
+                field.name,
+                str(values[field.name]),
+                "set" if field.name in config.explicit else fitted,
+            )
+        )
+    columns = ("field", "value", "")
+    chosen = [row for row in rows if row[2] != "default"]
+    defaults = _table(columns, [row for row in rows if row[2] == "default"])
+    return (
+        _table(columns, chosen)
+        + f"<details><summary>left to their defaults</summary>{defaults}</details>"
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"\n<h2>{html.escape(title)}</h2>\n{content}"
+
+
+def _pairs(facts: Mapping[str, object]) -> str:
+    rows = (
+        f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>"
+        for k, v in facts.items()
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: bool = False) -> str:
+    """Render a table; the first cell of a row is its class, if asked."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = []
+    for row in rows:
+        cells = "".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row)
+        body.append(
+            f'<tr class="{html.escape(row[0])}">{cells}</tr>' if classes else f"<tr>{cells}</tr>"
+        )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _figure(metrics: Sequence[Mapping]) -> bytes:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    steps = [line for line in metrics if "loss" in line]
+    panels = PANELS | {
+        name: name for line in steps for name in line if name not in {*STEP_METRIC_NAMES, "time"}
+    }
+    rows = -(-len(panels) // 2)
+    high = 3 * rows  # inches; margins are fixed, since a computed layout takes as long as drawing
+    figure = Figure(figsize=(10, high))
+    figure.subplots_adjust(
+        left=0.08, right=0.99, bottom=0.5 / high, top=1 - 0.3 / high, wspace=0.22, hspace=0.36
+    )
+    FigureCanvasSVG(figure)
+    axes = list(figure.subplots(rows, 2).flat)
+    for axis, (name, label) in zip(axes, panels.items()):
+        drawn = [line for line in steps if name in line]
+        axis.plot(
+            [line["step"] for line in drawn],
+            [line[name] for line in drawn],
+            lw=1.2,
+            label="training",
+        )
+        evaluations = [line for line in metrics if f"eval_{name}" in line]
+        if evaluations:
+            axis.plot(
+                [e["step"] for e in evaluations],
+                [e[f"eval_{name}"] for e in evaluations],
+                "o-",
+                label="held-out",
+            )
+            axis.legend(frameon=False)
+        axis.set_title(label, fontsize=10, loc="left")
+        axis.set_xlabel("step", fontsize=8)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    image = io.BytesIO()
+    figure.savefig(image, format="svg")
+    return image.getvalue()

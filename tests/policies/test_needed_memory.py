@@ -1,0 +1,102 @@
+"""A run that its card cannot hold ends before its first step, and says what fits."""
+
+import re
+
+import pytest
+
+import runs
+import tiny
+from chronicals import ChronicalsConfig
+from chronicals.config import ConfigurationError
+from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
+from chronicals.policies import facts
+from chronicals.policies.needed_memory import FILLED, longest_that_fits, refuse_what_cannot_fit
+
+GIB = 2**30
+
+
+def estimated(length, total=20):
+    """Of four layers that keep a MiB a token, beside 10 GiB."""
+    kept = {NOTHING: length << 20, CHEAP: length << 19, LAYERS: length << 17}
+    return Estimate(10 * GIB, 4, kept, total * GIB)
+
+
+def test_it_says_what_is_short_and_the_longest_length_that_fits():
+    config = ChronicalsConfig(max_seq_length=8192, batch_size=1, memory=[])
+    with pytest.raises(ConfigurationError) as raised:
+        refuse_what_cannot_fit(config, estimated(8192), NOTHING, estimated)
+    words = str(raised.value)
+    assert (
+        "max_seq_length=8192: a step would hold about 42.0 GiB" in words
+        and "23.0 GiB are short" in words
+    )
+    assert (
+        "the longest max_seq_length that fits as the run is set is 2,304" in words
+    )  # 9 GiB for four layers' MiB a token
+    assert (
+        "recompute_layers" in words
+        and "max_seq_length=4096" not in words
+        and "check_memory=False" in words
+    )
+    refuse_what_cannot_fit(config, estimated(2304), NOTHING, estimated)
+
+
+def test_what_the_memory_decides_is_refused_where_the_leanest_does_not_fit():
+    config = ChronicalsConfig(max_seq_length=65536, batch_size=1)
+    with pytest.raises(
+        ConfigurationError, match="the longest max_seq_length that fits as the run is set"
+    ) as raised:
+        refuse_what_cannot_fit(config, estimated(65536), None, estimated)
+    longest = int(re.search(r"set is ([\d,]+)", str(raised.value))[1].replace(",", ""))
+    refuse_what_cannot_fit(config, estimated(longest), None, estimated)
+    assert estimated(longest + 256).needed(*estimated(longest + 256).choice()) > FILLED * 20 * GIB
+
+
+def test_weights_alone_that_do_not_fit():
+    config = ChronicalsConfig(max_seq_length=512, batch_size=1)
+    with pytest.raises(
+        ConfigurationError,
+        match="weights and states alone take 10.0 GiB, so no shorter max_seq_length helps",
+    ):
+        refuse_what_cannot_fit(
+            config, estimated(512, total=8), None, lambda length: estimated(length, total=8)
+        )
+
+
+@pytest.mark.parametrize("config", [{"check_memory": False}, {}], ids=["turned off", "no card"])
+def test_nobody_is_refused(config):
+    needed = estimated(65536, total=20 if config else 0)
+    refuse_what_cannot_fit(ChronicalsConfig(**config), needed, NOTHING, estimated)
+
+
+@pytest.mark.parametrize("most", [1, 256, 511, 1000, 5000])
+def test_the_longest_is_the_last_multiple_that_fits(most):
+    assert longest_that_fits(4096, lambda length: length <= most) == min(most // 256 * 256, 3840)
+
+
+def test_a_run_is_refused_before_its_first_step(tmp_path, let_return):
+    """On a card of which so little is left that a few hundred tokens fit; with that length the
+    same run trains.
+    """
+    held = (64 << 20) + sum(p.numel() * 16 for p in tiny.llama().parameters())
+    let_return(facts, card_memory=held)
+    fields = {
+        "memory": [],
+        "batch_size": 1,
+        "logits_chunk_size": 64,
+        "trackers": [],
+        "max_steps": 1,
+    }
+    with pytest.raises(
+        ConfigurationError, match=r"max_seq_length=65536: a step would hold"
+    ) as raised:
+        runs.train(tmp_path, max_seq_length=65536, gate={}, **fields)
+    assert (
+        not (tmp_path / "run" / "metrics.jsonl").exists()
+        and not (tmp_path / "run" / "model").exists()
+    )
+    longest = int(
+        re.search(r"as the run is set is ([\d,]+)", str(raised.value))[1].replace(",", "")
+    )
+    assert longest >= 256
+    assert runs.train(tmp_path / "fits", max_seq_length=longest, **fields).steps == 1

@@ -1,0 +1,115 @@
+"""A new policy is one file: all that a run asks of policies, it asks of a registered one."""
+
+import logging
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+import runs
+import tiny
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.models import present
+from chronicals.policies import Facts, Policy, Stage, decide, register_policy, summary
+from chronicals.policies.exclusions import EXCLUSIONS, Exclusion
+from chronicals.policies.needed_memory import expected_memory, ways_to_take_less
+from chronicals.policies.policy import POLICIES, Remedy
+
+MIB = 2**20
+
+
+class LeanStates(Policy):
+    """Pretends to keep the states in a quarter of their bytes, beside a table of a MiB."""
+
+    name = "lean_states"
+    title = "lean optimizer states"
+    setting = "run_name='lean'"
+    stage = Stage.MODULES
+
+    def __init__(self):
+        self.seen = []
+
+    def asked(self, config):
+        return config.run_name == "lean"
+
+    def why_not(self, facts):
+        rows = facts.config.batch_size
+        return f"batch_size={rows} is odd; take {rows + 1}" if rows % 2 else None
+
+    def words(self, facts):
+        return f"a quarter of {len(facts.trained)} weights'"
+
+    def bytes(self, facts, load):
+        return replace(load, states=load.states / 4, fixed=load.fixed + MIB)
+
+    def apply(self, model, facts, decision):
+        self.seen.append(decision.field)
+
+    @contextmanager
+    def around_steps(self, model):
+        self.seen.append("steps begin")
+        yield
+        self.seen.append("steps end")
+
+    def remedies(self, config, ranks):
+        if not self.asked(config):
+            yield Remedy({"run_name": "lean"}, "states lose digits")
+
+
+@pytest.fixture
+def lean():
+    policy = register_policy(LeanStates())
+    EXCLUSIONS.append(
+        Exclusion("lean_states", "tiled_mlp", "tiles need whole states; leave it out")
+    )
+    yield policy
+    POLICIES.pop(policy.name)
+    EXCLUSIONS.pop()
+
+
+def facts_of(folder, **fields):
+    config = runs.config(folder, batch_size=2, **fields)
+    return Facts.of(config, present(tiny.llama(), True, True, 128))
+
+
+def test_it_is_asked(lean, tmp_path):
+    assert not decide(facts_of(tmp_path))["lean_states"].runs
+    assert decide(facts_of(tmp_path, run_name="lean"))["lean_states"].runs
+
+
+def test_it_is_refused_with_its_reason(lean, tmp_path):
+    facts = facts_of(tmp_path, run_name="lean")
+    odd = replace(facts, config=facts.config.replace(batch_size=3))
+    with pytest.raises(ConfigurationError, match="run_name='lean': batch_size=3 is odd; take 4"):
+        decide(odd)
+
+
+def test_the_table_excludes_it(lean, tmp_path):
+    wide = {"memory": ["tiled_mlp"], "max_seq_length": 4096}
+    with pytest.raises(ConfigurationError, match="run_name='lean': tiles need whole states"):
+        decide(facts_of(tmp_path, run_name="lean", **wide))
+    assert decide(facts_of(tmp_path, **wide))["tiled_mlp"].runs
+
+
+def test_its_bytes_are_counted(lean, tmp_path):
+    (_, plain), (_, with_it) = (
+        expected_memory(facts_of(tmp_path, **fields)) for fields in ({}, {"run_name": "lean"})
+    )
+    values = sum(p.numel() for p in tiny.llama().parameters())
+    assert plain.fixed - with_it.fixed == pytest.approx(6 * values - MIB, abs=1)
+
+
+def test_the_log_and_the_advice_name_it(lean, tmp_path):
+    decisions = decide(facts_of(tmp_path, run_name="lean"))
+    (line, *_) = summary(decisions.values())
+    assert line.endswith(f"lean optimizer states ({decisions['lean_states'].reason})")
+    assert "a quarter of" in line
+    assert "run_name=lean (states lose digits)" in ways_to_take_less(ChronicalsConfig())
+    assert not any("lean" in way for way in ways_to_take_less(ChronicalsConfig(run_name="lean")))
+
+
+def test_a_run_applies_it(lean, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        runs.train(tmp_path, max_steps=1, batch_size=2, run_name="lean")
+    assert lean.seen == ["lean_states", "steps begin", "steps end"]
+    assert "lean optimizer states (a quarter of" in caplog.text
