@@ -12,20 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.attention.support import Backend, Spans, Support
+from chronicals.attention.support import Backend, Mask, Support
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    _padding: int = 0,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Tensor:
+    spans = mask.spans
     query_counts = _lengths(spans.cu_q, len(q))
     key_counts = query_counts
     if not spans.are_equal:
@@ -43,9 +34,7 @@ def _attend(
         k.split([*key_counts, beyond]),
         v.split([*key_counts, beyond]),
     )
-    out = [
-        _one(*document, scale, window, softcap, sinks) for document in documents if len(document[0])
-    ]
+    out = [_one(*document, mask) for document in documents if len(document[0])]
     return torch.cat(out) if out else q.clone()
 
 
@@ -71,20 +60,14 @@ def _lengths(
     return [end - start for start, end in zip(bounds, bounds[1:])]
 
 
-def _one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Compute the attention of one document's queries to its keys."""
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
     queries = len(q)
     keys = len(k)
+    window = mask.window
     banded = window is not None and window < keys
-    plain = softcap is not None or sinks is not None
+    plain = mask.softcap is not None or mask.sinks is not None
     seen = None
     # A mask is not needed for one query, which attends to all its keys, nor for equal numbers of
     # queries and keys, for which SDPA has its own causal mask.
@@ -93,7 +76,9 @@ def _one(
     if seen is not None and window is not None and banded:
         seen = seen.triu(keys - queries + 1 - window)
     if plain:
-        return attention_reference(q_HQD, k_KSD, v_KSD, seen, scale, softcap, sinks).transpose(0, 1)
+        return attention_reference(
+            q_HQD, k_KSD, v_KSD, seen, mask.scale, mask.softcap, mask.sinks
+        ).transpose(0, 1)
     causal = seen is None and queries == keys
     out = F.scaled_dot_product_attention(
         q_HQD[None],
@@ -101,7 +86,7 @@ def _one(
         v_KSD[None],
         attn_mask=seen,
         is_causal=causal,
-        scale=scale,
+        scale=mask.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
