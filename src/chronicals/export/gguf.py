@@ -201,8 +201,7 @@ class GGUFModel(ArtefactFormat):
             if llama_cpp.is_there():
                 _prove_by_llama_cpp(source, aside, model, self.kind, proof)
             else:
-                reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
-                proof.not_run("ids and logits", "llama.cpp", reason)
+                proof.not_run("ids and logits", "llama.cpp", llama_cpp.NOT_INSTALLED)
 
 
 def _write_ours(source: SourceModel, target: Path, planned: GGUFPlan, kind: str) -> None:
