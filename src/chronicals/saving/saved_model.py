@@ -79,6 +79,7 @@ class SavedModel:
             ValueError: ``base_model`` is given for a model that is no adapter, or a file is not
                 JSON.
         """
+        # The folder of weights or adapters: itself, ``model`` in it, or that of its newest checkpoint.
         beside = Path(name)
         checkpoints = sorted((beside / "checkpoints").glob("step-*"), reverse=True)
         places = [beside, beside / "model", *(folder / "model" for folder in checkpoints)]
@@ -91,6 +92,7 @@ class SavedModel:
                 break
         file = beside / "chronicals.json"
         about = _read(file) if file.exists() else {}
+        # The folders of the adapters that it computes with.
         folders = [beside]
         active = about.get("active_adapters")
         if active:
