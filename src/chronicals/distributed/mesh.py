@@ -297,19 +297,27 @@ class Mesh:
         store = dist.distributed_c10d._get_default_store()
         if not self.writer:
             with WAITING.within():
-                parts = int(awaited(store, key))
-                texts = [store.get(f"{key}/{number}").decode() for number in range(parts)]
+                count = int(awaited(store, key))
+                texts = [store.get(f"{key}/{number}").decode() for number in range(count)]
             result, words = json.loads("".join(texts))
             if words is not None:
                 raise error(f"rank 0 stopped: {words}")
             return result
+        words = None
+        result = None
         try:
             result = work()
+            return result
         except BaseException as failure:
-            _say(store, key, json.dumps([None, f"{type(failure).__name__}: {failure}"]))
+            words = f"{type(failure).__name__}: {failure}"
             raise
-        _say(store, key, json.dumps([result, None]))
-        return result
+        finally:
+            # In parts, and last their number: the store refuses values above 8 MiB.
+            text = json.dumps([result, words])
+            parts = [text[begin : begin + STORE_PART] for begin in range(0, len(text), STORE_PART)]
+            for number, part in enumerate(parts):
+                store.set(f"{key}/{number}", part)
+            store.set(key, str(len(parts)))
 
 
 def _join(launch: Launch) -> None:
@@ -443,14 +451,6 @@ def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
             torch._foreach_copy_(
                 bucket, [part.view(gradient.shape) for part, gradient in zip(sums, bucket)]
             )
-
-
-def _say(store: dist.Store, key: str, text: str) -> None:
-    """Set a text in the store in parts, and last their number: it refuses values above 8 MiB."""
-    parts = [text[begin : begin + STORE_PART] for begin in range(0, len(text), STORE_PART)]
-    for number, part in enumerate(parts):
-        store.set(f"{key}/{number}", part)
-    store.set(key, str(len(parts)))
 
 
 def awaited(store: dist.Store, key: str) -> bytes:

@@ -46,7 +46,7 @@ from chronicals.moe.configuration import ChronicalsMoeConfig
 
 
 class CachedAttention(nn.Module):
-    """What both attention layers share: their settings, and the attention function of the model."""
+    """Base of both attention layers: their settings, and the model's attention function."""
 
     is_causal = True
     scaling: float

@@ -339,9 +339,14 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
 
         hidden_states = inputs_embeds
         predicted = []
-        for number, (layer, kind) in enumerate(zip(self.layers, self.config.kinds)):
+        layers: list[Any] = list(self.layers)
+        for number, (layer, kind) in enumerate(zip(layers, self.config.kinds)):
             if output_lookahead and self.layer_ahead is not None:
-                predicted.append(self._predict_layers(self.layer_ahead, number, hidden_states))
+                features = layer.input_layernorm(hidden_states)
+                if not self.config.lookahead_trunk_gradient:
+                    features = features.detach()
+                gates = [other.mlp.gate.weight for other in layers]
+                predicted.append(self.layer_ahead(number, features, gates))
             hidden_states = layer(
                 hidden_states,
                 attention_mask=full if kind == FULL else sliding,
@@ -362,14 +367,6 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         return ChronicalsMoeModelOutput(
             last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache}
         )
-
-    def _predict_layers(self, heads: LayerAhead, number: int, hidden_states: Tensor) -> Tensor:
-        """Predict router logits ``[B, S, n, E]`` of layer ``number`` and later from its input."""
-        layers: list[Any] = list(self.layers)
-        features = layers[number].input_layernorm(hidden_states)
-        if not self.config.lookahead_trunk_gradient:
-            features = features.detach()
-        return heads(number, features, [layer.mlp.gate.weight for layer in layers])
 
     def _predict(self, head: TokenAhead, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         if not self.config.lookahead_trunk_gradient:
