@@ -407,19 +407,26 @@ class HostExchange:
         dist.destroy_process_group(self._group)
 
 
-def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor]]:
-    """Group gradients into buckets, in order: neighbours of one dtype, at most ``size`` bytes each.
+def buckets(
+    tensors: Sequence[Tensor], needed: Sequence[int], size: int = BUCKET
+) -> list[list[Tensor]]:
+    """Group tensors into buckets, in order: neighbours of one dtype, at most ``size`` bytes each.
 
-    A gradient larger than ``size`` has a bucket of its own.
+    A tensor that needs more than ``size`` has a bucket of its own.
+
+    Args:
+        tensors: gradients, or weights whose gradients travel together.
+        needed: bytes of each in a bucket.
+        size: maximum bytes of a bucket.
     """
     found = list[list[Tensor]]()
     room = 0
-    for gradient in gradients:
-        if not found or gradient.nbytes > room or gradient.dtype != found[-1][0].dtype:
+    for tensor, own in zip(tensors, needed):
+        if not found or own > room or tensor.dtype != found[-1][0].dtype:
             found.append([])
             room = size
-        found[-1].append(gradient)
-        room -= gradient.nbytes
+        found[-1].append(tensor)
+        room -= own
     return found
 
 
@@ -435,7 +442,7 @@ def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
         gradients: the same number, order, shapes and dtypes on all ranks.
         size: maximum bytes of a bucket.
     """
-    waiting = deque(buckets(gradients, size))
+    waiting = deque(buckets(gradients, [gradient.nbytes for gradient in gradients], size))
     flying: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
     while waiting or flying:
         if waiting and len(flying) < IN_FLIGHT:
