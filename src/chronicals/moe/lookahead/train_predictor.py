@@ -86,13 +86,10 @@ def train_predictor(
             "from it"
         )
 
-    def recorded(source: Any, most: int) -> Iterator[Recorded]:
-        return record_data(model, tokenizer, source, config, True, most)
-
     before = checksum(model)
     k = experts_per_token(model)
     kept = held_out_tokens if held_out is None else 0
-    recordings = recorded(data, tokens + kept)
+    recordings = record_data(model, tokenizer, data, config, True, tokens + kept)
     sample = _first_recordings(recordings, SAMPLE)
     if not sample:
         raise ValueError("there is no token to train heads on; give more data")
@@ -116,9 +113,9 @@ def train_predictor(
 
     steps = max(1, tokens // min(how.rows, config.batch_size * config.max_seq_length))
     found = distil(predictor, unseen(), steps, how)
-    recalls = measure_recalls(
-        predictor, recorded(data if held_out is None else held_out, held_out_tokens), k
-    )
+    unseen_data = data if held_out is None else held_out
+    measured = record_data(model, tokenizer, unseen_data, config, True, held_out_tokens)
+    recalls = measure_recalls(predictor, measured, k)
     after = checksum(model)
     if after != before:
         raise ValueError(
