@@ -285,8 +285,7 @@ class Mesh:
     def writer_does(self, work: Callable[[], WriterResult], error: type[Exception]) -> WriterResult:
         """Run ``work`` on rank 0 and return its result (plain JSON) on all ranks.
 
-        The other ranks wait for as long as it takes. They poll the store instead of a collective,
-        so nothing times out, and they still handle signals.
+        The other ranks wait for as long as it takes.
 
         Raises:
             Exception: on rank 0 what ``work`` raised; on the others ``error`` with its message.
@@ -294,6 +293,7 @@ class Mesh:
         if self.count == 1:
             return work()
         key = f"chronicals/{next(_announcements)}"
+        # The store instead of a collective: nothing times out, and signals are still handled.
         store = dist.distributed_c10d._get_default_store()
         if not self.writer:
             with WAITING.within():
@@ -434,9 +434,7 @@ def buckets(
 def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
     """Replace every gradient by its sum over the ranks, in stream order and in few collectives.
 
-    Every collective costs a launch, and a model with adapters has hundreds of small gradients. A
-    bucket costs one copy in and one copy out at memory bandwidth, which is many times the bandwidth
-    between GPUs. A gradient that fills a bucket by itself is summed in place.
+    Every collective costs a launch, and a model with adapters has hundreds of small gradients.
 
     Args:
         gradients: the same number, order, shapes and dtypes on all ranks.
@@ -447,6 +445,8 @@ def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
     while waiting or flying:
         if waiting and len(flying) < IN_FLIGHT:
             bucket = waiting.popleft()
+            # A bucket costs one copy in and one copy out at memory bandwidth, which is many times
+            # the bandwidth between GPUs. A gradient by itself is summed in place.
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
             flying.append(([] if alone else bucket, flat, dist.all_reduce(flat, async_op=True)))

@@ -36,6 +36,7 @@ def share_bounds(elements: int, rank: int, count: int) -> tuple[int, int]:
 
 def width_of(elements: int, count: int) -> int:
     """Return the largest number of elements of a share, which rank 0 has."""
+    # Whole blocks, so that 8-bit states have the same blocks for any number of ranks.
     return -(-elements // (MOMENT_BLOCK * count)) * MOMENT_BLOCK
 
 

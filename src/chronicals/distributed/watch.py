@@ -214,9 +214,9 @@ class RankWatch:
     def _lost(self) -> str | None:
         """Announce a rank that has not posted for ``LOST`` seconds, and return the message.
 
-        None if there is no such rank. Rank 0 looks at every other rank and the others at rank 0, so
-        that the store is asked only a few times a second.
+        None if there is no such rank. Rank 0 looks at every other rank and the others at rank 0.
         """
+        # So the store is asked only a few times a second, however many ranks there are.
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
             beat, at = self._heard[rank]
             found = self._posted(rank) or last_post(self._store, rank)

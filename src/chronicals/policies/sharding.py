@@ -197,6 +197,7 @@ def ranks_per_copy(facts: Facts) -> int:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not 1 < here < ranks or ranks % here:
         return ranks
+    # Neighbours on one machine gather over its own links, where its cards hold a copy.
     divided = facts.config.fitted(sharding=DIVIDE_WEIGHTS, sharding_ranks=here)
     fits = expected_memory(_as_planned(replace(facts, config=divided)))[1].fits
     return here if fits else ranks
