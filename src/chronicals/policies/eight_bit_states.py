@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig
 from chronicals.optimizers import moments_in_8_bits
-from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
+from chronicals.optimizers.adamw import MIN_8BIT_ELEMENTS
 from chronicals.policies.facts import Facts
 from chronicals.policies.needed_memory import state_bytes
 from chronicals.policies.policy import MemoryLoad, OwnField, Remedy, register_policy
