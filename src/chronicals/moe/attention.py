@@ -153,6 +153,7 @@ class LatentAttention(CachedAttention):
         # sees all of these.
         if queries == 1 and isinstance(mask, Tensor) and mask.ndim == 2:
             mask = nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]
+        weights: Tensor | None
         if cache is not None and self._absorbs(queries, keys, mask):
             out_BQHV, weights = self._attend_latents(q_BHQN, q_BHQP, c_B1TR, k_B1TP, mask)
         else:
