@@ -9,8 +9,8 @@ import pytest
 import torch
 from peers import distilled
 from peers.names import chosen_peers
-from test_command import run
-from test_preference_arms import TIGHT, measured
+from test_benchmark import run
+from test_pair_reference import TIGHT, measured
 
 from chronicals.benchmark import shapes
 from chronicals.benchmark.arms import ours

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
         "copy_bytes_per_second": copy,
         "products": by_shape,
         "attention": attention,
-        "floor": whole.to_dict(),
+        "floor": asdict(whole),
     }
 
 

@@ -6,7 +6,7 @@ import math
 import platform
 import statistics
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _floor(row: MeasuredRow) -> tuple[dict[str, Any] | None, list[str]]:
                 "fields: no share"
             )
     by_itself = {part: row.rates["floor"][part] for part in STEP_PARTS}
-    return {**floor.to_dict(), "by_itself": by_itself}, notes
+    return {**asdict(floor), "by_itself": by_itself}, notes
 
 
 def _rates(row: MeasuredRow, name: str) -> list[float]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_command import run
+from test_benchmark import run
 from test_preference_rows import planned
 
 import chronicals.objectives.dpo
