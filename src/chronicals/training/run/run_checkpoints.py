@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ OF_A_START = {"overwrite"}
 """Fields that matter only when a run begins."""
 
 
-class RunCheckpoints:
+class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     """Checkpoints of a run of ``model`` in ``config.output_dir``.
 
     Args:
@@ -60,6 +60,7 @@ class RunCheckpoints:
             for none.
 
     Attributes:
+        divided: writes the model's files if no process has whole weights; None if all have them.
         written: step and folder of each finished checkpoint that callbacks do not know yet, on the
             first rank.
         hold_update: waits, between the backward pass and the update, until the tensors of a
@@ -90,18 +91,13 @@ class RunCheckpoints:
         self._ended: WorkEnded | None = None
         self._text_files: dict[str, bytes] = {}
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-        self._divided = (
+        self.divided = (
             checkpoint.DividedModel(model, dtype)
             if any(is_divided(p) for p in model.parameters())
             else None
         )
         self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
-
-    @property
-    def is_divided(self) -> bool:
-        """Return whether no process has whole weights."""
-        return self._divided is not None
 
     def write_model(
         self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]
@@ -111,7 +107,7 @@ class RunCheckpoints:
         It is from this process if it has whole weights, else from the files that all ranks wrote
         into the step's checkpoint.
         """
-        if self._divided is None:
+        if self.divided is None:
             save_model(aside, self.model, text_files, about)
         else:
             shutil.copytree(
@@ -141,7 +137,7 @@ class RunCheckpoints:
         )
         state = loaded["state"]
         random_states = loaded["random_states"]
-        if self._divided is not None:
+        if self.divided is not None:
             assert isinstance(optimizer, ShardedAdamW)
             checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
         else:
@@ -186,7 +182,7 @@ class RunCheckpoints:
         """
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
-        if self._divided is None:
+        if self.divided is None:
             checkpoint.load_checkpoint_weights(folder, self.model)
             states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
         random_states = load_file(folder / checkpoint.RNG)
@@ -292,7 +288,7 @@ class RunCheckpoints:
     ) -> checkpoint.CheckpointState:
         """Return the state that this rank writes: the tensors themselves, no copies."""
         weights: dict[str, Tensor] = {}
-        if self.ranks.writer and self._divided is None:
+        if self.ranks.writer and self.divided is None:
             weights = self.model.state_dict(keep_vars=True)
         states: dict[str, Any] = {}
         # The first rank writes; all ranks do if states are sharded.
@@ -398,9 +394,9 @@ class RunCheckpoints:
     ) -> None:
         """Write the checkpoint of a step, on the first rank, with the files of the other ranks."""
         write_divided = None
-        if self._divided is not None and files is not None:
+        if self.divided is not None and files is not None:
             write_divided = partial(
-                self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files
+                self.divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files
             )
         earlier = self._earlier
         ready = None
@@ -431,7 +427,7 @@ class RunCheckpoints:
     def _deliver(self, files: RankFiles, state: checkpoint.CheckpointState) -> None:
         """Write this rank's part of the checkpoint, and hand it to the first rank."""
         share = (
-            None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
+            None if self.divided is None else partial(self.divided.write_share, checkpoint.MODEL)
         )
         files.deliver(lambda folder: state.write_optimizer(folder, self.ranks), share)
 
@@ -456,9 +452,6 @@ class RunCheckpoints:
     def failed(self) -> bool:
         """Return whether this rank failed to write a checkpoint; ``finish`` raises the error."""
         return self._background.error is not None
-
-    def __enter__(self) -> RunCheckpoints:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish the checkpoint that was begun, however the run ended.
@@ -520,7 +513,7 @@ class RunCheckpoints:
                     damage,
                 )
                 return False
-            if self._divided is not None:
+            if self.divided is not None:
                 return True
             try:
                 checkpoint.load_checkpoint_weights(best, self.model)
@@ -531,7 +524,7 @@ class RunCheckpoints:
 
         if not self.ranks.writer_does(load, CheckpointError):
             return run.step
-        if self._divided is not None:
+        if self.divided is not None:
             assert isinstance(self._optimizer, ShardedAdamW)
             checkpoint.load_divided(best, self.model, self._optimizer, self.ranks, states=False)
         else:

@@ -9,6 +9,7 @@ random numbers that round bf16 states.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ Launching for each small weight would take the host longer than the GPU.
 """
 
 
-class UpdatesInBackward:
+class UpdatesInBackward(AbstractContextManager["UpdatesInBackward"]):
     """The parts of a step whose ``micro`` updates the weights, until the end of ``with``.
 
     If a gradient is not finite, it and all that follow in this step change nothing.
@@ -107,9 +108,6 @@ class UpdatesInBackward:
         """
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
-
-    def __enter__(self) -> UpdatesInBackward:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:

@@ -13,6 +13,7 @@ gradient on some rank are moved to the end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from chronicals.objectives import Count
 from chronicals.training.step.training_step import EagerStep
 
 
-class ScatteredStep(EagerStep):
+class ScatteredStep(EagerStep, AbstractContextManager["ScatteredStep"]):
     """``EagerStep`` whose gradients are being reduced when ``micro`` returns; a context manager.
 
     Args:
@@ -106,9 +107,6 @@ class ScatteredStep(EagerStep):
         self.shards.scatter(bucket, self._adds)
         for weight in bucket.weights:
             weight.grad = None
-
-    def __enter__(self) -> ScatteredStep:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -188,15 +188,12 @@ class FrozenGatheredStep(EagerStep):
     Every micro-step gathers the same weights in the same order, including all that it reads.
     """
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Forget which weights earlier passes gathered."""
         gathers = gathers_of(self.model.model)
         assert gathers is not None
         self.gathers = gathers
-
-    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
-        """Forget which weights earlier passes gathered."""
-        self.gathers.forget()
+        gathers.forget()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         """Run a micro-batch in a pass that gathers its weights layer by layer."""
