@@ -63,7 +63,6 @@ from chronicals.training.step.training_step import (
     EagerStep,
     FrozenGatheredStep,
     GatheredStep,
-    TrainingStepParts,
     counts_of,
     known_before,
     nothing,
@@ -258,7 +257,7 @@ class Session:
     parameters: list[Tensor]
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
-    _parts: TrainingStepParts = field(init=False)
+    _parts: EagerStep = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _sums: ScatteredStep | Mesh | Shards | WeightShards = field(init=False)
     _compiles: bool = field(init=False, default=False)
@@ -312,7 +311,7 @@ class Session:
             self.model.zero_grad(set_to_none=True)
             yield
 
-    def _step_parts(self, around: ExitStack) -> TrainingStepParts:
+    def _step_parts(self, around: ExitStack) -> EagerStep:
         """Return what computes micro-batches and updates, as decided; set what sums gradients."""
         sums = self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
         self._sums = sums

@@ -274,7 +274,10 @@ class Loop:
             due.add("save")
         # Several ranks ask each other, which waits for the device, only if the metrics of the step,
         # which are the same on all of them, say that one rank was asked.
-        if (self.session.ranks.count == 1 or self._told) and self._is_stopped():
+        ranks = self.session.ranks
+        if (ranks.count == 1 or self._told) and self.stop.is_asked(
+            ranks, self.device, self.callbacks, self.saved.failed
+        ):
             due.add("stop")
         return due
 
@@ -286,7 +289,9 @@ class Loop:
         """
         run = self.run
         better = "evaluate" in due and self._evaluate()
-        asked = self._is_stopped()
+        asked = self.stop.is_asked(
+            self.session.ranks, self.device, self.callbacks, self.saved.failed
+        )
         enough = run.gains_no_more(self.config)
         if (
             "save" in due
@@ -312,11 +317,6 @@ class Loop:
             lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
-
-    def _is_stopped(self) -> bool:
-        return self.stop.is_asked(
-            self.session.ranks, self.device, self.callbacks, self.saved.failed
-        )
 
     def _deliver(self, pending: PendingMetrics) -> None:
         with self.watch.step(self.run.step):

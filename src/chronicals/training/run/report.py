@@ -137,18 +137,17 @@ class Report:
         }
         title = html.escape(self.title)
         figure = base64.b64encode(_figure(self.metrics)).decode()
-        parts = [
-            f"<h1>{title}</h1>{_pairs(facts)}",
-            *(_section(f"Data: {found.get('data', '')}", _data(found)) for found in self.data),
-            _section(
-                "Curves", f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
-            ),
-        ]
+        sections = [(f"Data: {found.get('data', '')}", _data(found)) for found in self.data]
+        curves = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
+        sections.append(("Curves", curves))
         if self.samples:
             rows = [(sample.prompt, sample.before, sample.after) for sample in self.samples]
             answers = _table(("prompt", "before", "after"), rows)
-            parts.append(_section("Answers before and after", answers))
-        parts.append(_section("Settings", _settings(self.config)))
+            sections.append(("Answers before and after", answers))
+        sections.append(("Settings", _settings(self.config)))
+        parts = [f"<h1>{title}</h1>{_pairs(facts)}"]
+        for name, content in sections:
+            parts.append(f"\n<h2>{html.escape(name)}</h2>\n{content}")
         path.write_text(
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
             f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n",
@@ -316,10 +315,6 @@ def _settings(config: ChronicalsConfig) -> str:
         _table(columns, chosen)
         + f"<details><summary>left to their defaults</summary>{defaults}</details>"
     )
-
-
-def _section(title: str, content: str) -> str:
-    return f"\n<h2>{html.escape(title)}</h2>\n{content}"
 
 
 def _pairs(facts: Mapping[str, object]) -> str:

@@ -213,7 +213,21 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 f"{not in_8bit} cannot go on with them; resume with use_8bit_optimizer={in_8bit}, "
                 "or begin a new run from its model in another output_dir"
             )
-        self._check_base(folder, state.get("about", {}))
+        about = state.get("about", {})
+        if "base" in about:  # older versions may not describe it
+            there = BaseFormat.read(about["base"])
+            here = BaseFormat.of(self.model)
+            difference = None
+            if there is not None:
+                difference = there.difference(here)
+            elif here is not None:
+                difference = f"nothing was quantised there, here {here}"
+            if difference is not None:
+                raise CheckpointError(
+                    f"{folder}: its adapters were trained over another base ({difference}); resume "
+                    "with the model, quantization and mixed_precision that the run began with, or "
+                    "choose another output_dir"
+                )
         before = {"model": state["model"], **state["config"]}
         now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
         changed = {
@@ -235,27 +249,6 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             )
         if changed:
             logger.warning("resuming with %s", ", ".join(changed.values()))
-
-    def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Check that adapters continue on the same base model.
-
-        Checkpoints of older versions may not describe it.
-        """
-        if "base" not in about:
-            return
-        there = BaseFormat.read(about["base"])
-        here = BaseFormat.of(self.model)
-        if there is None and here is None:
-            return
-        difference = (
-            f"nothing was quantised there, here {here}" if there is None else there.difference(here)
-        )
-        if difference is not None:
-            raise CheckpointError(
-                f"{folder}: its adapters were trained over another base ({difference}); resume "
-                "with the model, quantization "
-                "and mixed_precision that the run began with, or choose another output_dir"
-            )
 
     def _send_weights(self) -> None:
         """Send the first rank's weights to all ranks.

@@ -19,7 +19,7 @@ from chronicals.models import PresentedModel
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.step.precision import Precision
-from chronicals.training.step.training_step import micro_step
+from chronicals.training.step.training_step import EagerStep, micro_step
 
 HELD = 1 << 26
 """Bytes of gradients after which their weights are updated, in one launch.
@@ -28,7 +28,7 @@ Launching for each small weight would take the host longer than the GPU.
 """
 
 
-class UpdatesInBackward(AbstractContextManager["UpdatesInBackward"]):
+class UpdatesInBackward(EagerStep, AbstractContextManager["UpdatesInBackward"]):
     """The parts of a step whose ``micro`` updates the weights, until the end of ``with``.
 
     If a gradient is not finite, it and all that follow in this step change nothing.
@@ -42,8 +42,6 @@ class UpdatesInBackward(AbstractContextManager["UpdatesInBackward"]):
         inspect: called with each group of gradients before they are used.
     """
 
-    inspect: Callable[[], None] | None = None
-
     def __init__(
         self,
         model: PresentedModel,
@@ -53,11 +51,7 @@ class UpdatesInBackward(AbstractContextManager["UpdatesInBackward"]):
         precision: Precision,
         norm: Callable[[Sequence[Tensor]], Tensor],
     ):
-        self.model = model
-        self.objective = objective
-        self.optimizer = optimizer
-        self.precision = precision
-        self.norm = norm
+        super().__init__(model, objective, parameters, optimizer, precision, None, norm)
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
