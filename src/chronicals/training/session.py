@@ -54,11 +54,9 @@ from chronicals.training.columns.frozen import bring_frozen, frozen_attending
 from chronicals.training.run.checkpoint import MODEL
 from chronicals.training.step.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.step.graphs import GraphedStep
-from chronicals.training.step.in_backward import UpdatesInBackward
-from chronicals.training.step.optimizer import build_optimizer, say_learning_rates
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.in_backward import ScatteredStep, UpdatesInBackward
+from chronicals.training.step.optimizer import Precision, build_optimizer, say_learning_rates
 from chronicals.training.step.routers import add_router_terms, prepare_routers
-from chronicals.training.step.scattered import ScatteredStep
 from chronicals.training.step.training_step import (
     EagerStep,
     FrozenGatheredStep,

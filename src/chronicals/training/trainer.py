@@ -42,10 +42,14 @@ from chronicals.training.preparation import (
     teach_generation_to_stop,
 )
 from chronicals.training.run.callbacks import Callback, Callbacks, MetricsFile
-from chronicals.training.run.disk import check_disk, disk_use
 from chronicals.training.run.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.run.finish import about_data, finish
-from chronicals.training.run.guard import check_that_something_was_applied, saying_what_helps
+from chronicals.training.run.guard import (
+    check_disk,
+    check_that_something_was_applied,
+    disk_use,
+    saying_what_helps,
+)
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.run.loop import Loop, Stop
 from chronicals.training.run.progress import ProgressBar, heard

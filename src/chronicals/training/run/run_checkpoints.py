@@ -32,7 +32,7 @@ from chronicals.training.run import checkpoint
 from chronicals.training.run.earlier_run import EarlierRun
 from chronicals.training.run.length import PROCESSES
 from chronicals.training.run.run_state import Run
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training.errors import TrainingError
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 
 
 def nothing() -> None:
