@@ -40,7 +40,7 @@ def test_rows_of_all_ranks_are_the_weight(rows, width, count):
     for rank, place in enumerate(found.chunk(count)):
         own = packed.rows(rank, count)
         divided = {name: tensor.clone() for name, tensor in own.divided.items()}
-        own.with_divided(divided, place.dtype).into(place)
+        own.with_tensors({**own.tensors, **divided}).into(place)
     assert torch.equal(found, whole), seed
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from chronicals.kernels.nf4 import BLOCK_SIZES
-from chronicals.quantization import bitsandbytes
+from chronicals.quantization import Packed, bitsandbytes
 from chronicals.quantization.bitsandbytes import (
     BITSANDBYTES_DTYPES,
     read_weight,
     stored_tensors,
     weight_of_layer,
-    weights_among,
 )
 from mutants import mutant
 
@@ -81,7 +80,7 @@ def test_read_and_written_again_byte_for_byte(bnb, nested, code, block, device):
             assert torch.equal(weight.dense(), expected)
         assert weight.codes.data_ptr() == stored[NAME].data_ptr()
         again = stored_tensors(NAME, weight)
-        assert same_bytes(again, stored) and weights_among(again) == {NAME}
+        assert same_bytes(again, stored) and set(Packed.stored_weights(again)) == {NAME}
 
 
 @pytest.mark.slow

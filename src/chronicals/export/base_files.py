@@ -9,10 +9,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -108,17 +108,13 @@ class PackedTensor(StoredTensor):
         form: the format of the weight.
     """
 
-    parts: Mapping[str, StoredTensor] = field(default_factory=dict)
-    form: type[PackedWeight] = PackedWeight
-
-    @property
-    def is_packed(self) -> bool:
-        """True: it is dequantised when it is read."""
-        return True
+    is_packed: ClassVar[bool] = True
+    parts: Mapping[str, StoredTensor]
+    form: type[PackedWeight]
 
     def read(self) -> Tensor:
         """Return the values, fp32; raise ValueError if a stored tensor is missing or damaged."""
-        parts = {name: _read(part) for name, part in self.parts.items()}
+        parts = {name: _read(self.parts, name) for name in self.parts}
         return self.form.read_dense(self.name, parts)
 
     def copy_to(self, out: BinaryIO) -> None:
@@ -145,7 +141,7 @@ def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[Stored
                 continue
             parts = {part: there[part] for part in (codes, *others)}
             shapes = {part: tuple(stored.shape) for part, stored in parts.items()}
-            shape, dtype = form.stored_shape(name, shapes, partial(_read_part, parts))
+            shape, dtype = form.stored_shape(name, shapes, partial(_read, parts))
             size = torch.Size(shape).numel() * dtype.itemsize
             weights[codes] = PackedTensor(
                 there[codes].file, name, _NAMES[dtype], shape, 0, size, parts, form
@@ -157,18 +153,11 @@ def unpacked(files: Mapping[Path, list[StoredTensor]]) -> dict[Path, list[Stored
     return dense
 
 
-def _read_part(parts: Mapping[str, StoredTensor], name: str) -> Tensor:
-    return _read(parts[name])
-
-
-def _read(stored: StoredTensor) -> Tensor:
+def _read(parts: Mapping[str, StoredTensor], name: str) -> Tensor:
     """Return a stored tensor; raise ValueError for a dtype that no packed weight is stored in."""
+    stored = parts[name]
     if stored.dtype not in _TYPES:
         raise ValueError(
             f"{stored.file}: {stored.name} is {stored.dtype}, not one of {', '.join(_TYPES)}"
         )
-    content = bytearray(stored.end - stored.begin)
-    with stored.file.open("rb") as file:
-        file.seek(stored.begin)
-        file.readinto(content)
-    return torch.frombuffer(content, dtype=_TYPES[stored.dtype]).view(stored.shape)
+    return stored.content().view(_TYPES[stored.dtype]).view(stored.shape)

@@ -158,7 +158,9 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     config = facts.config
     frees, memory = expected_memory(facts)
     fitted = fit_to_memory(facts, sharding, memory)
-    again = fitted.layers_again
+    again = memory.layers  # layers that are recomputed whole, if all are
+    if fitted.recomputed.layers is not None:
+        again = fitted.recomputed.layers
     stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
@@ -237,7 +239,7 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
     packed = 0.0
     codes = set[int]()
     for _, module in packed_modules(model):
-        packed += module.values_of_token(met)
+        packed += module.values * (met if module.routed else 1)
         codes |= {id(weight.codes) for weight in module.weights.values()}
     modules = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
     dense = {

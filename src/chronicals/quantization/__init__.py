@@ -17,8 +17,7 @@ from chronicals.quantization.experts import (
     packed_stacks,
     stacked_weight,
 )
-from chronicals.quantization.fp8 import FP8Base, FP8InHost
-from chronicals.quantization.fp8_experts import FP8Experts, FP8ExpertsInHost
+from chronicals.quantization.fp8 import FP8Base, FP8Experts, FP8ExpertsInHost, FP8InHost
 from chronicals.quantization.gguf import GGUF, Blocks, LinearGGUF
 from chronicals.quantization.mxfp4 import MXFP4
 from chronicals.quantization.nf4 import NF4, RECIPES, FourBits, Linear4bit, Packed

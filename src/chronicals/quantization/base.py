@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,11 +55,15 @@ class Base(ABC):
             produced it, saves a pass over it.
         bytes_for_host: bytes of 16-bit values that may move to host memory while the products run;
             0 if the products read them, or if they are there already.
+        dense_stays: True if the dense values of a frozen weight are on the device of its products.
+        packed_bytes: bytes per value of the packed or quantised forms on that device.
     """
 
     padded = False
     wants_amax = False
     bytes_for_host = 0
+    dense_stays: ClassVar[bool] = True
+    packed_bytes: ClassVar[float] = 0
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Tensor]):
         (self.outputs, self.width) = shape
@@ -103,34 +107,33 @@ class Base(ABC):
         """Return W in ``dtype``, on the device of its products."""
 
     @classmethod
-    @abstractmethod
     def bytes_a_value(cls, itemsize: int) -> float:
         """Return the bytes per value of a frozen weight on the device of its products.
+
+        Buffers that several weights share are not included.
 
         Args:
             itemsize: bytes per value of the dense weight.
         """
+        dense = itemsize if cls.dense_stays else 0
+        return dense + cls.packed_bytes
 
     @property
     def bytes(self) -> int:
         """Bytes on the device of its products; a trained weight is stored densely."""
         itemsize = self.dtype.itemsize
-        return int(
-            self.outputs * self.width * (itemsize if self.trained else self.bytes_a_value(itemsize))
-        )
+        each = itemsize if self.trained else self.bytes_a_value(itemsize)
+        return int(self.outputs * self.width * each)
 
 
 class Storage(Base):
     """A base whose products read the parameters themselves, without a copy.
 
     Attributes:
+        places: tensors over the memory of each part.
         plain_weight: this storage if it is dense (``Dense``), so that its products may run in
             another format; None if it is packed.
     """
 
+    places: Any
     plain_weight: Any = None
-
-    @property
-    @abstractmethod
-    def places(self) -> tuple[Tensor, ...]:
-        """Tensors over the memory of each part."""

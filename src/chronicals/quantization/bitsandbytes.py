@@ -54,11 +54,6 @@ _SHARED = "_chronicals_shared"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def weights_among(names: Iterable[str]) -> set[str]:
-    """Return the names of the 4-bit weights among the tensor names of a checkpoint."""
-    return {name.partition(f".{QUANT_STATE}")[0] for name in names if f".{QUANT_STATE}" in name}
-
-
 def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
     """Return a weight from the tensors of a checkpoint, sharing their memory.
 
@@ -70,26 +65,31 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
         ValueError: a tensor is missing, is damaged, or does not fit the others; the message names
             it.
     """
-    state = f"{name}.{QUANT_STATE}"
-    (written, *more) = sorted(key for key in stored if key.startswith(state)) or (f"{state}nf4",)
+    prefix = f"{name}.{QUANT_STATE}"
+    (written, *more) = sorted(key for key in stored if key.startswith(prefix)) or (f"{prefix}nf4",)
     if more:
         raise ValueError(
             f"{name}: has {written} and {more[0]}, of which one is of another file; download it "
             "again"
         )
-    described = _description(written, _there(stored, written))
-    code = written.removeprefix(state)
-    nested = "nested_offset" in described
-    shape, block, dtype = _described(written, described, code)
-    # they may be stored as another dtype, because some ways of sharding require floats
+
+    code = written.removeprefix(prefix)
+    state = read_quant_state(written, _there(stored, written), code)
+    rows, columns = state["shape"]
+    block = state["blocksize"]
+    dtype = BITSANDBYTES_DTYPES[state["dtype"]]
+
+    # They may be stored as another dtype, because some ways of sharding require floats.
     codes = _there(stored, name).contiguous().view(-1).view(torch.uint8)
-    count = -(-shape[0] * shape[1] // 2)
+    count = -(-rows * columns // 2)
     if codes.numel() != count:
         raise ValueError(
             f"{name}: has {codes.numel()} bytes, its shape needs {count}; the file is damaged, "
             "download it again"
         )
-    scales = _scales(name, stored, described, -(-shape[0] * shape[1] // block), nested)
+
+    scales = _scales(name, stored, state, blocks=-(-rows * columns // block))
+
     values = _there(stored, f"{name}.quant_map")
     _check(f"{name}.quant_map", values, torch.float32, 16)
     if not torch.allclose(values, code_of(code, values.device), rtol=0, atol=1e-6):
@@ -97,17 +97,7 @@ def read_weight(name: str, stored: Mapping[str, Tensor]) -> Packed:
             f"{name}.quant_map: is not that of {code}: codes would stand for other values; the "
             "file is damaged or of another format"
         )
-    return Packed(codes, scales, shape, dtype, block, code, quantized_from=dtype)
-
-
-def read_shape(name: str, text: Tensor) -> tuple[tuple[int, int], torch.dtype]:
-    """Return the shape and dtype of the weight from its JSON tensor.
-
-    Raises:
-        ValueError: the JSON is damaged.
-    """
-    shape, _, dtype = _described(name, _description(name, text), name.rpartition(QUANT_STATE)[2])
-    return shape, dtype
+    return Packed(codes, scales, (rows, columns), dtype, block, code, quantized_from=dtype)
 
 
 def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
@@ -122,13 +112,13 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
         "dtype": str(weight.dtype).removeprefix("torch."),
         "shape": list(weight.shape),
     }
+    code_values = code_of(weight.code, weight.codes.device)
     tensors = {
         name: weight.codes.view(-1, 1),
         f"{name}.absmax": scales.absmax,
-        f"{name}.quant_map": code_of(
-            weight.code, weight.codes.device
-        ).clone(),  # files hold no tensor that others share
+        f"{name}.quant_map": code_values.clone(),  # files hold no tensor that others share
     }
+
     if scales.absmax2 is not None and scales.code2 is not None and scales.offset is not None:
         described |= {
             "nested_blocksize": scales.block2,
@@ -139,6 +129,7 @@ def stored_tensors(name: str, weight: Packed) -> dict[str, Tensor]:
             f"{name}.nested_absmax": scales.absmax2,
             f"{name}.nested_quant_map": scales.code2.clone(),
         }
+
     text = bytearray(json.dumps(described).encode())
     tensors[f"{name}.{QUANT_STATE}{weight.code}"] = torch.frombuffer(text, dtype=torch.uint8)
     return tensors
@@ -184,7 +175,17 @@ def _there(stored: Mapping[str, Tensor], name: str) -> Tensor:
     return stored[name]
 
 
-def _description(name: str, text: Tensor) -> dict[str, Any]:
+def read_quant_state(name: str, text: Tensor, code: str) -> dict[str, Any]:
+    """Return what a JSON tensor says of its weight, such as "shape", "blocksize" and "dtype".
+
+    Args:
+        name: name of the tensor, for messages.
+        text: the tensor.
+        code: the format that its name ends with.
+
+    Raises:
+        ValueError: the JSON is damaged, or is of another format.
+    """
     try:
         described = json.loads(bytes(text.cpu().tolist()))
     except (TypeError, ValueError) as error:
@@ -196,13 +197,7 @@ def _description(name: str, text: Tensor) -> dict[str, Any]:
             f"{name}: is {type(described).__name__}, no object; the file is damaged, download it "
             "again"
         )
-    return described
 
-
-def _described(
-    name: str, described: Mapping[str, Any], code: str
-) -> tuple[tuple[int, int], int, torch.dtype]:
-    """Return the shape, block size and dtype."""
     allowed: dict[str, Iterable[Any]] = {
         "quant_type": {code} & CODE_VALUES.keys(),
         "blocksize": BLOCK_SIZES,
@@ -212,6 +207,7 @@ def _described(
         if described.get(field) not in list(values):
             told = ", ".join(map(str, values)) or f"one of {', '.join(CODE_VALUES)}"
             raise ValueError(f"{name}: {field}={described.get(field)!r}, not {told}")
+
     shape = described.get("shape")
     if (
         not isinstance(shape, list)
@@ -221,33 +217,32 @@ def _described(
         raise ValueError(
             f"{name}: shape={shape!r}: only weights of linear layers, [rows, columns], can be read"
         )
-    return (shape[0], shape[1]), described["blocksize"], BITSANDBYTES_DTYPES[described["dtype"]]
+    return described
 
 
 def _scales(
-    name: str, stored: Mapping[str, Tensor], described: Mapping[str, Any], blocks: int, nested: bool
+    name: str, stored: Mapping[str, Tensor], state: Mapping[str, Any], blocks: int
 ) -> Scales:
-    absmax, absmax2, code2 = (
-        _there(stored, f"{name}.{key}") if nested or key == "absmax" else None
-        for key in ENTRIES[:1] + NESTED
-    )
-    assert absmax is not None
-    if not nested:
-        if extra := [key for key in NESTED if f"{name}.{key}" in stored]:
-            raise ValueError(
-                f"{name}.{extra[0]}: is there, and the description has no nested_offset; download "
-                "it again"
-            )
+    absmax = _there(stored, f"{name}.absmax")
+    if "nested_offset" not in state:
+        for key in NESTED:
+            if f"{name}.{key}" in stored:
+                raise ValueError(
+                    f"{name}.{key}: is there, and the description has no nested_offset; download "
+                    "it again"
+                )
         _check(f"{name}.absmax", absmax, torch.float32, blocks)
         return Scales(absmax)
-    assert absmax2 is not None and code2 is not None
-    block2 = described.get("nested_blocksize")
-    offset = described["nested_offset"]
+
+    absmax2, code2 = (_there(stored, f"{name}.{key}") for key in NESTED)
+    block2 = state.get("nested_blocksize")
+    offset = state["nested_offset"]
     if type(block2) is not int or block2 < 1 or not isinstance(offset, float | int):
         raise ValueError(
             f"{name}: nested_blocksize={block2!r}, nested_offset={offset!r}: damaged; download "
             "the file again"
         )
+
     _check(f"{name}.absmax", absmax, torch.uint8, blocks)
     _check(f"{name}.nested_absmax", absmax2, torch.float32, -(-blocks // block2))
     _check(f"{name}.nested_quant_map", code2, torch.float32, 256)
@@ -258,8 +253,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, count: int) -> None:
     if tensor.dtype != dtype or tensor.numel() != count:
         raise ValueError(
             f"{name}: is {tensor.dtype} with {tensor.numel()} elements, not {dtype} with {count}; "
-            "the file is damaged or of "
-            "another version of the format, download it again"
+            "the file is damaged or of another version of the format, download it again"
         )
     if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{name}: holds what is no number; the file is damaged, download it again")
@@ -318,9 +312,11 @@ def shared(layer: Any) -> Linear4bit:
         and known.places == _places(layer)
     ):
         return known.ours
+
     packed = weight_of_layer(layer)
     dtype = packed.dtype if layer.compute_dtype in (None, torch.float32) else layer.compute_dtype
     ours = Linear4bit(packed.to(dtype)).train(layer.training)
+
     bias = layer.bias
     if bias is not None and bias.dtype != dtype:
         if bias.requires_grad:
@@ -329,6 +325,7 @@ def shared(layer: Any) -> Linear4bit:
         bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
     ours.bias = bias
     vars(ours).update({hooks: vars(layer)[hooks] for hooks in HOOKS})
+
     if layer.compute_dtype not in (None, dtype):
         _say_dtype(layer.compute_dtype, dtype)
     vars(layer)[_SHARED] = _Shared(ours, layer.weight.quant_state, _places(layer))
@@ -351,8 +348,7 @@ def _places(layer: Any) -> tuple[int | None, ...]:
 def _say_dtype(asked: torch.dtype, dtype: torch.dtype) -> None:
     logger.warning(
         "bnb_4bit_compute_dtype=%s: fused layers multiply in %s, which the weights were quantized "
-        "from; layers that are not "
-        "fused do as it says",
+        "from; layers that are not fused do as it says",
         asked,
         dtype,
     )
@@ -366,7 +362,9 @@ def weight_of_layer(layer: Any) -> Packed:
             message continues a sentence after the layer's name.
     """
     if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
-        layer.state_dict()  # which puts the codes, laid out for this CPU by a call in evaluation mode, back in order
+        # A call in evaluation mode laid the codes out for this CPU; this puts them back in order.
+        layer.state_dict()
+
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         raise ValueError(
@@ -380,12 +378,14 @@ def weight_of_layer(layer: Any) -> Packed:
         raise ValueError(
             f"has weights in {state.quant_type}, of {state.dtype}, in blocks of {state.blocksize}"
         )
+
     scales = Scales(state.absmax)
     nested = state.state2
-    (rows, columns) = state.shape
     if nested is not None:
         scales = Scales(state.absmax, nested.absmax, nested.code, state.offset, nested.blocksize)
+
     codes = layer.weight.data.view(torch.uint8).view(-1)
+    (rows, columns) = state.shape
     return Packed(
         codes, scales, (rows, columns), state.dtype, state.blocksize, state.quant_type, state.dtype
     )

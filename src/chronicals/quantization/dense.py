@@ -65,13 +65,14 @@ class Dense(Storage):
         outputs = sum(map(len, weights))
         width = weights[0].shape[1]
         buffer = weights[0].new_zeros((outputs + columns, width + columns), device=device)
-        found = cls(buffer[:outputs, :width], weights, columns)
-        for place, weight in zip(found.places, weights):
+
+        fused = cls(buffer[:outputs, :width], weights, columns)
+        for place, weight in zip(fused.places, weights):
             place.copy_(weight.detach())
-        return found
+        return fused
 
     @property
-    def places(self) -> tuple[Tensor, ...]:
+    def places(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Views of W, ``[n, K]`` for each part."""
         return self.matrix.split([len(part) for part in self.parts])
 
@@ -83,50 +84,45 @@ class Dense(Storage):
     @property
     def up(self) -> Tensor:
         """Padding to the right of W, ``[N, R]``."""
-        return self._with_up()[:, self.width :] if self.columns else self.matrix[:, :0]
+        return self._reaching(self.columns, 0)[:, self.width :]
 
     @property
     def down(self) -> Tensor:
         """Padding below W, ``[R, K]``."""
-        return self._with_down()[self.outputs :] if self.columns else self.matrix[:0]
+        return self._reaching(0, self.columns)[self.outputs :]
 
-    def _with_up(self) -> Tensor:
-        return self.matrix.as_strided(
-            (self.outputs, self.width + self.columns), self.matrix.stride()
-        )
-
-    def _with_down(self) -> Tensor:
-        return self.matrix.as_strided(
-            (self.outputs + self.columns, self.width), self.matrix.stride()
-        )
+    def _reaching(self, right: int, below: int) -> Tensor:
+        """Return W with so many columns and rows of the padding."""
+        if not right and not below:
+            return self.matrix
+        shape = self.outputs + below, self.width + right
+        return self.matrix.as_strided(shape, self.matrix.stride())
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
         """Return ``x Wᵀ + bias``; with padding columns behind x, the adapters' part, too."""
         rows = x.dense
-        matrix = (self.matrix if rows.shape[1] == self.width else self._with_up()).t()
-        return (
-            product(rows, matrix, rows.dtype) if bias is None else torch.addmm(bias, rows, matrix)
-        )
+        right = 0 if rows.shape[1] == self.width else self.columns
+        matrix = self._reaching(right, 0).t()
+
+        if bias is None:
+            return product(rows, matrix, rows.dtype)
+        return torch.addmm(bias, rows, matrix)
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """Return ``dy W``; with padding columns behind dy, the adapters' part, too."""
         rows = dy.dense
-        return product(
-            rows, self.matrix if rows.shape[1] == self.outputs else self._with_down(), rows.dtype
-        )
+        below = 0 if rows.shape[1] == self.outputs else self.columns
+        return product(rows, self._reaching(0, below), rows.dtype)
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
         """Return ``dyᵀ x`` in the dtype of x; None if the weight is frozen."""
-        return product(dy.dense.t(), x.dense, x.dense.dtype) if self.trained else None
+        if not self.trained:
+            return None
+        return product(dy.dense.t(), x.dense, x.dense.dtype)
 
     def dense(self) -> Tensor:
         """Return W itself."""
         return self.matrix
-
-    @classmethod
-    def bytes_a_value(cls, itemsize: int) -> float:
-        """Return ``itemsize``."""
-        return itemsize
 
 
 @dataclass(frozen=True)
@@ -180,6 +176,7 @@ class AdapterPadding:
     ) -> tuple:
         """Write the adapters to the buffers; return a token by which ``holds`` knows them."""
         write_adapters(self.down, self.up, self.sizes, self.ranks, downs, ups, scales)
+
         matrices = [x for x in (*downs, *ups) if x is not None]
         versions = tuple((x.data_ptr(), x._version) for x in matrices)
         self.written[:] = [(versions, tuple(scales))]

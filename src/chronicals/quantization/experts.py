@@ -55,17 +55,19 @@ class Stack:
 
     def __call__(self) -> Tensor:
         """Return the values; they are valid until another weight of this shape is dequantised."""
-        return self._in_shape(self.base.filled())
+        return _in_shape(self.base.filled(), self.shape, self.transposed)
 
     def dense(self) -> Tensor:
         """Return the values in their own memory."""
-        return self._in_shape(self.base.dense())
+        return _in_shape(self.base.dense(), self.shape, self.transposed)
 
-    def _in_shape(self, matrix: Tensor) -> Tensor:
-        if not self.transposed:
-            return matrix.view(self.shape)
-        experts, rows, columns = self.shape
-        return matrix.view(experts, columns, rows).transpose(1, 2)
+
+def _in_shape(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Tensor:
+    """Return the matrix ``[E · N, K]`` of a stacked weight in its shape in the class."""
+    if not transposed:
+        return matrix.view(shape)
+    experts, rows, columns = shape
+    return matrix.view(experts, columns, rows).transpose(1, 2)
 
 
 def can_be_packed(module: nn.Module) -> bool:
@@ -99,9 +101,7 @@ class PackedExperts(PackedModule):
     """
 
     inner: Any
-    why_not_saved = (
-        "its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files"
-    )
+    routed = True
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class PackedExperts(PackedModule):
         self._formats = {
             name: (weight.settings, weight.PARTS, weight.shape) for name, weight in packed.items()
         }
+
         inner = copy.copy(experts)
         places = {}
         for name, parameter in experts._parameters.items():
@@ -132,9 +133,11 @@ class PackedExperts(PackedModule):
             else:
                 places[name] = value.to("meta")
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
         empty = {name: nn.Parameter(place, requires_grad=False) for name, place in places.items()}
         vars(inner).update(_parameters=empty, _buffers={}, _modules=dict(experts._modules))
-        object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "inner", inner)  # not as a submodule
+
         self._bases: dict[str, tuple[tuple, PackedStorage]] = {}
         self.train(experts.training)
 
@@ -155,15 +158,16 @@ class PackedExperts(PackedModule):
             raise ValueError(
                 f"{type(experts).__name__} holds something else than stacked weights and biases"
             )
-        stacks = {
-            name: p.detach()
-            for name, p in experts._parameters.items()
-            if p is not None and p.ndim == 3
-        }
-        packed = {
-            name: pack_stack(stack, quantise).to(stack.dtype) for name, stack in stacks.items()
-        }
-        return cls(experts, packed, {name: tuple(stack.shape) for name, stack in stacks.items()})
+
+        packed = {}
+        shapes = {}
+        for name, parameter in experts._parameters.items():
+            if parameter is not None and parameter.ndim == 3:
+                stack = parameter.detach()
+                matrix = stack.reshape(-1, stack.shape[-1])
+                packed[name] = quantise(matrix).to(stack.dtype)
+                shapes[name] = tuple(stack.shape)
+        return cls(experts, packed, shapes)
 
     def packed(self, name: str) -> PackedWeight:
         """Return a stacked weight as one matrix, ``[E · N, K]``."""
@@ -188,22 +192,19 @@ class PackedExperts(PackedModule):
         The values are computed in plain torch by the definition of the format.
         """
         matrix = self.packed(name).dense_reference()
-        if name in self.transposed:
-            experts, rows, columns = self.stacked[name]
-            return matrix.view(experts, columns, rows).transpose(1, 2)
-        return matrix.view(self.stacked[name])
+        return _in_shape(matrix, self.stacked[name], name in self.transposed)
 
-    def named_in(self, path: str, model: str) -> str:
-        """Return the path of the experts, for a sentence with ``why_not_saved``."""
-        return f"{path}:"
-
-    def values_of_token(self, routed: float) -> float:
-        """Return the number of values of the experts that a token visits."""
-        return routed * self.values
+    def why_not_saved(self, path: str, model: str) -> str | None:
+        """Return why transformers' files cannot hold the experts; they never can."""
+        return (
+            f"{path}: its experts are in 4 bits, which neither transformers nor bitsandbytes reads "
+            "from files"
+        )
 
     def stack(self, name: str) -> Stack:
         """Return a stacked weight."""
-        key = self.get_parameter(name).data_ptr(), self.dtype, self.get_parameter(name).device
+        codes = self.get_parameter(name)
+        key = codes.data_ptr(), self.dtype, codes.device  # others once it was moved or cast
         if name not in self._bases or self._bases[name][0] != key:
             weight = self.packed(name)
             self._bases[name] = key, weight.base([weight])
@@ -255,11 +256,6 @@ class PackedExperts(PackedModule):
 
 Experts4bit = PackedExperts
 """Older name of ``PackedExperts``, from when NF4 was its only format."""
-
-
-def pack_stack(stack: Tensor, quantise: Callable[[Tensor], Any] = Packed.of) -> Any:
-    """Return a stacked weight ``[E, N, K]`` packed as one matrix ``[E · N, K]``."""
-    return quantise(stack.reshape(-1, stack.shape[-1]))
 
 
 def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Any:

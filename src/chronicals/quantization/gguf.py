@@ -18,6 +18,17 @@ from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
 
+class GGUF(PackedStorage):
+    """Weights in GGUF blocks; layers that share an input may have different kinds."""
+
+    dense_stays = False
+    packed_bytes = max(size / block for block, size in GGUF_KINDS.values())  # of the largest kind
+
+
+class LinearGGUF(PackedLinear):
+    """A linear layer with a weight in GGUF blocks."""
+
+
 @dataclass(frozen=True)
 class Blocks(PackedWeight):
     """The weight of one linear layer in GGUF blocks.
@@ -34,6 +45,8 @@ class Blocks(PackedWeight):
     dtype: torch.dtype
     kind: str
 
+    base = GGUF
+    linear = LinearGGUF
     why_not_saved = "in blocks of GGUF, which no file but that it was loaded from holds"
 
     @classmethod
@@ -45,6 +58,7 @@ class Blocks(PackedWeight):
         """
         if kind not in GGUF_KINDS:
             raise ValueError(f"kind={kind!r}: give one of {', '.join(GGUF_KINDS)}")
+
         block, size = GGUF_KINDS[kind]
         rows, length = codes.shape
         if codes.dtype != torch.uint8 or length % size:
@@ -52,6 +66,7 @@ class Blocks(PackedWeight):
                 f"rows of {length} elements of {codes.dtype} are no blocks of {kind}: give uint8, "
                 f"{size} a block"
             )
+
         return cls(codes, (rows, length // size * block), dtype, kind)
 
     @property
@@ -74,22 +89,9 @@ class Blocks(PackedWeight):
             codes = codes.view(shape[0], -1)
         return cls(codes, shape, dtype, kind)
 
-    @classmethod
-    def base(cls, packed: Sequence[Blocks], columns: int = 0, ranks: Sequence[int] = ()) -> GGUF:
-        """Return a base for layers with one input; see ``PackedStorage``."""
-        return GGUF(packed, columns, ranks)
-
-    def layer(self, bias: Tensor | None = None) -> LinearGGUF:
-        """Return a frozen linear layer with this weight."""
-        return LinearGGUF(self, bias)
-
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
         return dequantize_gguf(self.codes, out, self.kind)
-
-    def divides(self, count: int) -> bool:
-        """Return False: see ``why_whole``."""
-        return False
 
     @property
     def why_whole(self) -> str:  # type: ignore[override]
@@ -100,16 +102,3 @@ class Blocks(PackedWeight):
     def label(self) -> str:
         """Name of the format for logs."""
         return f"{self.kind} of GGUF"
-
-
-class GGUF(PackedStorage):
-    """Weights in GGUF blocks; layers that share an input may have different kinds."""
-
-    @classmethod
-    def bytes_a_value(cls, itemsize: int) -> float:
-        """Return the bytes per value of the largest kind, without the shared buffers."""
-        return max(size / block for block, size in GGUF_KINDS.values())
-
-
-class LinearGGUF(PackedLinear):
-    """A linear layer with a weight in GGUF blocks."""

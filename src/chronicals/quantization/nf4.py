@@ -31,6 +31,35 @@ SCALE_TENSORS = ("absmax", "absmax2", "code2", "offset")
 """Names of the tensors next to the codes, as in ``Scales``."""
 
 
+class NF4(PackedStorage):
+    """Weights in bitsandbytes' 4-bit formats."""
+
+    dense_stays = False
+    # A code, and with nested scales a byte per block and four bytes per block of scales.
+    packed_bytes = 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
+
+
+class Linear4bit(PackedLinear):
+    """A linear layer with a weight in a 4-bit format of bitsandbytes; its scales stay fp32."""
+
+    absmax: Tensor
+    absmax2: Tensor | None
+    code2: Tensor | None
+    offset: Tensor | None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
+        """Quantise a plain layer's weight to NF4 in blocks of 64 with nested scales.
+
+        Args:
+            linear: the layer.
+            device: where it is quantised and stays; by default its current device.
+        """
+        weight = Packed.of(linear.weight.detach().to(device))
+        bias = None if linear.bias is None else linear.bias.detach().to(device)
+        return cls(weight, bias).train(linear.training)
+
+
 @dataclass(frozen=True)
 class Packed(PackedWeight):
     """The weight of one linear layer in 4 bits.
@@ -56,6 +85,8 @@ class Packed(PackedWeight):
     PARTS: ClassVar[tuple[str, ...]] = SCALE_TENSORS
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "absmax", "absmax2")
 
+    base = NF4
+    linear = Linear4bit
     why_not_saved = None
 
     @classmethod
@@ -79,7 +110,9 @@ class Packed(PackedWeight):
     @property
     def options(self) -> tuple[str, ...]:
         """Code, block, block of the scales, and dtype before quantisation."""
-        source = "" if self.quantized_from is None else dtype_name(self.quantized_from)
+        source = ""
+        if self.quantized_from is not None:
+            source = str(self.quantized_from).removeprefix("torch.")
         return self.code, str(self.block), str(self.scales.block2), source
 
     @property
@@ -106,18 +139,10 @@ class Packed(PackedWeight):
         code, block, block2, source = options
         codes, absmax, *nested = tensors
         absmax2, code2, offset = nested or (None, None, None)
+
         scales = Scales(absmax, absmax2, code2, offset, int(block2))
         quantized_from = getattr(torch, source) if source else None
         return cls(codes, scales, shape, dtype, int(block), code, quantized_from)
-
-    @classmethod
-    def base(cls, packed: Sequence[Packed], columns: int = 0, ranks: Sequence[int] = ()) -> NF4:
-        """Return a base for layers with one input; see ``PackedStorage``."""
-        return NF4(packed, columns, ranks)
-
-    def layer(self, bias: Tensor | None = None) -> Linear4bit:
-        """Return a frozen linear layer with this weight."""
-        return Linear4bit(self, bias)
 
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
@@ -164,12 +189,12 @@ class Packed(PackedWeight):
         from chronicals.quantization.bitsandbytes import read_weight
 
         there = read_weight(name, stored)
-        kinds = [
+        ours, theirs = (
             (x.shape, x.block, x.code, x.scales.nested, x.scales.block2) for x in (self, there)
-        ]
-        if kinds[0] != kinds[1]:
+        )
+        if ours != theirs:
             raise ValueError(
-                f"the 4-bit weight is {kinds[1]} there and {kinds[0]} here: shape, block, format, "
+                f"the 4-bit weight is {theirs} there and {ours} here: shape, block, format, "
                 "nested, its block"
             )
         return there
@@ -182,12 +207,14 @@ class Packed(PackedWeight):
     @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return by name of each 4-bit weight the names of its tensors, codes first."""
-        from chronicals.quantization.bitsandbytes import ENTRIES, weights_among
+        from chronicals.quantization.bitsandbytes import ENTRIES, QUANT_STATE
 
         parts = {}
-        for weight in weights_among(names):
-            entries = [f"{weight}.{entry}" for entry in ENTRIES]
-            parts[weight] = (weight, *(name for name in entries if name in names))
+        for name in names:
+            weight, has_state, _ = name.partition(f".{QUANT_STATE}")
+            if has_state:
+                entries = [f"{weight}.{entry}" for entry in ENTRIES]
+                parts[weight] = (weight, *(entry for entry in entries if entry in names))
         return parts
 
     @classmethod
@@ -195,10 +222,15 @@ class Packed(PackedWeight):
         cls, name: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype by the JSON tensor."""
-        from chronicals.quantization.bitsandbytes import QUANT_STATE, read_shape
+        from chronicals.quantization.bitsandbytes import (
+            BITSANDBYTES_DTYPES,
+            QUANT_STATE,
+            read_quant_state,
+        )
 
-        state = next(part for part in shapes if f".{QUANT_STATE}" in part)
-        return read_shape(state, read(state))
+        part = next(part for part in shapes if f".{QUANT_STATE}" in part)
+        state = read_quant_state(part, read(part), code=part.rpartition(QUANT_STATE)[2])
+        return tuple(state["shape"]), BITSANDBYTES_DTYPES[state["dtype"]]
 
     @classmethod
     def read(cls, name: str, stored: Mapping[str, Tensor]) -> Packed:
@@ -212,38 +244,6 @@ class Packed(PackedWeight):
         from chronicals.quantization.bitsandbytes import packed_description
 
         return packed_description(model, paths, self.dtype, self.code, self.scales.nested)
-
-
-class NF4(PackedStorage):
-    """Weights in bitsandbytes' 4-bit formats."""
-
-    @classmethod
-    def bytes_a_value(cls, itemsize: int) -> float:
-        """Return the bytes per value with nested scales in blocks of ``BLOCK``.
-
-        The shared buffers are not included.
-        """
-        return 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
-
-
-class Linear4bit(PackedLinear):
-    """A linear layer with a weight in a 4-bit format of bitsandbytes; its scales stay fp32."""
-
-    absmax: Tensor
-    absmax2: Tensor | None
-    code2: Tensor | None
-    offset: Tensor | None
-
-    @classmethod
-    def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
-        """Quantise a plain layer's weight to NF4 in blocks of 64 with nested scales.
-
-        Args:
-            linear: the layer.
-            device: where it is quantised and stays; by default its current device.
-        """
-        bias = None if linear.bias is None else linear.bias.detach().to(device)
-        return cls(Packed.of(linear.weight.detach().to(device)), bias).train(linear.training)
 
 
 @dataclass(frozen=True)
@@ -268,29 +268,33 @@ class FourBits:
     @classmethod
     def of(cls, weight: Packed, products: torch.dtype) -> FourBits:
         """Return the recipe of ``weight``, of which this process may hold only a part."""
-        scales = weight.scales
-        source = None if weight.quantized_from is None else dtype_name(weight.quantized_from)
-        scale_block = scales.block2 if scales.nested else None
-        return cls(weight.code, weight.block, scale_block, source, dtype_name(products))
+        source = None
+        if weight.quantized_from is not None:
+            source = str(weight.quantized_from).removeprefix("torch.")
+        scale_block = weight.scales.block2 if weight.scales.nested else None
+        read_in = str(products).removeprefix("torch.")
+        return cls(weight.code, weight.block, scale_block, source, read_in)
 
     def quantise(self, weight: Tensor) -> Packed:
         """Return ``weight``, ``[n, K]``, quantised from the dtype ``quantized_from``."""
-        source = (
-            weight.dtype if self.quantized_from is None else getattr(torch, self.quantized_from)
-        )
-        return Packed.of(weight.to(source), self.block, self.scale_block is not None, self.code)
+        if self.quantized_from is not None:
+            weight = weight.to(getattr(torch, self.quantized_from))
+        return Packed.of(weight, self.block, self.scale_block is not None, self.code)
 
     def values(self, weight: Tensor) -> Tensor:
         """Return the dequantised values of the weight after quantisation, fp32."""
-        return self.quantise(weight).to(getattr(torch, self.products)).dense().float()
+        read_in = getattr(torch, self.products)
+        return self.quantise(weight).to(read_in).dense().float()
 
     def same_codes(self, other: FourBits) -> bool:
         """Return whether both recipes give a weight the same codes, as far as known."""
-        source = self.quantized_from or other.quantized_from
-        unlike = other.quantized_from not in (None, source)
-        return not unlike and replace(self, products="", quantized_from="") == replace(
-            other, products="", quantized_from=""
-        )
+        sources = {self.quantized_from, other.quantized_from} - {None}
+        if len(sources) > 1:
+            return False
+
+        # Neither the dtype of the products nor an unknown source changes the codes.
+        ours = replace(self, products="", quantized_from="")
+        return ours == replace(other, products="", quantized_from="")
 
     def __str__(self) -> str:
         nested = "" if self.scale_block is None else f" with scales in blocks of {self.scale_block}"
@@ -299,8 +303,3 @@ class FourBits:
 
 RECIPES: dict[str, FourBits] = {"nf4": FourBits()}
 """Recipes by the values of ``ChronicalsConfig.quantization``."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")

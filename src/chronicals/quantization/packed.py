@@ -12,8 +12,8 @@ layer was recomputed, and otherwise writes it again.
 
 from __future__ import annotations
 
-import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -26,16 +26,120 @@ from chronicals.quantization.dense import Dense
 if TYPE_CHECKING:
     from chronicals.quantization.packed_linear import PackedLinear
 
+
+class _SharedBuffer(Dense):
+    """Buffer for the dense values of one weight at a time.
+
+    It is freed with the last base that uses it.
+
+    Attributes:
+        mark: the mark of the base whose values are in the buffer; None before the first.
+    """
+
+    mark: object = None
+
+
+_BUFFERS: weakref.WeakValueDictionary[tuple, _SharedBuffer] = weakref.WeakValueDictionary()
+"""Buffers by the sizes, ranks, dtype and device of the weights that share them."""
+
+
+class PackedStorage(Storage):
+    """Linear layers with a common input whose weights are packed one by one.
+
+    A format that does not say its ``packed_bytes`` is counted with the bytes of the dense values,
+    an upper bound.
+
+    Args:
+        packed: weight of each layer; its codes are the layer's parameter.
+        columns: R, padding columns and rows for adapters, as in ``Dense``.
+        ranks: adapter ranks of the layers. They are part of the buffer's key, so that bases that
+            share a buffer place their adapters at the same columns.
+
+    Attributes:
+        places: the codes of each layer.
+        buffer: the dense buffer that products read; its padding holds the adapters.
+    """
+
+    def __init__(self, packed: Sequence[PackedWeight], columns: int = 0, ranks: Sequence[int] = ()):
+        sizes = tuple(part.shape[0] for part in packed)
+        outputs = sum(sizes)
+        width = packed[0].shape[1]
+        dtype = packed[0].dtype
+        device = packed[0].codes.device
+
+        super().__init__((outputs, width), dtype, [part.codes for part in packed])
+        self.packed = [part.detached() for part in packed]
+        self.places = tuple(part.codes for part in self.packed)
+        self.padded = columns > 0
+        self._mark = object()
+
+        key = sizes, width, columns, tuple(ranks), dtype, device
+        buffer = _BUFFERS.get(key)
+        if buffer is None:
+            # A tensor made in inference mode could not be written to after it.
+            with torch.inference_mode(False):
+                memory = torch.zeros(
+                    (outputs + columns, width + columns), dtype=dtype, device=device
+                )
+            buffer = _SharedBuffer(memory[:outputs, :width], (), columns)
+            _BUFFERS[key] = buffer
+        self.buffer = buffer
+
+    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return ``x Wᵀ + bias``; the buffer is written first."""
+        self._fill()
+        return self.buffer.forward(x, bias)
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        """Return ``dy W``; the buffer is written if it holds another weight by now."""
+        self.filled()
+        return self.buffer.input_gradient(dy)
+
+    def filled(self) -> Tensor:
+        """Return W in the shared buffer, ``[N, K]``, valid until another weight is written."""
+        if self.buffer.mark is not self._mark:
+            self._fill()
+        return self.buffer.matrix
+
+    def _fill(self) -> None:
+        self.into(self.buffer.matrix)
+        self.buffer.mark = self._mark
+
+    def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        """Return None, since the codes are frozen."""
+        return None
+
+    def into(self, out: Tensor) -> Tensor:
+        """Write W to ``out``, ``[N, K]`` with dense rows, in one launch per layer; return it."""
+        places = out.split([part.shape[0] for part in self.packed])
+        for part, place in zip(self.packed, places):
+            part.into(place)
+        return out
+
+    def dense(self) -> Tensor:
+        """Return W in memory of its own."""
+        device = self.packed[0].codes.device
+        return self.into(torch.empty((self.outputs, self.width), dtype=self.dtype, device=device))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the packed weights, without the shared buffer."""
+        return sum(part.bytes for part in self.packed)
+
+
 PACKED_FORMATS: dict[str, type[PackedWeight]] = {}
 """Subclasses of ``PackedWeight`` by class name; the operators look a format up here."""
 
 
-class PackedWeight:
+class PackedWeight(ABC):
     """The frozen weight ``[n, K]`` of one linear layer. Formats are frozen dataclasses.
 
-    A format defines ``into``; and ``options``, ``tensors`` and ``of_tensors`` if its fields are
+    A format must define ``into``; and ``options``, ``tensors`` and ``of_tensors`` if its fields are
     not the codes, the ``PARTS``, shape and dtype, and these options, in this order. The other
     methods follow from these, unless files use other tensor names (``stored``, ``read_stored``).
+
+    Nothing asks ``isinstance`` of a weight, and traced code creates none, so that the class may be
+    abstract without a break in a compiled graph.
 
     Attributes:
         codes: the layer's parameter; uint8 ``[...]`` in any shape.
@@ -49,6 +153,8 @@ class PackedWeight:
             model's files hold these codes.
         why_whole: reason why rows are never divided among ranks; None if they are divided when
             possible.
+        base: class of the products of several weights of this format; see ``PackedStorage``.
+        linear: class of a layer with such a weight; ``PackedLinear`` if None.
     """
 
     codes: Any
@@ -58,6 +164,8 @@ class PackedWeight:
     trained: ClassVar[Any] = False
     recipe: ClassVar[Any] = None
     why_whole: ClassVar[Any] = None
+    base: ClassVar[Any] = PackedStorage
+    linear: ClassVar[Any] = None
 
     PARTS: ClassVar[tuple[str, ...]] = ()
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes",)
@@ -121,22 +229,28 @@ class PackedWeight:
         """Return the same weight with another dtype of the dequantised values."""
         return self.with_tensors(self.tensors, dtype=dtype)
 
-    def moved(self, device: torch.device) -> Self:
-        """Return the same weight on another device."""
+    def moved(self, device: torch.device, rows: torch.device | str | None = None) -> Self:
+        """Return the same weight on another device.
+
+        Args:
+            device: the device.
+            rows: device of the tensors that belong to rows; by default ``device``. It is "meta"
+                while ranks gather these tensors for each product.
+        """
         tensors = self.tensors
         for name, tensor in tensors.items():
             if tensor is not None:
-                tensors[name] = tensor.to(device)
+                tensors[name] = tensor.to(rows if rows and name in self.DIVIDED else device)
         return self.with_tensors(tensors)
 
     # Values and products.
 
+    @abstractmethod
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, ``[n, K]`` with dense rows, and return it.
 
-        It is one launch.
+        It is one launch. The values have the dtype of ``out``, whatever ``dtype`` is.
         """
-        raise NotImplementedError
 
     def dense(self) -> Tensor:
         """Return the dequantised values, ``[n, K]``."""
@@ -154,20 +268,15 @@ class PackedWeight:
                 A``.
         """
         exact = torch.promote_types(self.dtype, torch.float32)
-        return update(self.dense().to(exact)).to(self.dtype)
-
-    @classmethod
-    def base(
-        cls, packed: Sequence[Any], columns: int = 0, ranks: Sequence[int] = ()
-    ) -> PackedStorage:
-        """Return a base for several weights of this format; see ``PackedStorage``."""
-        return PackedStorage(packed, columns, ranks)
+        updated = update(self.dense().to(exact))
+        return updated.to(self.dtype)
 
     def layer(self, bias: Tensor | None = None) -> PackedLinear:
         """Return a frozen linear layer with this weight."""
         from chronicals.quantization.packed_linear import PackedLinear
 
-        return PackedLinear(self, bias)
+        layer_class: type[PackedLinear] = self.linear or PackedLinear
+        return layer_class(self, bias)
 
     # Memory and words.
 
@@ -177,11 +286,6 @@ class PackedWeight:
         tensors = self.tensors
         present = [tensors[name] for name in self.DIVIDED]
         return sum(tensor.nbytes for tensor in present if tensor is not None)
-
-    @property
-    def values(self) -> int:
-        """Number of weights that the codes represent."""
-        return int(self.shape[0] * self.shape[1])
 
     @property
     def label(self) -> str:
@@ -197,17 +301,19 @@ class PackedWeight:
 
     def divides(self, count: int) -> bool:
         """Return whether the rows can be split evenly among ``count`` ranks."""
-        return bool(self.shape[0] % count == 0)
+        return self.why_whole is None and bool(self.shape[0] % count == 0)
 
     def rows(self, rank: int, count: int) -> Self | None:
         """Return a copy of a rank's rows, ``[n / count, K]``; None if they cannot be split."""
         if not self.divides(count):
             return None
+
         tensors = self.tensors
         for name in self.DIVIDED:
             whole = tensors[name]
             if whole is not None:
                 tensors[name] = whole.detach().reshape(-1).chunk(count)[rank].clone()
+
         rows, width = self.shape
         return self.with_tensors(tensors, (rows // count, width))
 
@@ -217,21 +323,6 @@ class PackedWeight:
         tensors = self.tensors
         present = {name: tensors[name] for name in self.DIVIDED}
         return {name: tensor.view(-1) for name, tensor in present.items() if tensor is not None}
-
-    def with_divided(self, divided: Mapping[str, Tensor], dtype: torch.dtype) -> Self:
-        """Return the weight with other tensors of rows, by the names in ``divided``."""
-        return self.with_tensors({**self.tensors, **divided}, dtype=dtype)
-
-    def without_rows(self, device: torch.device) -> Self:
-        """Return the weight without its tensors of rows, which are on the meta device then.
-
-        The others are on ``device``. ``with_divided`` adds the rows again after they are gathered.
-        """
-        tensors = self.tensors
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                tensors[name] = tensor.to("meta" if name in self.DIVIDED else device)
-        return self.with_tensors(tensors)
 
     # Files.
 
@@ -249,11 +340,11 @@ class PackedWeight:
         Args:
             name: name of the weight, such as ``model.layers.0.mlp.up_proj.weight``.
         """
-        tensors = {
-            name if part == "codes" else f"{name}.{part}": tensor
-            for part, tensor in self.tensors.items()
-        }
-        return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        tensors = {}
+        for part, tensor in self.tensors.items():
+            if tensor is not None:
+                tensors[name if part == "codes" else f"{name}.{part}"] = tensor
+        return tensors
 
     def read_stored(self, name: str, stored: Mapping[str, Tensor]) -> Self:
         """Return a weight of the same format from the tensors that ``stored`` returned.
@@ -268,12 +359,14 @@ class PackedWeight:
                 continue
             if key not in stored:
                 raise ValueError(f"{key}: not in the checkpoint; download it again")
-            if stored[key].dtype != tensor.dtype or stored[key].numel() != tensor.numel():
+
+            there = stored[key]
+            if there.dtype != tensor.dtype or there.numel() != tensor.numel():
                 raise ValueError(
-                    f"{key}: is {stored[key].dtype} {list(stored[key].shape)}, not {tensor.dtype} "
+                    f"{key}: is {there.dtype} {list(there.shape)}, not {tensor.dtype} "
                     f"{list(tensor.shape)}"
                 )
-            tensors[part] = stored[key].view(tensor.shape)
+            tensors[part] = there.view(tensor.shape)
         return self.with_tensors(tensors)
 
     @classmethod
@@ -339,12 +432,6 @@ def format_of_files(described: Mapping[str, Any]) -> type[PackedWeight] | None:
     return None
 
 
-@functools.cache
-def _parsed(settings: str) -> tuple[type[PackedWeight], tuple[str, ...]]:
-    name, *options = settings.split(" ")
-    return PACKED_FORMATS[name], tuple(options)
-
-
 def weight_from(
     settings: str, tensors: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> PackedWeight:
@@ -356,122 +443,5 @@ def weight_from(
         shape: ``(n, K)``.
         dtype: dtype of the dequantised values.
     """
-    format_class, options = _parsed(settings)
-    return format_class.of_tensors(options, tensors, shape, dtype)
-
-
-class PackedStorage(Storage):
-    """Linear layers with a common input whose weights are packed one by one.
-
-    Args:
-        packed: weight of each layer; its codes are the layer's parameter.
-        columns: R, padding columns and rows for adapters, as in ``Dense``.
-        ranks: adapter ranks of the layers. They are part of the buffer's key, so that bases that
-            share a buffer place their adapters at the same columns.
-    """
-
-    def __init__(self, packed: Sequence[PackedWeight], columns: int = 0, ranks: Sequence[int] = ()):
-        sizes = [part.shape[0] for part in packed]
-        width = packed[0].shape[1]
-        dtype = packed[0].dtype
-        super().__init__((sum(sizes), width), dtype, [part.codes for part in packed])
-        self.packed = [part.detached() for part in packed]
-        self.padded = columns > 0
-        self._shared = _Buffer.of(
-            (*sizes,), width, columns, (*ranks,), dtype, packed[0].codes.device
-        )
-
-    @property
-    def places(self) -> tuple[Tensor, ...]:
-        """The codes of each layer."""
-        return tuple(part.codes for part in self.packed)
-
-    @property
-    def buffer(self) -> Dense:
-        """The dense buffer that products read; its padding holds the adapters."""
-        return self._shared.weight
-
-    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
-        """Return ``x Wᵀ + bias``; the buffer is written first."""
-        self._shared.fill(self)
-        return self.buffer.forward(x, bias)
-
-    def input_gradient(self, dy: Operand) -> Tensor:
-        """Return ``dy W``; the buffer is written if it holds another weight by now."""
-        self.filled()
-        return self.buffer.input_gradient(dy)
-
-    def filled(self) -> Tensor:
-        """Return W in the shared buffer, ``[N, K]``, valid until another weight is written."""
-        if not self._shared.holds(self):
-            self._shared.fill(self)
-        return self.buffer.matrix
-
-    def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
-        """Return None, since the codes are frozen."""
-        return None
-
-    def into(self, out: Tensor) -> Tensor:
-        """Write W to ``out``, ``[N, K]`` with dense rows, in one launch per layer; return it."""
-        for part, place in zip(self.packed, out.split([part.shape[0] for part in self.packed])):
-            part.into(place)
-        return out
-
-    def dense(self) -> Tensor:
-        """Return W in memory of its own."""
-        device = self.packed[0].codes.device
-        return self.into(torch.empty((self.outputs, self.width), dtype=self.dtype, device=device))
-
-    @classmethod
-    def bytes_a_value(cls, itemsize: int) -> float:
-        """Return an upper bound of the bytes per packed value, without the shared buffers."""
-        return float(itemsize)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the packed weights, without the shared buffer."""
-        return sum(part.bytes for part in self.packed)
-
-
-class _Buffer:
-    """Buffer for the dense values of one weight at a time.
-
-    It is freed with the last base that uses it.
-    """
-
-    _known: ClassVar[weakref.WeakValueDictionary[tuple, _Buffer]] = weakref.WeakValueDictionary()
-
-    def __init__(self, weight: Dense):
-        self.weight = weight
-        self._holds: Any = None
-
-    @classmethod
-    def of(
-        cls,
-        sizes: tuple[int, ...],
-        width: int,
-        columns: int,
-        ranks: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> _Buffer:
-        """Return the buffer that weights of these sizes share."""
-        key = sizes, width, columns, ranks, dtype, device
-        buffer = cls._known.get(key)
-        if buffer is None:
-            # A tensor made in inference mode could not be written to after it.
-            with torch.inference_mode(False):
-                memory = torch.zeros(
-                    (sum(sizes) + columns, width + columns), dtype=dtype, device=device
-                )
-            buffer = cls._known[key] = cls(Dense(memory[: sum(sizes), :width], (), columns))
-        return buffer
-
-    def holds(self, base: PackedStorage) -> bool:
-        """Return whether the buffer has the values of ``base``."""
-        return self._holds is not None and self._holds() is base
-
-    def fill(self, base: PackedStorage) -> None:
-        """Write the values of ``base`` to the buffer."""
-        base.into(self.weight.matrix)
-        self._holds = weakref.ref(base)
+    name, *options = settings.split(" ")
+    return PACKED_FORMATS[name].of_tensors(tuple(options), tensors, shape, dtype)

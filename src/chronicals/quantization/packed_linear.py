@@ -9,6 +9,7 @@ called as a module runs one ``torch.library`` operator, ``chronicals::packed_lin
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -26,9 +27,14 @@ class PackedModule(nn.Module):
 
     Casting the module changes ``dtype``, the dtype of the dequantised values, but never codes or
     scales.
+
+    Attributes:
+        dtype: dtype of the dequantised values.
+        routed: True if a token is multiplied by the weights of only those experts that it visits.
     """
 
     dtype: torch.dtype
+    routed = False
 
     @property
     def weights(self) -> dict[str, PackedWeight]:
@@ -56,32 +62,21 @@ class PackedModule(nn.Module):
     @property
     def values(self) -> int:
         """Number of weights that the codes represent."""
-        return sum(weight.values for weight in self.weights.values())
+        return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     @property
     def bytes(self) -> int:
         """Bytes of the packed weights."""
         return sum(weight.bytes for weight in self.weights.values())
 
-    @property
-    def why_not_saved(self) -> str | None:
-        """Reason why transformers' files cannot hold the module, or None.
-
-        It continues a sentence that begins with ``named_in``.
-        """
-        raise NotImplementedError
-
-    def named_in(self, path: str, model: str) -> str:
-        """Return the subject of a sentence with ``why_not_saved``: the model's name."""
-        return model
-
-    def values_of_token(self, routed: float) -> float:
-        """Return the number of values that a token is multiplied by.
+    def why_not_saved(self, path: str, model: str) -> str | None:
+        """Return in a sentence why transformers' files cannot hold the module, or None.
 
         Args:
-            routed: ratio of the experts that a token visits.
+            path: path of the module.
+            model: name of the model's class.
         """
-        return self.values
+        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Experts may share one table of codes, so duplicates are kept.
@@ -89,6 +84,8 @@ class PackedModule(nn.Module):
         device = next(iter(self.parameters())).device
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
         super()._apply(fn, recurse)
+
+        # ``fn`` cast the scales, too; they are put back as they were, on the new device.
         for name, buffer in buffers.items():
             moved = getattr(self, name)
             if moved.dtype != buffer.dtype:
@@ -158,9 +155,10 @@ class PackedLinear(PackedModule):
         self.dtype = packed.dtype
         self.settings = packed.settings
         self.parts = packed.PARTS
-        tensors = packed.tensors
+
         self.weight = nn.Parameter(packed.codes, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        tensors = packed.tensors
         for name in self.parts:
             self.register_buffer(name, tensors[name])
 
@@ -186,11 +184,10 @@ class PackedLinear(PackedModule):
         """Yield the name ``weight`` and its values, ``[out, in]``."""
         yield "weight", self.packed.dense()
 
-    @property
-    def why_not_saved(self) -> str | None:
-        """Reason why transformers' files cannot hold the layer, or None."""
+    def why_not_saved(self, path: str, model: str) -> str | None:
+        """Return in a sentence why transformers' files cannot hold the layer, or None."""
         reason = self.packed.why_not_saved
-        return None if reason is None else f"has layers {reason}"
+        return None if reason is None else f"{model} has layers {reason}"
 
     @torch.no_grad()
     def squared_norms(self) -> Tensor:
@@ -217,6 +214,7 @@ class PackedLinear(PackedModule):
             self.in_features, self.out_features, self.bias is not None, device="meta"
         )
         linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
+
         if self.bias is not None:
             bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
             linear.bias = nn.Parameter(bias, requires_grad=False)
@@ -272,11 +270,13 @@ class PackedLinear(PackedModule):
         except ValueError as error:
             error_msgs.append(str(error))
             return
+
         if self.bias is not None and bias is not None:
             with torch.no_grad():
                 self.bias.copy_(bias)
         elif strict and self.bias is not None:
             missing_keys.append(f"{prefix}bias")
+
         if strict:
             known = weight.stored(f"{prefix}weight").keys()
             unexpected_keys += [name for name in stored if name not in known]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,6 @@ class PlainWeight(PackedWeight):
         """Return the weight in this shape and dtype."""
         (weight,) = tensors
         return cls(weight.view(shape).to(dtype))
-
-    def with_divided(self, divided: Any, dtype: torch.dtype) -> Self:
-        """Return the weight with other rows; it keeps their dtype, as ``into`` casts."""
-        return type(self)(divided["codes"].view(self.shape))
 
     def into(self, out: Tensor) -> Tensor:
         """Copy the weight to ``out``, and return it."""

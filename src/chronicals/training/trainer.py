@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.packs.loader import plan_epoch
-from chronicals.data.packs.packing import PackPlan
+from chronicals.data.packs.packing import PackPlan, plan_epoch
 from chronicals.distributed import (
     Mesh,
     RankWatch,

@@ -17,8 +17,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, is_divided, local
 from chronicals.lora import adapters
 from chronicals.objectives import Objective
-from chronicals.policies.memory_check import ways_to_take_less
-from chronicals.policies.needed_memory import state_bytes
+from chronicals.policies.needed_memory import state_bytes, ways_to_take_less
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.run.checkpoint import checkpoints
 from chronicals.training.run.resume import how_to_resume
