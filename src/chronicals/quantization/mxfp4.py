@@ -42,10 +42,10 @@ class MXFP4(PackedWeight):
 
     PARTS: ClassVar[tuple[str, ...]] = ("scales",)
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    DESCRIBED_BY: ClassVar[tuple[str, Any]] = ("quant_method", "mxfp4")
     STACK_PARTS: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
     label = f"MXFP4 in blocks of {MXFP4_BLOCK}"
-    short_label = "MXFP4"
 
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
@@ -54,11 +54,6 @@ class MXFP4(PackedWeight):
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch."""
         return dequantize_mxfp4_reference(self.codes, self.scales, self.shape, self.dtype)
-
-    @classmethod
-    def reads(cls, described: Mapping[str, Any]) -> bool:
-        """Return whether this ``quantization_config`` is of a checkpoint in MXFP4."""
-        return described.get("quant_method") == "mxfp4"
 
     @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
