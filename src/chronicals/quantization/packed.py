@@ -148,7 +148,6 @@ class PackedWeight(ABC):
         PARTS: names of the tensors next to the codes, in order; they are buffers of the layer.
         DIVIDED: names of the tensors that belong to rows, including codes; the other tensors are
             the same on all ranks.
-        trained: True if a run trains the weight itself; packed codes get no gradient.
         recipe: recipe by which a 16- or 32-bit weight was quantised (a ``FourBits``); None if the
             model's files hold these codes.
         why_whole: reason why rows are never divided among ranks; None if they are divided when
@@ -161,7 +160,6 @@ class PackedWeight(ABC):
     shape: Any
     dtype: Any
 
-    trained: ClassVar[Any] = False
     recipe: ClassVar[Any] = None
     why_whole: ClassVar[Any] = None
     base: ClassVar[Any] = PackedStorage
