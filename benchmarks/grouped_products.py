@@ -41,8 +41,6 @@ from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
-    expert_glu_fp8,
-    expert_glu_fp8_gradient,
     expert_glu_gradient,
 )
 from chronicals.kernels.fp8 import Scaled, fp8_quantize, lacks_fp8
@@ -421,7 +419,7 @@ def between(shape: tuple[int, ...], rate: float, samples: int) -> dict[str, dict
         rows, _ = fp8_quantize_experts(w)
         assert rows is not None
         x = random(tokens, width).detach()
-        gradient = partial(expert_glu_fp8_gradient, g, h, flat, to.order_S, Gate())
+        gradient = partial(expert_glu_gradient, g, h, flat, to.order_S, Gate(), in_fp8=True)
         timed |= {
             "fp8 of x by rows": (3 * width * tokens, lambda: fp8_quantize(x, "row")),
             "fp8 of gate and up's weights": (5 * w.numel(), lambda: fp8_quantize_experts(w)),
@@ -430,7 +428,10 @@ def between(shape: tuple[int, ...], rate: float, samples: int) -> dict[str, dict
                 lambda: fp8_quantize_experts(w, "columns", rows.scale),
             ),
             "fp8 weights transposed": (2 * w.numel(), lambda: fp8_experts_transposed(rows)),
-            "expert_glu_fp8 forward": (5 * inner * pairs, lambda: expert_glu_fp8(h, Gate(), False)),
+            "expert_glu_fp8 forward": (
+                5 * inner * pairs,
+                lambda: expert_glu(h, Gate(), False, in_fp8=True),
+            ),
             "expert_glu_fp8 backward, fp8 alone": (
                 8 * inner * pairs,
                 lambda: gradient(False, False),

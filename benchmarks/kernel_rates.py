@@ -44,8 +44,6 @@ from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
-    expert_glu_fp8,
-    expert_glu_fp8_gradient,
     expert_glu_gradient,
 )
 from chronicals.kernels.fp8 import (
@@ -1055,7 +1053,7 @@ def experts():
 def experts_in_fp8():
     """The same layer's parts in FP8: ``fp8_experts`` (weights trained: rows, then columns with
     known scales), ``fp8_grouped_product`` beside torch's with scales of rows and columns,
-    ``expert_glu_fp8`` where adapters alone, or nothing, learns."""
+    ``expert_glu`` in FP8 where adapters alone, or nothing, learns."""
     tokens = 32768
     count = 128
     each = 8
@@ -1081,10 +1079,12 @@ def experts_in_fp8():
     )
     yield Row(
         "expert_glu_fp8 forward",
-        {"ours": lambda: expert_glu_fp8(both, Gate(), False)},
+        {"ours": lambda: expert_glu(both, Gate(), False, in_fp8=True)},
         bytes=5 * inner * pairs,
     )
-    gradient = partial(expert_glu_fp8_gradient, unit, both, flat, to.order_S, Gate(), False, False)
+    gradient = partial(
+        expert_glu_gradient, unit, both, flat, to.order_S, Gate(), False, False, in_fp8=True
+    )
     yield Row("expert_glu_fp8 backward", {"ours": gradient}, bytes=8 * inner * pairs)
     token_of = to.order_S.long() // each
     sorted_values, sorted_scale = (part[token_of] for part in x8)

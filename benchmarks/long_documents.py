@@ -31,7 +31,7 @@ import transformers
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
-from chronicals.policies.memory_check import logger as memory_log
+from chronicals.policies.needed_memory import logger as memory_log
 from chronicals.training import Callback
 
 GIB = 2**30

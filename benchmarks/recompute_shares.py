@@ -11,6 +11,7 @@ would have no reference step now ends it with an error, for it is to be measured
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def recomputed(result: dict[str, Any]) -> dict[str, Any]:
             )
         arm["share_of_floor"] = None if arm["fp8"] or share > 1 else share
     by_itself = {part: by_itself_of(result["floor"])[part] for part in STEP_PARTS}
-    return {**result, "floor": {**step.to_dict(), "by_itself": by_itself}, "arms": arms}
+    return {**result, "floor": {**asdict(step), "by_itself": by_itself}, "arms": arms}
 
 
 def by_itself_of(floor: dict[str, Any]) -> dict[str, float]:

@@ -179,6 +179,35 @@ def let_return(monkeypatch):
 
 
 @pytest.fixture
+def let_raise(monkeypatch):
+    """Let functions raise an error: ``let_raise(module, read=OSError("no such file"))``."""
+
+    def change(owner, **errors):
+        for name, error in errors.items():
+
+            def failing(*_, error=error, **__):
+                raise error
+
+            monkeypatch.setattr(owner, name, failing)
+
+    return change
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Let a function do something wrong: ``plant(module, "f", lambda right, *given: -right(*given))``.
+
+    The wrong function is given the right one, then the arguments of the call.
+    """
+
+    def change(owner, name, wrong):
+        right = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: wrong(right, *given, **named))
+
+    return change
+
+
+@pytest.fixture
 def must_not_call(monkeypatch):
     """Let a test fail if a function is called: ``must_not_call(module, "compute", "why")``."""
 

@@ -42,9 +42,9 @@ def test_the_self_test_of_rmsnorm(capsys):
     assert capsys.readouterr().out == "RMSNorm test passed!\n"
 
 
-def test_a_failed_self_test_raises(monkeypatch):
+def test_a_failed_self_test_raises(let_return):
     failed = SelfTest("rmsnorm", "triton", 0.5, 1e-3, False)
-    monkeypatch.setattr(triton_kernels, "self_test", lambda only: [failed])
+    let_return(triton_kernels, self_test=[failed])
     with pytest.raises(
         AssertionError, match=r"rmsnorm \(triton\): relative error 5.00e-01 beside 1.00e-03"
     ):

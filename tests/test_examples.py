@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,13 +55,8 @@ def test_the_recipe_trains(name, base, mixed, tmp_path, monkeypatch):
     }
     flags |= {"teacher": base} if recipe["objective"] == "distill" else {}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["chronicals", "train", str(FOLDER / name), *given(flags), "--no-use-torch-compile"],
-    )
     with pytest.raises(SystemExit) as done:
-        main()
+        main(["train", str(FOLDER / name), *given(flags), "--no-use-torch-compile"])
     assert done.value.code in (0, None)
     losses = [
         line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line

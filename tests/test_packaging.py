@@ -69,14 +69,14 @@ def test_without_a_card_it_says_so_and_fails():
     )
 
 
-def test_its_last_line_is_the_verdict(monkeypatch, let_return, capsys):
+def test_its_last_line_is_the_verdict(let_return, capsys):
     import torch
 
     let_return(torch.cuda, is_available=True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
+    let_return(torch.cuda, mem_get_info=(80 << 30, 80 << 30))
     let_return(torch.cuda, get_device_name="a card")
     for status, verdict in ((0, "passed"), (1, "failed")):
         done = subprocess.CompletedProcess([], status)
-        monkeypatch.setattr(subprocess, "run", lambda command, done=done: done)
+        let_return(subprocess, run=done)
         assert run_on_card.main() == status
         assert capsys.readouterr().out.splitlines()[-1].startswith(f"test-gpu: {verdict}: ")

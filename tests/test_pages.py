@@ -164,12 +164,12 @@ training itself.
 """
 
 ELSEWHERE = {
-    "quickstart": "test_quickstart_small of cli/test_cli.py: it takes minutes as it stands",
+    "quickstart": "test_quickstart_small of cli/test_app.py: it takes minutes as it stands",
     "verify": "cli/test_verify_command.py: it trains three times",
-    "benchmark": "benchmark/test_command.py: its arms are processes, its models of real size",
+    "benchmark": "benchmark/test_benchmark.py: its arms are processes, its models of real size",
     "export": "the tests of export/: it wants llama.cpp",
-    "merge": "cli/test_cli.py",
-    "push": "export/test_push.py, before a stand-in of the hub",
+    "merge": "cli/test_app.py",
+    "push": "export/test_hub.py, before a stand-in of the hub",
     "doctor": "test_first_hour.py",
     "moe new": "cli/test_moe_commands.py: sizes of a real model",
     "moe trace": "cli/test_moe_commands.py",
@@ -178,7 +178,7 @@ ELSEWHERE = {
 """Commands that do not, and where they do."""
 
 LEFT_OUT = {
-    "--nproc": "starts processes: cli/test_nproc.py",
+    "--nproc": "starts processes: cli/test_train.py",
     "--gpus": "many take long to count: planning/test_plan.py",
 }
 """Options that are not given here."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from chronicals.benchmark.arms.loop import PaddedLoop
 from chronicals.benchmark.measurement import PROFILED_STEPS, ArmPlan
-from chronicals.benchmark.work import Work
+from chronicals.benchmark.work import MAX_PADDED_ROWS, Work
 from peers.ways import fastest_way, make_states
 
 
@@ -28,7 +28,7 @@ def train_padded(
     steps = list(work.documents_by_step(plan.in_all + profiled))
     loop = PaddedLoop(model, work)
     make_states(loop.optimizer)
-    rows = work.rows_a_micro_batch
+    rows = work.config().batch_size if work.data == "fixed" else MAX_PADDED_ROWS
     way, failed = fastest_way(model, steps, rows, attentions)
     batches = [way.cut(documents, rows) for documents in steps]
     loop.run(batches, plan, ", ".join(filter(None, [settings, way.words, *failed])))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from chronicals.benchmark.processes import Arm, missing_packages
+from chronicals.benchmark.processes import Arm
 from chronicals.config import ConfigurationError
 
 PEERS: dict[str, tuple[str, ...]] = {
@@ -58,7 +59,7 @@ def peer_arm(name: str) -> Arm:
 
 def missing_packages_of(peer: str, mode: str) -> list[str]:
     """Return the packages that a peer needs for ``mode`` and that are not installed."""
-    return missing_packages([*PEERS[peer], *MODE_PACKAGES[mode]])
+    return [name for name in (*PEERS[peer], *MODE_PACKAGES[mode]) if find_spec(name) is None]
 
 
 def chosen_peers(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.reference import recompute
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.work import Work
@@ -24,7 +23,7 @@ def transformers(work: Work, plan: ArmPlan) -> None:
 def transformers_recompute(work: Work, plan: ArmPlan) -> None:
     """Train transformers' model with gradient checkpointing."""
     model, attentions = _model(work)
-    recompute(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     train_padded(model, work, plan, f"gradient checkpointing, {_settings(work)}", attentions)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chronicals.benchmark.measurement import Measurement
-from chronicals.benchmark.processes import REFERENCE_ARM, Arm, RunningArm
+from chronicals.benchmark.processes import OUR_ARM, REFERENCE_ARM, Arm, RunningArm
 from chronicals.benchmark.rounds import BEST_PEERS, SCOUTING, BenchmarkSession
 from peers.names import missing_packages_of, peer_arm
 
@@ -21,12 +21,11 @@ from peers.names import missing_packages_of, peer_arm
 class PeerSession(BenchmarkSession):
     """A row that is measured with peers."""
 
-    def scout(self) -> list[Arm]:
+    def scout(self, ours: list[Arm]) -> list[Arm]:
         """Run every arm once. Returns those of the decisive rounds: ours, and the fastest peers
         that were not refused.
         """
         row = self.row
-        ours = self.our_arms()
         peers = []
         for name in self.options.against:
             lacking = missing_packages_of(name, row.work.mode)
@@ -80,7 +79,7 @@ class PeerSession(BenchmarkSession):
         super().begin_reference_of(arm, label)
         row_reference = self.row.reference
         work = self.row.work
-        first_round = not arm.ours and arm.name not in self.row.runs
+        first_round = arm.kind != OUR_ARM and arm.name not in self.row.runs
         if row_reference is not None and work.kind == "pairs" and first_round:
             path, reference_label = self._batches_of(arm, label)
             self.begun_references[reference_label] = RunningArm(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -40,43 +40,33 @@ def _register() -> None:
 
     A failure is logged and does not stop the import of transformers.
     """
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None) if name.startswith(_WATCHED_PREFIXES) else None
+        if getattr(spec, "_initializing", False):
+            return  # our modules may need it; the next module that has run tries again
     try:
-        _register_what_is_there()
+        if "configuration" in _waiting and _CONFIGURATION_TABLES in sys.modules:
+            _waiting.discard("configuration")
+            auto = sys.modules[_CONFIGURATION_TABLES]
+            ours = importlib.import_module(f"{_OUR_MODELS}.configuration")
+            auto.AutoConfig.register(
+                ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True
+            )
+        if "models" in _waiting and _MODEL_TABLES in sys.modules:
+            _waiting.discard("models")
+            auto = sys.modules[_MODEL_TABLES]
+            ours = importlib.import_module(f"{_OUR_MODELS}.model")
+            config = ours.ChronicalsMoeConfig
+            auto.AutoModel.register(config, ours.ChronicalsMoeModel, exist_ok=True)
+            auto.AutoModelForCausalLM.register(config, ours.ChronicalsMoeForCausalLM, exist_ok=True)
+            auto.AutoModelForSequenceClassification.register(
+                config, ours.ChronicalsMoeForSequenceClassification, exist_ok=True
+            )
     except ImportError as error:
         _waiting.clear()
         logger.warning(
             "chronicals_moe: the Auto classes of transformers do not know this model: %s", error
         )
-
-
-def _register_what_is_there() -> None:
-    if any(_is_partial(name) for name in list(sys.modules) if name.startswith(_WATCHED_PREFIXES)):
-        return  # our modules may need it; the next module that has run tries again
-    if "configuration" in _waiting and _CONFIGURATION_TABLES in sys.modules:
-        _waiting.discard("configuration")
-        auto = sys.modules[_CONFIGURATION_TABLES]
-        ours = importlib.import_module(f"{_OUR_MODELS}.configuration")
-        auto.AutoConfig.register(
-            ours.ChronicalsMoeConfig.model_type, ours.ChronicalsMoeConfig, exist_ok=True
-        )
-    if "models" in _waiting and _MODEL_TABLES in sys.modules:
-        _waiting.discard("models")
-        auto = sys.modules[_MODEL_TABLES]
-        ours = importlib.import_module(f"{_OUR_MODELS}.model")
-        auto.AutoModel.register(ours.ChronicalsMoeConfig, ours.ChronicalsMoeModel, exist_ok=True)
-        auto.AutoModelForCausalLM.register(
-            ours.ChronicalsMoeConfig, ours.ChronicalsMoeForCausalLM, exist_ok=True
-        )
-        scored = ours.ChronicalsMoeForSequenceClassification
-        auto.AutoModelForSequenceClassification.register(
-            ours.ChronicalsMoeConfig, scored, exist_ok=True
-        )
-
-
-def _is_partial(name: str) -> bool:
-    """Return whether the module is being imported right now."""
-    module = sys.modules.get(name)
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class _Finder(MetaPathFinder):
@@ -90,17 +80,16 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _After(spec.loader, _register)
+                spec.loader = _After(spec.loader)
                 return spec
         return None
 
 
 class _After(Loader):
-    """A loader that calls ``then`` when its module has run."""
+    """A loader that registers our classes when its module has run."""
 
-    def __init__(self, loader: Any, then: Callable[[], None]):
+    def __init__(self, loader: Any):
         self.loader = loader
-        self.then = then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -113,4 +102,4 @@ class _After(Loader):
         if spec is not None:
             # The module has run; Python itself notes that only after this method.
             spec._initializing = False  # type: ignore[attr-defined]
-        self.then()
+        _register()

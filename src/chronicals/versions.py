@@ -117,8 +117,3 @@ def remedy_for_routers() -> str:
         f" (transformers {here} is installed, and from {ROUTERS_RECORDED} on all classes of it "
         "record them)"
     )
-
-
-def cache_name() -> str:
-    """Return the name of arguments and outputs that hold the keys and values of earlier tokens."""
-    return "past_key_values" if transformers_before(CACHE_RENAMED) else "cache"

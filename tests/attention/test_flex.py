@@ -147,11 +147,11 @@ def test_compiled_into_a_whole_graph():
 
 
 @pytest.fixture
-def backward_on_the_cpu(monkeypatch):
+def backward_on_the_cpu(monkeypatch, let_return):
     """torch refuses it, as nothing is compiled for it there; its plain form differentiates all
     the same.
     """
-    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    let_return(torchs, _validate_device=None)
     monkeypatch.setattr(
         flex, "_compiled", torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager")
     )

@@ -15,8 +15,8 @@ RATE = 100e9
 
 
 @pytest.fixture(autouse=True)
-def rate(monkeypatch):
-    monkeypatch.setattr(cpu_estimate, "_product_rate", lambda: RATE)
+def rate(let_return):
+    let_return(cpu_estimate, _product_rate=RATE)
 
 
 def planned(folder, model="tiny", mode="full", steps=2, **fields):
@@ -64,11 +64,8 @@ def test_arms_that_would_be_ended_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("card", [False, True])
-def test_the_command_says_so_before_anything_runs(card, monkeypatch, let_return, tmp_path):
-    def measure(*_):
-        raise ConfigurationError("begun")
-
-    monkeypatch.setattr(rounds, "measure_row", measure)
+def test_the_command_says_so_before_anything_runs(card, let_raise, let_return, tmp_path):
+    let_raise(rounds, measure_row=ConfigurationError("begun"))
     let_return(torch.cuda, is_available=card)
     done = CliRunner().invoke(
         app, ["benchmark", "--model", "tiny", "--folder", str(tmp_path)], env={"COLUMNS": "200"}

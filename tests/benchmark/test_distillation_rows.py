@@ -9,9 +9,10 @@ import pytest
 import torch
 from peers import distilled
 from peers.names import chosen_peers
-from test_command import run
-from test_preference_arms import TIGHT, measured
+from test_benchmark import run
+from test_pair_reference import TIGHT, measured
 
+from chronicals.benchmark import shapes
 from chronicals.benchmark.arms import ours
 from chronicals.benchmark.arms import reference as distillation_reference
 from chronicals.benchmark.arms.weights import prepare_work
@@ -142,17 +143,14 @@ def test_settings_that_not_every_arm_has_are_refused(tmp_path, teacher):
         chosen_peers(["trl"], "fixed", lora=False, objective="distill")
 
 
-def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch, let_return):
-    built = []
-    monkeypatch.setattr(
-        "chronicals.benchmark.shapes.build_model",
-        lambda name, place, device: built.append((name, place)),
-    )
+def test_a_built_in_teacher_lies_beside_the_student(tmp_path, let_return, record_calls):
+    let_return(shapes, build_model=None)
+    built = record_calls(shapes, "build_model")
     let_return(Work, stream=None)
     let_return(DistillationWork, write_tokenizer=None)
     work = made.work(tmp_path, objective="distill", sections={"distill": {"teacher": "qwen3-8b"}})
     prepare_work(work)
-    assert dict(built) == {
+    assert {name: place for name, place, _ in built} == {
         name: tmp_path.absolute() / "weights" / name for name in ("tiny", "qwen3-8b")
     }
     assert work.described == {"objective": "distill", "teacher": "qwen3-8b"}

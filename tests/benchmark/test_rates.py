@@ -23,8 +23,8 @@ SHAPE = DecoderShape(3, 64, 4, 2, 16, 128, 1024, 0, 10**5)
 
 
 @pytest.fixture
-def on_a_card(monkeypatch):
-    monkeypatch.setattr(rates, "device", lambda: torch.device("cuda"))
+def on_a_card(let_return):
+    let_return(rates, device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize("tokens", [10**5, 10**7])
@@ -108,15 +108,20 @@ PARTS = {"a": Ticking.takes(1.0), "b": Ticking.takes(4.0)}
 ORDER = ["a", "b", "b", "a"]
 
 
-def test_each_part_is_timed_where_it_stands(monkeypatch):
+@pytest.fixture
+def ticking(monkeypatch):
+    """The clock of the rates, whose marks take no time."""
     monkeypatch.setattr(rates, "Clock", Ticking)
-    monkeypatch.setattr(rates, "device", lambda: torch.device("cpu"))
+    return Ticking
+
+
+def test_each_part_is_timed_where_it_stands(ticking, let_return):
+    let_return(rates, device=torch.device("cpu"))
     assert rates.seconds_of(PARTS, ORDER) == {"a": 1.0, "b": 4.0}
 
 
-def test_a_whole_step_has_no_marks_between_its_parts(monkeypatch):
-    monkeypatch.setattr(rates, "Clock", Ticking)
-    monkeypatch.setattr(Ticking, "of_a_mark", 0.5)
+def test_a_whole_step_has_no_marks_between_its_parts(ticking, monkeypatch):
+    monkeypatch.setattr(ticking, "of_a_mark", 0.5)
     square = torch.zeros(0, 8)
     assert rates._step(PARTS, ORDER, square, 0)[1] == [1.5, 4.5, 4.5, 1.5]
     assert rates._step(PARTS, ORDER, square, 0, marked=False)[1] == [10.5]

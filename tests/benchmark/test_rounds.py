@@ -13,11 +13,11 @@ from peers import names
 from peers import rounds as peer_rounds
 from peers.rounds import PeerSession
 
-from chronicals.benchmark import processes, rounds
+from chronicals.benchmark import processes, record, rounds
 from chronicals.benchmark.floor import DecoderShape, Job
 from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess, ArmTimedOut
 from chronicals.benchmark.record import draw_row, to_dict
-from chronicals.benchmark.rounds import Options, measure_row, order_of
+from chronicals.benchmark.rounds import Options, measure_row
 from chronicals.config import ConfigurationError
 from process_groups import members, wait_until
 
@@ -57,11 +57,11 @@ def bench(tmp_path, monkeypatch, let_return):
             self.too_many_for = {}
             self.slow = set()
 
-        def measure(self, began=None, **options):
+        def measure(self, began=None, session_class=PeerSession, **options):
             work = made.work(tmp_path)
             job = Job(DecoderShape(2, 64, 4, 2, 16, 128, 1024, 0, 10**5), 100, 64.0)
             let_return(type(work), job=job)
-            return measure_row(work, Options(**options), began=began, session_class=PeerSession)
+            return measure_row(work, Options(**options), began=began, session_class=session_class)
 
     bench = Bench()
 
@@ -306,14 +306,10 @@ def test_only_the_first_steps_of_a_process_have_a_reference(bench):
     assert "liger" not in bench.measure(against=["liger"], rounds=1).refused
 
 
-def test_order_turns():
-    arms = [Arm("a"), Arm("b"), Arm("c")]
-    assert ["".join(arm.name for arm in order_of(arms, n)) for n in range(4)] == [
-        "abc",
-        "cba",
-        "abc",
-        "cba",
-    ]
+def test_order_turns(bench):
+    row = bench.measure(variants=[{"lora_dropout": 0.1}, {"lora_dropout": 0.2}], rounds=4)
+    forth = ["ours", "ours lora_dropout=0.1", "ours lora_dropout=0.2"]
+    assert row.orders == [forth, forth[::-1], forth, forth[::-1]]
 
 
 def test_variants_of_ours_stand_beside_it(bench):
@@ -373,17 +369,14 @@ def test_without_ours_there_is_nothing_to_decide(bench):
     assert row.orders == [] and any("no decisive rounds" in note for note in row.notes)
 
 
-def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "missing_packages", lambda names: names)
+def test_adapters_need_peft_for_their_reference(tmp_path, let_return):
+    let_return(rounds, find_spec=None)
     with pytest.raises(ConfigurationError, match=r"chronicals\[peft\]"):
         measure_row(made.work(tmp_path, mode="lora"), Options())
 
 
-def test_work_that_cannot_be_prepared_is_an_error_of_the_user(tmp_path, monkeypatch):
-    def fail(*given):
-        raise ArmFailed("DataError: nothing to train on")
-
-    monkeypatch.setattr(rounds, "run_preparation", fail)
+def test_work_that_cannot_be_prepared_is_an_error_of_the_user(tmp_path, let_raise):
+    let_raise(rounds, run_preparation=ArmFailed("DataError: nothing to train on"))
     with pytest.raises(ConfigurationError, match="model='tiny'.*nothing to train on"):
         measure_row(made.work(tmp_path), Options())
 
@@ -444,32 +437,25 @@ def test_the_time_limit_ends_the_rounds_and_says_so(bench):
 
 @pytest.mark.parametrize("error", [ArmFailed("no room"), KeyboardInterrupt()])
 def test_whatever_ends_the_preparation_ends_the_reference_that_was_started_beside_it(
-    error, bench, monkeypatch
+    error, bench, let_raise
 ):
-    def failing(*given):
-        raise error
-
-    monkeypatch.setattr(rounds, "run_preparation", failing)
+    let_raise(rounds, run_preparation=error)
     with pytest.raises((ConfigurationError, KeyboardInterrupt)):
         bench.measure()
     assert bench.started == ["reference"] == bench.ended
 
 
-def test_the_time_limit_bounds_preparation_from_the_start(bench, monkeypatch):
-    given = []
-
-    def slow(work, timeout):
-        given.append(timeout)
-        raise ArmFailed("took longer")
-
-    monkeypatch.setattr(rounds, "run_preparation", slow)
+def test_the_time_limit_bounds_preparation_from_the_start(bench, let_raise, record_calls):
+    let_raise(rounds, run_preparation=ArmFailed("took longer"))
+    calls = record_calls(rounds, "run_preparation")
     with pytest.raises(
         ConfigurationError, match="^time_limit=30: it passed while .* were prepared.*--folder"
     ):
         bench.measure(time_limit=30.0, began=time.perf_counter() - 31)
     with pytest.raises(ConfigurationError, match="could not be prepared: took longer"):
         bench.measure(time_limit=30.0, began=time.perf_counter() - 21)
-    assert given[0] == 0 and given[1] == pytest.approx(9, abs=0.5)
+    timeouts = [timeout for _, timeout in calls]
+    assert timeouts[0] == 0 and timeouts[1] == pytest.approx(9, abs=0.5)
 
 
 def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
@@ -492,23 +478,23 @@ def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
     assert "liger: not measured in the scouting, the time limit was reached" in row.notes
 
 
-def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
+def test_an_arm_that_failed_takes_no_more_of_the_time(bench):
     """The others' rounds go on, though it would not fit any more."""
 
     class Durations(dict):
         def get(self, name, default):
             return 1e9 if name in self.failed else 0.0
 
-    decide = rounds.BenchmarkSession.decide
+    class WithCrash(PeerSession):
+        def decide(self, arms):
+            bench.crash.add("liger")
+            self.durations = Durations()
+            self.durations.failed = self.row.failed
+            super().decide(arms)
 
-    def with_a_crash(session, *given):
-        bench.crash.add("liger")
-        session.durations = Durations()
-        session.durations.failed = session.row.failed
-        return decide(session, *given)
-
-    monkeypatch.setattr(rounds.BenchmarkSession, "decide", with_a_crash)
-    row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=1e6)
+    row = bench.measure(
+        session_class=WithCrash, against=["liger", "transformers"], rounds=3, time_limit=1e6
+    )
     assert (
         "liger" in row.failed
         and len(row.orders) == 3
@@ -622,24 +608,22 @@ def test_a_variant_that_does_less_than_the_step_has_no_share(bench):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_an_arm_in_fp8_has_no_mfu_over_the_peak_of_bf16(bench, monkeypatch, fp8):
-    monkeypatch.setattr("chronicals.benchmark.record.mfu", lambda *given: 0.5)
+def test_an_arm_in_fp8_has_no_mfu_over_the_peak_of_bf16(bench, let_return, fp8):
+    let_return(record, mfu=0.5)
     row = bench.measure(rounds=1)
-    monkeypatch.setattr(
-        type(row.work), "config", lambda work: SimpleNamespace(mixed_precision="bf16")
-    )
+    let_return(type(row.work), config=SimpleNamespace(mixed_precision="bf16"))
     row.runs["ours"][0].extra["fp8"] = fp8
     assert to_dict(row)["arms"]["ours"]["mfu"] == (None if fp8 else 0.5)
 
 
 def test_a_real_process_that_fails_says_its_last_words(tmp_path):
     with pytest.raises(ArmFailed, match="invalid choice"):
-        processes.run_process(made.work(tmp_path), Arm("nonsense"), [], 60)
+        processes.RunningArm(made.work(tmp_path), Arm("nonsense"), 1).measure(60)
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path):
     with pytest.raises(ArmFailed, match="longer than"):
-        processes.run_process(made.work(tmp_path), Arm("prepare"), [], 0.05)
+        processes.run_preparation(made.work(tmp_path), 0.05)
 
 
 def waiting_process(tmp_path, script):
@@ -653,7 +637,6 @@ def waiting_process(tmp_path, script):
 
 def test_a_process_waits_for_its_first_round_and_can_be_let_go(tmp_path):
     work = made.work(tmp_path)
-    work.write()
     running = processes.RunningArm(work, "ours", 1)
     assert running.process.running and not running.waits
     running.end()

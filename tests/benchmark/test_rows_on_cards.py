@@ -23,9 +23,15 @@ open(sys.argv[1], "w").write(" ".join([os.environ[name] for name in names] + sys
 """
 
 
-def measured(monkeypatch, folder, count, took=0.3, seconds=100.0, left=200.0):
+def measured(folder, count, took=0.3, seconds=100.0, left=200.0):
     """What is left of the names, and what each row saw, by its name."""
-    all_of_them = cards.Cards(
+
+    class Told(cards.Cards):
+        def command(self, name, place, limit):
+            given = super().command(name, place, limit)
+            return [sys.executable, "-c", ROW, str(folder / name), str(took), *given[2:]]
+
+    all_of_them = Told(
         folder,
         folder / "work",
         count,
@@ -34,14 +40,7 @@ def measured(monkeypatch, folder, count, took=0.3, seconds=100.0, left=200.0):
         time.monotonic() + left,
         [*NAMES],
     )
-    real = all_of_them.command
     (folder / "work" / "weights").mkdir(parents=True)
-
-    def command(name, place, limit):
-        given = real(name, place, limit)
-        return [sys.executable, "-c", ROW, str(folder / name), str(took), *given[2:]]
-
-    monkeypatch.setattr(all_of_them, "command", command)
     threads = [
         cards.threading.Thread(target=all_of_them.measure, args=(card,)) for card in range(count)
     ]
@@ -57,7 +56,7 @@ def measured(monkeypatch, folder, count, took=0.3, seconds=100.0, left=200.0):
 def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, let_return, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     let_return(cards.os, cpu_count=32)
-    left, seen = measured(monkeypatch, tmp_path, 2)
+    left, seen = measured(tmp_path, 2)
     assert not left and list(seen) == NAMES
     assert {words[0] for words in seen.values()} == {"5", "7"} and {
         words[1] for words in seen.values()
@@ -71,21 +70,21 @@ def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, let_ret
         assert (tmp_path / "work" / f"{name}.log").read_text() == "said\n"
 
 
-def test_no_row_is_begun_without_time(monkeypatch, set_constants, tmp_path, capsys):
+def test_no_row_is_begun_without_time(set_constants, tmp_path, capsys):
     set_constants(cards, LEAST=30.0)
-    left, seen = measured(monkeypatch, tmp_path, 1, took=1.0, left=31.5)
+    left, seen = measured(tmp_path, 1, took=1.0, left=31.5)
     assert 1 <= len(seen) < 4 and left == NAMES[len(seen) :]
     limit = next(iter(seen.values()))
     assert 25 <= float(limit[limit.index("--time-limit") + 1]) <= 32
     assert "card 0: row-8b-lora-dpo-30, " in capsys.readouterr().out
 
 
-def test_weights_are_those_that_the_rows_read_and_written_once(monkeypatch, tmp_path):
+def test_weights_are_those_that_the_rows_read_and_written_once(must_not_call, tmp_path):
     assert cards.models_of(NAMES[0], None) == {"llama-3.1-8b"}
     assert cards.models_of(NAMES[2], None) == {"qwen2.5-0.5b", "qwen3-8b"}
     assert cards.models_of(NAMES[3], "tiny") == {"tiny"}
     them = cards.Cards(tmp_path, tmp_path, 2, [], 1.0, 0.0, [])
     them.write_weights(["tiny"])
     assert (tmp_path / "weights" / "tiny" / "model.safetensors").exists()
-    monkeypatch.setattr(cards, "BoundProcess", None)  # nothing is started
+    must_not_call(cards, "BoundProcess", "they are there")
     them.write_weights(["tiny"])

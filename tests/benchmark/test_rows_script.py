@@ -9,6 +9,9 @@ import pytest
 import scripts
 import torch
 
+from chronicals.benchmark.pairs import PairWork
+from chronicals.benchmark.work import Work
+
 rows = scripts.script("rows")
 
 
@@ -27,53 +30,62 @@ def test_a_card_by_its_model(name, short, let_return):
     assert rows.card() == short
 
 
-def run(monkeypatch, *arguments, took=100.0):
-    """The seconds each row was given, where each takes ``took``."""
+@pytest.fixture
+def run(monkeypatch, let_return):
+    """Runs the script with arguments and what measures a row."""
+
+    def main(measure, *arguments):
+        let_return(rows, card="h200")
+        monkeypatch.setattr(rows, "measure", measure)
+        monkeypatch.setattr(sys, "argv", ["rows.py", *map(str, arguments)])
+        rows.main()
+
+    return main
+
+
+@pytest.fixture
+def seconds_of_rows(run, monkeypatch):
+    """The seconds each row was given, where each takes 100."""
     now = [0.0]
     given = []
 
     def measure(name, output, work, seconds, options):
         given.append((name, output.name, round(seconds)))
-        now[0] += took
+        now[0] += 100.0
         return True
 
-    monkeypatch.setattr(rows, "measure", measure)
-    monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rows, "card", lambda: "h200")
-    monkeypatch.setattr(sys, "argv", ["rows.py", *map(str, arguments)])
-    rows.main()
-    return given
+    def main(*arguments):
+        monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
+        run(measure, *arguments)
+        return given
+
+    return main
 
 
 TWO = ["row-0.5b-full-ragged", "row-0.5b-lora-ragged"]
 
 
-def test_rows_share_the_time_and_the_later_ones_have_what_is_left(tmp_path, monkeypatch):
-    given = run(monkeypatch, tmp_path, *TWO, "--time-limit", 500)
+def test_rows_share_the_time_and_the_later_ones_have_what_is_left(tmp_path, seconds_of_rows):
+    given = seconds_of_rows(tmp_path, *TWO, "--time-limit", 500)
     assert given == [(TWO[0], f"{TWO[0]}-h200.json", 240), (TWO[1], f"{TWO[1]}-h200.json", 390)]
 
 
-def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, monkeypatch, capsys):
-    assert len(run(monkeypatch, tmp_path, *TWO, "--time-limit", 105, "--run", 2)) == 1
+def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, seconds_of_rows, capsys):
+    assert len(seconds_of_rows(tmp_path, *TWO, "--time-limit", 105, "--run", 2)) == 1
     assert (
         f"not begun, the time limit is reached: {tmp_path / TWO[1]}-h200-2.json"
         in capsys.readouterr().out
     )
 
 
-def test_a_note_is_added_to_the_rows_own(tmp_path, monkeypatch, let_return):
+def test_a_note_is_added_to_the_rows_own(tmp_path, run, let_return):
     def measure(name, output, *given):
         output.write_text(json.dumps({"notes": ["its own"], "seconds": 1.0}))
         return True
 
-    monkeypatch.setattr(rows, "measure", measure)
-    let_return(rows, card="h100")
     let_return(rows, table="")
-    monkeypatch.setattr(
-        sys, "argv", ["rows.py", str(tmp_path), TWO[0], "--note", "beside another row"]
-    )
-    rows.main()
-    assert json.loads((tmp_path / f"{TWO[0]}-h100.json").read_text()) == {
+    run(measure, tmp_path, TWO[0], "--note", "beside another row")
+    assert json.loads((tmp_path / f"{TWO[0]}-h200.json").read_text()) == {
         "notes": ["its own", "beside another row"],
         "seconds": 1.0,
     }
@@ -110,7 +122,7 @@ def test_the_table_has_every_arm(tmp_path):
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
-def test_every_row_is_a_command(name, monkeypatch):
+def test_every_row_is_a_command(name, monkeypatch, let_return):
     """Up to where it would measure."""
     from typer.testing import CliRunner
 
@@ -123,8 +135,8 @@ def test_every_row_is_a_command(name, monkeypatch):
         raise Measured(work.name, work.mode, work.data)
 
     monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", measure)
-    for kind in ("work.Work", "pairs.PairWork"):
-        monkeypatch.setattr(f"chronicals.benchmark.{kind}.write_documents", lambda *given: None)
+    for kind in (Work, PairWork):
+        let_return(kind, write_documents=None)
     done = CliRunner().invoke(app, ["benchmark", *rows.ROWS[name]])
     assert isinstance(done.exception, Measured), done.output
     shape, mode, data = done.exception.args

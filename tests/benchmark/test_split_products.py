@@ -41,23 +41,21 @@ def summed_by_tensor_core(left, right):
 
 
 @pytest.fixture
-def tensor_core(monkeypatch):
-    """Products whose operands are TF32 numbers, summed in fp32."""
-    monkeypatch.setattr(
-        split_products,
-        "_add_product",
-        lambda out, left, right: out.addmm_(as_tf32(left), as_tf32(right)),
-    )
+def let_add(monkeypatch):
+    """Lets products be added by another function than torch's on this machine."""
+    return lambda add: monkeypatch.setattr(split_products, "_add_product", add)
 
 
 @pytest.fixture
-def cutting_tensor_core(monkeypatch):
+def tensor_core(let_add):
+    """Products whose operands are TF32 numbers, summed in fp32."""
+    let_add(lambda out, left, right: out.addmm_(as_tf32(left), as_tf32(right)))
+
+
+@pytest.fixture
+def cutting_tensor_core(let_add):
     """The same, its sums cut."""
-    monkeypatch.setattr(
-        split_products,
-        "_add_product",
-        lambda out, left, right: out.add_(summed_by_tensor_core(left, right)),
-    )
+    let_add(lambda out, left, right: out.add_(summed_by_tensor_core(left, right)))
 
 
 def layer(outputs=48, width=333, bias=False):
@@ -97,11 +95,9 @@ def test_output_and_gradient_are_as_exact_as_in_fp32(bias, tensor_core):
     assert all(mine <= 2 * theirs for mine, theirs in zip(split, plain)), (split, plain)
 
 
-def test_products_less_exact_than_promised_are_refused(monkeypatch):
+def test_products_less_exact_than_promised_are_refused(let_add):
     """Of TF32 alone, a thousand times less exact: the layers stay plain."""
-    monkeypatch.setattr(
-        split_products, "_add_product", lambda out, left, right: out.copy_(as_tf32(left) @ right)
-    )
+    let_add(lambda out, left, right: out.copy_(as_tf32(left) @ right))
     module = layer()
     assert not split_products.split_frozen(nn.Sequential(module)) and "forward" not in vars(module)
 

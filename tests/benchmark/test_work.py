@@ -26,7 +26,7 @@ from chronicals.benchmark.arms.weights import with_peft, write_adapter
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.plan import plan_work, read_work
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work, step_documents
+from chronicals.benchmark.work import MAX_PADDED_ROWS, Document, Work
 from chronicals.config import ConfigurationError, Recipe
 from comparison import equal
 
@@ -57,7 +57,7 @@ def test_it_is_read_as_it_was_written(tmp_path):
 def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_path):
     work = made.work(tmp_path, learning_rate=0.5, max_steps=1000, batch_size=1)
     assert work.config().learning_rate == 0.5 and work.config().max_steps < 20
-    assert work.rows_a_micro_batch == 1
+    assert work.config().batch_size == 1
 
 
 def test_no_tracker_and_no_evaluation_of_the_users_run_is_in_a_measured_one(tmp_path):
@@ -108,8 +108,7 @@ def test_arms_find_a_model_that_was_named_from_here(tmp_path, monkeypatch):
 
 def test_fixed_documents_fill_every_pack(tmp_path):
     work = planned(tmp_path)
-    for step in work.stream().steps(count=5):
-        documents = step_documents(step)
+    for step, documents in zip(work.stream().steps(count=5), work.documents_by_step(5)):
         assert [len(document) for document in documents] == [64, 64]
         assert step.counts["tokens"] == step.counts["slots"] == 128
 
@@ -225,6 +224,12 @@ class Measured:
         pass
 
 
+@pytest.fixture
+def told_by(monkeypatch):
+    """Lets trials take the time from a model: ``told_by(model)``."""
+    return lambda model: monkeypatch.setattr(ways, "_now", lambda: model.now)
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -234,7 +239,7 @@ class Measured:
         (Measured(10**5, 1, most=5000), 512),
     ],
 )
-def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected, monkeypatch):
+def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected, told_by):
     lengths = [
         2048,
         1800,
@@ -257,7 +262,7 @@ def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected,
         60,
         40,
     ]
-    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    told_by(model)
     found, failed = ways.fastest_way(
         model, [[document(length) for length in lengths]], MAX_PADDED_ROWS
     )
@@ -304,10 +309,10 @@ class Attending(Measured):
     ],
 )
 def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(
-    flash, lengths, expected, failed, monkeypatch
+    flash, lengths, expected, failed, told_by
 ):
     model = Attending(sdpa=1, flash_attention_4=flash)
-    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    told_by(model)
     steps = [[document(length) for length in lengths]]
     assert ways.fastest_way(model, steps, MAX_PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (
         expected,
@@ -317,18 +322,18 @@ def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(
 
 
 def test_an_attention_that_is_slow_over_padded_rows_may_be_the_fastest_over_packed_ones(
-    monkeypatch,
+    told_by,
 ):
     model = Attending(packed=0.1, sdpa=1, flash_attention_4=3)
-    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    told_by(model)
     steps = [[document(length) for length in (2048, 900, 300, 40)]]
     found, _ = ways.fastest_way(model, steps, MAX_PADDED_ROWS, ["flash_attention_4", "sdpa"])
     assert found == ways.Way("flash_attention_4", None) and model.attention == "flash_attention_4"
 
 
-def test_packed_rows_whose_documents_see_each_other_are_not_taken(monkeypatch):
+def test_packed_rows_whose_documents_see_each_other_are_not_taken(told_by):
     model = Attending(apart=False, sdpa=1, flash_attention_4=0.5)
-    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    told_by(model)
     steps = [[document(length) for length in (2048, 900, 300, 40)]]
     found, failed = ways.fastest_way(model, steps, MAX_PADDED_ROWS, ["flash_attention_4", "sdpa"])
     assert found == ways.Way("flash_attention_4", 8192)
@@ -456,11 +461,13 @@ def test_adapters_of_a_peer_are_scaled_as_ours(tmp_path):
 
 
 @pytest.mark.parametrize(("lengths", "leaves"), [((7, 7), False), ((7, 9), True)])
-def test_where_steps_differ_in_their_shapes_cudnn_makes_no_plans(lengths, leaves, monkeypatch):
+def test_where_steps_differ_in_their_shapes_cudnn_makes_no_plans(
+    lengths, leaves, monkeypatch, let_return
+):
     steps = [padded([document(length)], 4, torch.device("cpu")) for length in lengths]
     set_to = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
-    monkeypatch.setattr(loop, "device", lambda: torch.device("cpu"))
+    let_return(loop, device=torch.device("cpu"))
     assert not loop.disable_cudnn_for_varying_shapes(steps) and set_to == []
-    monkeypatch.setattr(loop, "device", lambda: torch.device("cuda"))
+    let_return(loop, device=torch.device("cuda"))
     assert loop.disable_cudnn_for_varying_shapes(steps) == leaves and set_to == [False] * leaves

@@ -3,7 +3,6 @@ them.
 """
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -41,9 +40,8 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def ran(*arguments):
-        monkeypatch.setattr(sys, "argv", ["chronicals", "moe", *map(str, arguments)])
         with pytest.raises(SystemExit) as done:
-            main()
+            main(["moe", *map(str, arguments)])
         out, error = capsys.readouterr()
         return done.value.code or 0, out, error
 

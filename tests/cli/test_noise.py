@@ -193,9 +193,8 @@ def test_train_says_where_they_are(shown, monkeypatch, tmp_path, capsys):
         "--max-seq-length=128",
         "--mixed-precision=fp32",
     ]
-    monkeypatch.setattr(sys, "argv", ["chronicals", "train", *flags, "--report-samples=0"])
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(["train", *flags, "--report-samples=0"])
     assert ended.value.code == 0, capsys.readouterr().err
     lines = (tmp_path / "chronicals-output" / "log.txt").read_text().splitlines()
     assert sum("noise" in line for line in lines) == len(noise.LIBRARIES) and "noise" not in shown

@@ -18,9 +18,9 @@ from chronicals.distributed import WAITING, Mesh, mesh
 
 
 @pytest.fixture
-def store(monkeypatch):
+def store(monkeypatch, let_return):
     made = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
+    let_return(dist.distributed_c10d, _get_default_store=made)
     monkeypatch.setattr(mesh, "_announcements", itertools.repeat(1))
     return made
 
@@ -68,13 +68,15 @@ def test_the_others_stop_where_it_is_interrupted(store):
     assert seen == ["rank 0 stopped: KeyboardInterrupt: "]
 
 
-def test_long_texts_pass_through_torchs_own_store():
+@pytest.mark.parametrize("text", ["0123456789" * 1_000_000, ""], ids=["long", "empty"])
+def test_long_texts_pass_through_torchs_own_store(text, store, let_return):
     """Which refuses values of more than 8 MiB."""
-    store = mesh.dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    text = "0123456789" * 1_000_000
-    mesh._say(store, "long", text)
-    mesh._say(store, "empty", "")
-    assert mesh._heard(store, "long") == text and mesh._heard(store, "empty") == ""
+    own = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    let_return(dist.distributed_c10d, _get_default_store=own)
+    thread, seen = waiting()
+    assert Mesh(0, 2).writer_does(lambda: text, OSError) == text
+    thread.join(20)
+    assert seen == [text]
 
 
 JOINING = """
@@ -132,13 +134,12 @@ def test_processes_that_do_not_come_are_named():
     assert "within 2 seconds" in done.stderr and "1/2 clients joined" in done.stderr
 
 
-def test_weights_that_are_sent_by_a_card_are_waited_for(monkeypatch, let_return):
+def test_weights_that_are_sent_by_a_card_are_waited_for(let_return):
     """nccl returns at once, and the host would wait elsewhere, where nobody looks."""
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(WAITING.since))
-    monkeypatch.setattr(Mesh, "_device_sent_from", torch.device("cuda"))
     let_return(torch.cuda, current_stream=stream)
-    let_return(dist, broadcast=None)
+    let_return(dist, broadcast=None, get_backend="nccl")
     Mesh(0, 2).same_weights([torch.ones(3)])
     assert len(waited) == 1 and waited[0] is not None and WAITING.since is None
 

@@ -2,6 +2,7 @@
 ranks are threads here.
 """
 
+import json
 import threading
 from pathlib import Path
 
@@ -14,19 +15,32 @@ from chronicals.saving import CheckpointError
 COUNT = 3
 
 
-@pytest.fixture
-def store(monkeypatch):
-    found = dist.HashStore()
-    monkeypatch.setattr(RankFiles, "_store", found)
-    return found
+class OtherDisk:
+    """The store as a rank sees it on whose machine the folder of this name is another one."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, key):
+        said = self.store.get(key)
+        if not key.endswith("/place") or said == b"null":
+            return said
+        folder, _ = json.loads(said)
+        return json.dumps([folder, ".of another machine"]).encode()
 
 
-def of_all(count=COUNT):
-    """As the ranks make them, in the same order."""
+def of_all(count=COUNT, blind=(), store=None):
+    """As the ranks make them, in the same order; those of ``blind`` do not see the folder."""
     number = next(rank_files._folders)
-    made = [RankFiles(Mesh(rank, count), CheckpointError) for rank in range(count)]
-    for files in made:
-        files._key = f"files/{number}"
+    store = store or dist.HashStore()
+    made = []
+    for rank in range(count):
+        seen = OtherDisk(store) if rank in blind else store
+        made.append(RankFiles(Mesh(rank, count), CheckpointError, seen))
+        made[-1]._key = f"files/{number}"
     return made
 
 
@@ -53,14 +67,12 @@ def written(rank: int, folder: Path):
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
-def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, let_return, set_constants):
+def test_all_files_are_there_and_nothing_else(seen, tmp_path, set_constants):
     set_constants(rank_files, SENT_PIECE=1000)
-    files = of_all()
+    files = of_all(blind=() if seen else range(1, COUNT))
     aside = tmp_path / "aside"
     places = []
     aside.mkdir()
-    if not seen:
-        let_return(rank_files, is_seen=False)
     threads, raised = delivering(
         files, lambda rank, folder: (places.append(folder), written(rank, folder))
     )
@@ -81,10 +93,8 @@ def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, let_return,
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
-def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_path, let_return):
-    files = of_all()
-    if not seen:
-        let_return(rank_files, is_seen=False)
+def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, tmp_path):
+    files = of_all(blind=() if seen else range(1, COUNT))
 
     def write(rank, folder):
         if rank == 1:
@@ -111,26 +121,16 @@ def shared(folder, turn, turns):
 @pytest.mark.parametrize(
     "blind", [set(), {1}, {1, 2}], ids=["one disk", "two see it", "the first alone"]
 )
-def test_those_that_see_the_folder_share_what_is_written_of_all_files(
-    blind, store, tmp_path, monkeypatch
-):
-    files = of_all()
-    of_thread = threading.local()
-
-    def deliver(own):
-        of_thread.rank = own.ranks.rank
-        own.deliver(lambda folder: written(own.ranks.rank, folder), shared)
-
-    monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: of_thread.rank not in blind)
-    threads = [threading.Thread(target=deliver, args=(own,), daemon=True) for own in files[1:]]
-    for thread in threads:
-        thread.start()
+def test_those_that_see_the_folder_share_what_is_written_of_all_files(blind, tmp_path):
+    files = of_all(blind=blind)
+    threads, raised = delivering(files, written, shared)
     with files[0].collecting(tmp_path):
         written(0, tmp_path)
     files[0].share(tmp_path, shared)
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+    assert not raised
     turns = COUNT - len(blind)
     shares = {f"share-{turn}-of-{turns}" for turn in range(turns)}
     assert {file.name for file in tmp_path.glob("share-*")} == shares
@@ -140,7 +140,7 @@ def test_those_that_see_the_folder_share_what_is_written_of_all_files(
     )
 
 
-def test_a_rank_that_cannot_write_its_share_is_named(store, tmp_path):
+def test_a_rank_that_cannot_write_its_share_is_named(tmp_path):
     files = of_all()
 
     def share(folder, turn, turns):
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_write_its_share_is_named(store, tmp_path):
     assert isinstance(raised[2], OSError) and 1 not in raised
 
 
-def test_nobody_waits_for_a_share_of_what_the_first_gave_up(store, tmp_path):
+def test_nobody_waits_for_a_share_of_what_the_first_gave_up(tmp_path):
     files = of_all()
     threads, raised = delivering(files, written, lambda *_: pytest.fail("was called"))
     with files[0].collecting(tmp_path):
@@ -172,7 +172,7 @@ def test_nobody_waits_for_a_share_of_what_the_first_gave_up(store, tmp_path):
     assert not raised
 
 
-def test_where_the_first_fails_before_the_others_heard_of_a_folder_they_do_nothing(store):
+def test_where_the_first_fails_before_the_others_heard_of_a_folder_they_do_nothing():
     files = of_all()
     threads, raised = delivering(files, lambda rank, folder: pytest.fail("was called"))
     files[0].give_up()
@@ -182,17 +182,21 @@ def test_where_the_first_fails_before_the_others_heard_of_a_folder_they_do_nothi
     assert not raised
 
 
-def test_a_folder_of_the_same_name_on_another_machine_is_not_taken_for_it(tmp_path):
-    (tmp_path / "other").touch()
-    assert not rank_files.is_seen(tmp_path, ".token") and rank_files.is_seen(tmp_path, "other")
+@pytest.mark.parametrize("blind", [set(), {1}], ids=["the folder", "another of its name"])
+def test_a_folder_of_the_same_name_on_another_machine_is_not_taken_for_it(blind, tmp_path):
+    places = []
+    files = of_all(2, blind)
+    threads, raised = delivering(files, lambda rank, folder: places.append(folder))
+    with files[0].collecting(tmp_path):
+        pass
+    threads[0].join(10)
+    assert not raised and (places == [tmp_path]) == (not blind) and len(places) == 1
 
 
-def test_torchs_own_store_takes_large_files(tmp_path, monkeypatch, let_return):
+def test_torchs_own_store_takes_large_files(tmp_path):
     """It refuses values of more than 8 MiB; and keeps none of what was fetched."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    monkeypatch.setattr(RankFiles, "_store", store)
-    let_return(rank_files, is_seen=False)
-    files = of_all(2)
+    files = of_all(2, {1}, store)
     content = bytes(range(256)) * 40_000
     threads, raised = delivering(
         files, lambda rank, folder: (folder / "large").write_bytes(content)

@@ -2,6 +2,8 @@
 side by side.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -77,10 +79,16 @@ def test_what_is_side_by_side():
 
 
 def test_another_fsdp_is_refused_by_name():
-    class Other(Part):
-        _module_info = all_gather_outputs = alloc_all_gather_outputs = free_unsharded_param = None
+    owner = SimpleNamespace(q=nn.Linear(2, 2))
 
+    class Other(Part):
+        _module_info = SimpleNamespace(module=owner.q, param_name="weight")
+        all_gather_outputs = alloc_all_gather_outputs = free_unsharded_param = None
+
+    group = SimpleNamespace(fsdp_params=[Other(2, 2)], device=torch.device("cpu"))
+    state = SimpleNamespace(_fsdp_param_group=group)
+    unit = SimpleNamespace(_get_fsdp_state=lambda: state)
     with pytest.raises(
         RuntimeError, match=r"sharding='weights': torch .*init_unsharded_param missing"
     ):
-        fsdp_extensions.check_internals(Other(2, 2))
+        fsdp_extensions.lay_side_by_side(unit, [(owner, ("q",))], torch.float32, 2)

@@ -32,10 +32,9 @@ from chronicals.export import (
     source,
     whole,
 )
-from chronicals.export.card import card
+from chronicals.export.adapter import GGUFAdapter
 from chronicals.export.gguf import GGUFModel
-from chronicals.export.gguf_adapter import GGUFAdapter
-from chronicals.export.hub import UploadError
+from chronicals.export.hub import UploadError, card
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.proof import cross_entropy, largest_error
 from chronicals.export.whole import make_compatible, older_names
@@ -189,7 +188,7 @@ def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
 
 def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
     """As by a program that takes alpha over r for rsLoRA."""
-    module = importlib.import_module("chronicals.export.gguf_adapter")
+    module = importlib.import_module("chronicals.export.adapter")
     folder = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4)
     right = module._read_pairs
     kept = GGUFAdapter.write
@@ -335,7 +334,7 @@ def test_cross_entropy_is_of_each_token_after_the_first():
     logits = torch.randn(4, 8)
     ids = [5, 2, 7, 1]
     expected = -sum(float(logits[n].log_softmax(-1)[ids[n + 1]]) for n in range(3)) / 3
-    assert cross_entropy(logits, ids) == pytest.approx(expected, rel=1e-5)
+    assert cross_entropy([logits], [ids]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_weight_too_large_for_fp16_is_named(tmp_path):
@@ -468,8 +467,8 @@ def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
     export(run, "gguf-f16", tmp_path, name="mine", ollama=True)
     text = (tmp_path / "mine-f16.Modelfile").read_text()
     assert text.startswith("FROM ./mine-f16.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
-    turns = ollama.turns_of(tiny.tokenizer())
-    assert turns.around["user"] == ("<|im_start|>user\n", "<|im_end|>\n") and turns.in_go() in text
+    assert ollama.template_of(tiny.tokenizer()) in text
+    assert '{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ ' in text
     assert (
         '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ '
         "end }}" in text
@@ -489,7 +488,7 @@ def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
 def test_templates_that_do_more_are_left_to_ollama(template):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
-    assert ollama.turns_of(tokenizer) is None
+    assert ollama.template_of(tokenizer) is None
 
 
 # --- cards and uploads

@@ -379,16 +379,15 @@ def experts_in_eight_bits(rank: int) -> None:
 
 
 def units_in_eight_bits(inner: int, dense: bool) -> None:
-    from chronicals.kernels.expert_glu import Gate, expert_glu_fp8, expert_glu_fp8_gradient
+    from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
 
     h = torch.randn(256, 2 * inner).to(HALF)
     g = torch.randn(256, inner).to(HALF)
     shares = torch.rand(256)
     for gate in (Gate(), Gate("silu", 1.702, 7.0, 1.0, True)):
-        expert_glu_fp8(h, gate, dense)
-        expert_glu_fp8_gradient(
-            g, h, shares, torch.arange(256, dtype=torch.int32), gate, dense, dense
-        )
+        expert_glu(h, gate, dense, in_fp8=True)
+        order = torch.arange(256, dtype=torch.int32)
+        expert_glu_gradient(g, h, shares, order, gate, dense, dense, in_fp8=True)
 
 
 def blocks_of_gguf(gguf_blocks) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from chronicals.kernels import adapter_gradients as module
-from chronicals.kernels import launch
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -99,10 +98,9 @@ def draw(rows, sizes, ranks, dtype, device):
 
 
 @pytest.fixture
-def several_parts(monkeypatch, let_return):
+def several_parts(let_return):
     """Of rows, with several tiles each, on any device."""
-    let_return(launch, multiprocessors=12)
-    monkeypatch.setattr(module, "multiprocessors", launch.multiprocessors)
+    let_return(module, multiprocessors=12)
 
 
 def compare(ours, plain, drawn, dtype, device):

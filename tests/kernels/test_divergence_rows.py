@@ -126,11 +126,11 @@ def compare_rows(of, name, x, y, targets, options, weighted):
 
 
 @pytest.fixture(params=["kernel", "reference"])
-def way(request, monkeypatch, let_return):
+def way(request, let_return):
     """The module, whose kernel works through rows in several blocks, or in plain torch."""
     if request.param == "reference":
         let_return(module, runs_triton=False)
-    monkeypatch.setattr(module, "tile_of", lambda vocabulary: Tile(1, 64, 2))
+    let_return(module, tile_of=Tile(1, 64, 2))
     return module
 
 
@@ -280,9 +280,9 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_planted_faults_are_found(fault, device, monkeypatch):
+def test_planted_faults_are_found(fault, device, let_return):
     broken = mutant(module, *MUTATIONS[fault])
-    monkeypatch.setattr(broken, "tile_of", lambda vocabulary: Tile(1, 64, 2))
+    let_return(broken, tile_of=Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):
         compare_rows(
             broken, "jsd", *draw(torch.float32, device), options_of("jsd", 2.0, None, 0.4), False

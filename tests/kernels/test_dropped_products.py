@@ -192,13 +192,12 @@ def test_seeds_make_masks_of_their_own():
         ("begin = tl.program_id(1) * chunk", "begin = 0 * chunk"),
     ],
 )
-def test_planted_faults_are_found(old, new, device, monkeypatch, let_return):
+def test_planted_faults_are_found(old, new, device, let_return):
     wrong = mutant(module, old, new)
     seed = draw_seed(torch.zeros(1, device=device))
     p = 0.5
     for of in (module, wrong):  # two programs a block, of which one has two tiles
-        let_return(of, multiprocessors=4)
-        monkeypatch.setattr(of, "shared_memory", lambda _: 2**15)
+        let_return(of, multiprocessors=4, shared_memory=2**15)
     kind = (
         torch.bfloat16 if device.type == "cuda" else torch.float32
     )  # those that a kernel takes there

@@ -152,11 +152,10 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("rank", [0, 64, 129, 257, 300])
 @pytest.mark.parametrize("fast", [False, True])
-def test_launches_fit_the_card(fast, rank, kib, monkeypatch, let_return):
+def test_launches_fit_the_card(fast, rank, kib, let_return):
     hopper = kib == 227
-    monkeypatch.setattr(kernel, "shared_memory", lambda _: kib << 10)
-    let_return(kernel, has_boxes=hopper)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0) if hopper else (8, 9))
+    let_return(kernel, shared_memory=kib << 10, has_boxes=hopper)
+    let_return(torch.cuda, get_device_capability=(9, 0) if hopper else (8, 9))
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
         card = torch.device("cuda", 0)
         launch = fp8_product_launch(rows, width, card, rank, fast)

@@ -271,7 +271,7 @@ def test_blocks_on_a_card_without_such_products(device, set_constants):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled(dtype, device):
-    """In fp32 nothing is left to convert: see ``_of_type``."""
+    """In fp32 nothing is left to convert: see ``scaled_product``."""
     x, weight, dy = draw(device, dtype)
     compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
     found = [

@@ -185,10 +185,9 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
 
 
 @pytest.mark.parametrize(("kib", "boxes"), [(99, False), (163, False), (227, True)])
-def test_launches_fit_the_card(kib, boxes, monkeypatch, let_return):
+def test_launches_fit_the_card(kib, boxes, let_return):
     """A gradient's stages, of which two hold no rows, too."""
-    monkeypatch.setattr(module, "shared_memory", lambda _: kib << 10)
-    let_return(module, has_boxes=boxes)
+    let_return(module, shared_memory=kib << 10, has_boxes=boxes)
     card = torch.device("cuda", 0)
     for launch, rows in (
         (product_launch(128, 1536, card), 128),
@@ -204,10 +203,9 @@ def test_launches_fit_the_card(kib, boxes, monkeypatch, let_return):
 
 @pytest.mark.parametrize("rank", [1, 64, 129, 256, 257, 264, 300, 384, 600])
 @pytest.mark.parametrize("kib", [64, 99, 163, 227])
-def test_the_columns_of_an_adapter_fit_the_card(kib, rank, monkeypatch):
+def test_the_columns_of_an_adapter_fit_the_card(kib, rank, let_return):
     """As many as a tile holds, which are a power of 2."""
-    monkeypatch.setattr(module, "shared_memory", lambda _: kib << 10)
-    monkeypatch.setattr(module, "has_boxes", lambda _: kib == 227)
+    let_return(module, shared_memory=kib << 10, has_boxes=kib == 227)
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
         card = torch.device("cuda", 0)
         launch = product_launch(rows, width, card, rank)

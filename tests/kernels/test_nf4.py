@@ -108,28 +108,24 @@ def test_the_kernel_is_its_reference(dtype, device):
 
 
 @pytest.mark.parametrize("block", [64, 4096])
-def test_plain_torch_takes_a_large_weight_in_pieces(block, monkeypatch, let_return, set_constants):
+def test_plain_torch_takes_a_large_weight_in_pieces(block, record_calls, let_return, set_constants):
     """With the same codes, scales and values; where rows lie apart it takes it whole."""
     given = weight((97, 271), torch.float32, torch.device("cpu"))
     codes, absmax = quantize_nf4_reference(given, block)
-    calls = []
-    for name in ("quantize_nf4_reference", "dequantize_4bit_reference"):
-        keep = getattr(nf4, name)
-        monkeypatch.setattr(
-            nf4, name, lambda *of, keep=keep: (calls.append(keep.__name__), keep(*of))[1]
-        )
+    quantized = record_calls(nf4, "quantize_nf4_reference")
+    dequantized = record_calls(nf4, "dequantize_4bit_reference")
     set_constants(nf4, PIECE_ELEMENTS=8192)
     let_return(nf4, runs_triton=False)
     found = quantize_nf4(given, block)
-    assert torch.equal(found[0], codes) and torch.equal(found[1], absmax) and len(calls) == 4
+    assert torch.equal(found[0], codes) and torch.equal(found[1], absmax) and len(quantized) == 4
     for scales in (Scales(absmax), quantize_scales(absmax)):
         expected = dequantize_4bit_reference(codes, scales, (97, 271), torch.bfloat16, block)
         for wide, times in ((271, 4), (280, 1)):
-            calls.clear()
+            dequantized.clear()
             out = torch.zeros(97, wide, dtype=torch.bfloat16)[:, :271]
             assert (
                 torch.equal(dequantize_4bit(codes, scales, out, block), expected)
-                and len(calls) == times
+                and len(dequantized) == times
             )
 
 

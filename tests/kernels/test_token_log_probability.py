@@ -189,12 +189,12 @@ PROBABILITY_MUTATIONS = {
 
 
 @pytest.mark.parametrize("fault", PROBABILITY_MUTATIONS)
-def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatch):
+def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatch, let_return):
     broken = mutant(module, *PROBABILITY_MUTATIONS[fault])
     user = sys.modules["chronicals.kernels.token_log_probability"]
     for name in ("target_log_probabilities", "log_probability_gradient_"):
         monkeypatch.setattr(user, name, getattr(broken, name))
-    monkeypatch.setattr(broken, "tile_of", lambda vocabulary: module.Tile(1, 64, 2))
+    let_return(broken, tile_of=module.Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):
         assert_as_exact_as_plain(
             lambda *x: token_log_probability(*x, chunk_size=4, entropy=True),

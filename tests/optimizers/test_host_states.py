@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from chronicals.kernels import host_memory
 from chronicals.kernels.adamw import Tensors, fused_adamw_
 from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_
@@ -279,14 +280,13 @@ def test_a_weight_that_was_written_begins_anew(device):
     same(everything(*made[:2]), everything(*made[2:]))
 
 
-def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
+def test_who_reads_states_waits_for_them_and_an_update_does_not(record_calls):
     _, _, parameters, optimizer = pair(
         "bf16 weights, fp32 states", torch.device("cpu"), MIN_BUFFER_BYTES
     )
     give_gradients(parameters)
     optimizer.step()
-    waits = []
-    monkeypatch.setattr(HostStates, "wait", lambda own: waits.append(own))
+    waits = record_calls(HostStates, "wait")
     optimizer.refresh_rates()
     optimizer.settle()
     optimizer.step()
@@ -322,9 +322,7 @@ def test_parts_are_cut_between_chunks_and_fit(room):
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert (
             sum(
-                cut.chunks(LIST_CHUNK) * chunk + host_states.SLICE_SLACK
-                for cut in part
-                if sizes[cut.number][1]
+                cut.chunks * chunk + host_states.SLICE_SLACK for cut in part if sizes[cut.number][1]
             )
             <= room
         )
@@ -355,7 +353,7 @@ def test_buffers_hold_no_more_than_they_must(device):
 def test_a_launch_that_fails_leaves_the_next_one_as_it_was(device, monkeypatch):
     made = pair("fp32", device, MIN_BUFFER_BYTES)
     update_both(*made)
-    usual = host_states.fused_adamw_part_
+    usual = host_states.fused_adamw_
     calls = []
 
     def fails(*given):
@@ -365,7 +363,7 @@ def test_a_launch_that_fails_leaves_the_next_one_as_it_was(device, monkeypatch):
         usual(*given)
 
     before = everything(*made[2:])
-    monkeypatch.setattr(host_states, "fused_adamw_part_", fails)
+    monkeypatch.setattr(host_states, "fused_adamw_", fails)
     with pytest.raises(RuntimeError, match="planted"):
         made[3].step(apply=torch.tensor(False, device=device))
     monkeypatch.undo()
@@ -388,7 +386,9 @@ class Driver:
         del self.registered[address]
 
 
-def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch, let_return):
+def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(
+    monkeypatch, let_return, set_constants
+):
     driver = Driver()
     let_return(torch.cuda, cudart=driver)
     capturing = []
@@ -396,7 +396,7 @@ def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch, let_
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     card = torch.device("cuda", 1)
-    monkeypatch.setattr("chronicals.kernels.host_memory.SMALL_TENSOR_POOL_BYTES", 10000)
+    set_constants(host_memory, SMALL_TENSOR_POOL_BYTES=10000)
     pinned = PinnedTensors()
     shapes = [(10, 100), (7,), (200, 100), (20, 100), (), (0,), (30, 30)]
     made = [pinned.empty(shape, torch.float32, card).fill_(n) for n, shape in enumerate(shapes)]

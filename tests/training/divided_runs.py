@@ -18,7 +18,7 @@ import torch.distributed as dist
 import runs
 import tiny
 from chronicals.distributed import Mesh
-from chronicals.saving import SavedModel, model_parts
+from chronicals.saving import SavedModel, model_files
 from chronicals.training.loading import load_to_train
 
 SETTINGS = {
@@ -59,8 +59,8 @@ def train(
 def main() -> None:
     folder = Path(sys.argv[1])
     fields = json.loads(sys.argv[2])
-    model_parts.FILE_BYTES = fields.pop("file_bytes", model_parts.FILE_BYTES)
-    write = model_parts.ModelParts.write
+    model_files.FILE_BYTES = fields.pop("file_bytes", model_files.FILE_BYTES)
+    write = model_files.ModelParts.write
 
     def told(parts, at, turn, turns, read):
         write(parts, at, turn, turns, read)
@@ -68,7 +68,7 @@ def main() -> None:
             json.dumps(list(range(turn, len(parts.files), turns)))
         )
 
-    model_parts.ModelParts.write = told
+    model_files.ModelParts.write = told
     torch.set_num_threads(1)
     count = int(os.environ["WORLD_SIZE"])
     result = train(folder, count, **{"sharding": "weights", **fields})

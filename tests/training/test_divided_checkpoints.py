@@ -113,8 +113,8 @@ def test_the_same_number_goes_on_to_the_bit(tmp_path, fields):
         StoredStates(folder / "run/checkpoints/step-00000006")
         for folder in (tmp_path / "once", tmp_path / "twice")
     )
-    assert once.names() == twice.names()
-    assert all(equal(once.read(name), twice.read(name)) for name in once.names())
+    assert once.names == twice.names
+    assert all(equal(once.read(name), twice.read(name)) for name in once.names)
 
 
 @pytest.mark.long

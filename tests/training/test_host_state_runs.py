@@ -18,7 +18,7 @@ from chronicals.optimizers import buffer_bytes, host_states
 from chronicals.policies import Facts, decide, needed_memory
 from chronicals.policies import host_states as policy
 from chronicals.policies.cuda_graphs import CudaGraphs
-from chronicals.policies.memory_check import what_helps
+from chronicals.policies.needed_memory import what_helps
 from chronicals.training import Callback, session
 from comparison import equal
 

@@ -6,7 +6,7 @@ import torch
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig
-from chronicals.policies.memory_check import what_helps
+from chronicals.policies.needed_memory import what_helps
 from chronicals.training import TrainingError, session
 
 CONFIGURATIONS = {

@@ -291,16 +291,18 @@ def a_wrong_swiglu(monkeypatch, model):
     patch_model(model)
     glu = sys.modules["chronicals.kernels.glu"]
     reference = glu.REFERENCES["silu"]
-    launch = glu._launch_backward
+    right = glu._backward
 
-    def wrong(dy, gate, up, d_gate, d_up, *rest):
-        launch(dy, gate, up, d_gate, d_up, *rest)
+    def wrong(dy, gate, up, activation, merged, *rest):
+        *gradients, amax = right(dy, gate, up, activation, merged, *rest)
+        d_up = gradients[0].chunk(2, -1)[1] if merged else gradients[1]
         d_up *= 0.9
+        return [*gradients, amax]
 
     monkeypatch.setitem(
         glu.REFERENCES, "silu", lambda gate, up: reference(gate, 0.9 * up + (0.1 * up).detach())
     )
-    monkeypatch.setattr(glu, "_launch_backward", wrong)
+    monkeypatch.setattr(glu, "_backward", wrong)
 
 
 def a_dropped_bound(monkeypatch, model):

@@ -74,29 +74,12 @@ def attend_split(
         ValueError: the heads cannot be divided among the ranks.
     """
     n = split.tokens
-    if n == len(q_THD):
-        return _together(attend, q_THD, k_TKD, v_TKD, split, *of_heads)
-    together = _together(attend, q_THD[:n], k_TKD[:n], v_TKD[:n], split, *of_heads)
-    alone = attend(
-        q_THD[n:], k_TKD[n:], v_TKD[n:], split.whole, split.max_whole, None, None, *of_heads
-    )
-    return torch.cat((together, alone))
-
-
-def _together(
-    attend: DocumentAttend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    split: SplitDocuments,
-    *of_heads: Tensor,
-) -> Tensor:
-    """Compute the attention of this rank's tokens of split documents, ``[n, H, D]``."""
-    heads = q.shape[1]
-    groups = k.shape[1]
+    heads = q_THD.shape[1]
+    groups = k_TKD.shape[1]
     inner = split.context.inner
     if reason := why_not_divided(heads, groups, inner):
         raise ValueError(reason)
+    q, k, v = (x if n == len(q_THD) else x[:n] for x in (q_THD, k_TKD, v_TKD))
     head_values = of_heads
     if inner > 1:
         if groups % inner:
@@ -106,10 +89,18 @@ def _together(
         q, k, v = (_Exchange.apply(x, split, True) for x in (q, k, v))
         head_values = tuple(values.chunk(inner)[split.context.rank % inner] for values in of_heads)
     if split.keys is None:
-        out = attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *head_values)
+        together = attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *head_values)
     else:
-        out = _to_gathered(attend, q, k, v, split, split.keys, *head_values)
-    return _Exchange.apply(out, split, False) if inner > 1 else out
+        together = _to_gathered(attend, q, k, v, split, split.keys, *head_values)
+    if inner > 1:
+        together = _Exchange.apply(together, split, False)
+    del q, k, v  # those of exchanged heads, before whole documents are attended to
+    if n == len(q_THD):
+        return together
+    alone = attend(
+        q_THD[n:], k_TKD[n:], v_TKD[n:], split.whole, split.max_whole, None, None, *of_heads
+    )
+    return torch.cat((together, alone))
 
 
 def _to_gathered(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.attention.backends import BACKENDS, choose_backend
-from chronicals.attention.support import Spans
+from chronicals.attention.support import Mask, Spans
 from chronicals.batch import SharedKeys
 
 
@@ -28,11 +28,11 @@ def document_attention(
     max_seqlen_q: int,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
     backend: str | None = None,
     flash: bool = True,
     padding: int = 0,
@@ -50,10 +50,10 @@ def document_attention(
             the same tokens. A document has at least as many keys as queries, and its last query is
             at its last key (bottom-right alignment, as in FlashAttention).
         max_seqlen_k: upper bound on the keys of a document; required with ``cu_seqlens_k``.
+        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
         scale: factor on the scores, ``D ** -0.5`` by default.
         window: a token attends to itself and the ``window - 1`` before it.
         softcap: scores become ``softcap · tanh(score / softcap)``.
-        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
         backend: one of ``BACKENDS``; chosen by ``choose_backend`` if None.
         flash: if False, no FlashAttention backend is chosen.
         padding: values to leave free behind the heads of each token of the output; backends that
@@ -99,7 +99,8 @@ def document_attention(
     if narrow < head_dim + missing:
         v_TKD = F.pad(v_TKD, (0, head_dim + missing - narrow))
     scale = head_dim**-0.5 if scale is None else scale
-    out = chosen.attend(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)
+    mask = Mask(spans, scale, window, softcap, sinks)
+    out = chosen.attend(q_QHD, k_TKD, v_TKD, mask, padding)
     return out[..., :narrow] if narrow < head_dim + missing else out
 
 

@@ -37,12 +37,27 @@ class Spans:
         return self.cu_k is self.cu_q
 
 
-Attend = Callable[
-    [Tensor, Tensor, Tensor, Spans, float, int | None, float | None, Tensor | None, int], Tensor
-]
-"""A function of ``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)`` that
-returns ``[Q, H, D]``.
-"""
+@dataclass(frozen=True)
+class Mask:
+    """The keys that queries attend to, and what is done to their scores.
+
+    Attributes:
+        spans: bounds of the documents.
+        scale: factor on the scores.
+        window: a token attends to itself and the ``window - 1`` before it; None for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; None for no bound.
+        sinks: ``[H]``, for each head the logit of an extra key without a value; None for none.
+    """
+
+    spans: Spans
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Mask, int], Tensor]
+"""A function of ``(q_QHD, k_TKD, v_TKD, mask, padding)`` that returns ``[Q, H, D]``."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +112,6 @@ class Support:
     spans: bool = True
     forward_only: bool = False
 
-    def lacks(self, needs: Needs) -> str | None:
-        """Return the first requirement that is not supported, as ``field=value``, or None."""
-        major = needs.capability[0]
-        lacking = {
-            f"dtype={needs.dtype}": self.dtypes is not None and needs.dtype not in self.dtypes,
-            f"capability={needs.capability}": self.widest is not None and major not in self.widest,
-            f"head_dim={needs.head_dim}": self.widest is not None
-            and needs.head_dim > self.widest.get(major, 0),
-            "window": needs.window and not self.window,
-            "softcap": needs.softcap and not self.softcap,
-            "sinks": needs.sinks and not self.sinks,
-            "cu_seqlens_k": needs.spans and not self.spans,
-            "requires_grad=True": needs.trains and self.forward_only,
-        }
-        return next((what for what, is_lacking in lacking.items() if is_lacking), None)
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -135,10 +134,25 @@ class Backend:
         return self.supports.get(device, self.supports.get("any"))
 
     def lacks(self, needs: Needs) -> str | None:
-        """Return why this backend cannot serve ``needs``, or None if it can."""
+        """Return the first of ``needs`` that is not served, as ``field=value``, or None."""
         support = self.support(needs.device)
         if support is None:
             return f"device={needs.device}"
-        return support.lacks(needs) or (
-            None if self.available() else f"an installation ({self.remedy})"
-        )
+        dtypes = support.dtypes
+        widest = support.widest
+        major = needs.capability[0]
+        lacking = {
+            f"dtype={needs.dtype}": dtypes is not None and needs.dtype not in dtypes,
+            f"capability={needs.capability}": widest is not None and major not in widest,
+            f"head_dim={needs.head_dim}": widest is not None
+            and needs.head_dim > widest.get(major, 0),
+            "window": needs.window and not support.window,
+            "softcap": needs.softcap and not support.softcap,
+            "sinks": needs.sinks and not support.sinks,
+            "cu_seqlens_k": needs.spans and not support.spans,
+            "requires_grad=True": needs.trains and support.forward_only,
+        }
+        for what, is_lacking in lacking.items():
+            if is_lacking:
+                return what
+        return None if self.available() else f"an installation ({self.remedy})"

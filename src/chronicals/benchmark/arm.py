@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,14 +93,14 @@ def run_arm(
         arms: module and function of each arm, by the kind of the work.
         began: start of the process by ``time.perf_counter``.
     """
-    from chronicals.benchmark.measurement import ArmPlan, asked_for_a_round
+    from chronicals.benchmark.measurement import ROUND, ArmPlan
     from chronicals.benchmark.plan import read_work
 
     work = read_work(chosen.work)
     module, function = arms[work.kind][chosen.name].split(":")
     run = getattr(importlib.import_module(module), function)
     ready = time.perf_counter()
-    if not asked_for_a_round():
+    if sys.stdin.readline().strip() != ROUND:
         return
     began += time.perf_counter() - ready  # the time of waiting is not that of loading
     plan = ArmPlan(

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from chronicals.model_shape import ModelShape
@@ -66,26 +66,48 @@ class DecoderShape(ModelShape):
         parameters: of the whole model.
         chosen: k, experts of a token.
         unlike: True if it has layers, or parts beside its experts, that are not counted here.
+        routed: True if its MLPs are experts.
+        q: width of all query heads.
+        kv: width of all key heads, and of all value heads.
+        attention_weights: weights of a layer's attention.
+        mlp: weights of an MLP, or of an expert.
+        each: MLPs of a layer that a token passes through.
+        body: Nb, the weights of the layers that a token is multiplied with.
+        head: Nh, the weights of the head.
     """
 
     parameters: int = 0
     chosen: int = 0
     unlike: bool = False
+    routed: bool = field(init=False)
+    q: int = field(init=False)
+    kv: int = field(init=False)
+    attention_weights: int = field(init=False)
+    mlp: int = field(init=False)
+    each: int = field(init=False)
+    body: int = field(init=False)
+    head: int = field(init=False)
 
-    @property
-    def routed(self) -> bool:
-        """True if its MLPs are experts."""
-        return self.experts > 0
-
-    @property
-    def q(self) -> int:
-        """Width of all query heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.kv_heads * self.head_dim
+    def __post_init__(self) -> None:
+        routed = self.experts > 0
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        attention_weights = self.width * (q + 2 * kv) + q * self.width
+        mlp = 3 * self.width * self.inner
+        each = self.chosen if routed else 1
+        router = self.width * self.experts
+        derived = {
+            "routed": routed,
+            "q": q,
+            "kv": kv,
+            "attention_weights": attention_weights,
+            "mlp": mlp,
+            "each": each,
+            "body": self.layers * (attention_weights + router + each * mlp),
+            "head": self.width * self.vocabulary,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
@@ -113,32 +135,6 @@ class DecoderShape(ModelShape):
         )
         return replace(shape, parameters=body + tables * shape.head)
 
-    @property
-    def attention_weights(self) -> int:
-        """Weights of a layer's attention."""
-        return self.width * (self.q + 2 * self.kv) + self.q * self.width
-
-    @property
-    def mlp(self) -> int:
-        """Weights of an MLP, or of an expert."""
-        return 3 * self.width * self.inner
-
-    @property
-    def each(self) -> int:
-        """MLPs of a layer that a token passes through."""
-        return self.chosen if self.routed else 1
-
-    @property
-    def body(self) -> int:
-        """Nb, the weights of the layers that a token is multiplied with."""
-        router = self.width * self.experts
-        return self.layers * (self.attention_weights + router + self.each * self.mlp)
-
-    @property
-    def head(self) -> int:
-        """Nh, the weights of the head."""
-        return self.width * self.vocabulary
-
 
 @dataclass(frozen=True)
 class Job:
@@ -157,6 +153,9 @@ class Job:
         uneven: True if adapters differ between layers, or have row norms (DoRA).
         pairs: True for pairs of answers, which share prompts and may have a reference policy.
         has_teacher: True if a student learns from a teacher.
+        adapted_linear: names of ``adapted`` that are linear layers.
+        adapter_parameters: P, parameters of adapters on these projections of every layer.
+        trained_parameters: those of the adapters, or of the whole model.
     """
 
     shape: DecoderShape
@@ -170,6 +169,9 @@ class Job:
     uneven: bool = False
     pairs: bool = False
     has_teacher: bool = False
+    adapted_linear: tuple[str, ...] = field(init=False)
+    adapter_parameters: int = field(init=False)
+    trained_parameters: int = field(init=False)
 
     @property
     def why_uncounted(self) -> str:
@@ -192,10 +194,12 @@ class Job:
             )
         return ""
 
-    @property
-    def adapter_parameters(self) -> int:
-        """P, parameters of adapters on these projections of every layer."""
+    def __post_init__(self) -> None:
         shape = self.shape
+        adapted = self.adapted
+        if shape.routed:  # experts are no linear layers
+            experts = MERGED_PROJECTIONS["gate_up"] + MERGED_PROJECTIONS["down"]
+            adapted = tuple(name for name in adapted if name not in experts)
         inputs_and_outputs = {
             "q_proj": shape.width + shape.q,
             "k_proj": shape.width + shape.kv,
@@ -205,21 +209,11 @@ class Job:
             "up_proj": shape.width + shape.inner,
             "down_proj": shape.inner + shape.width,
         }
-        a_layer = self.rank * sum(inputs_and_outputs[name] for name in self.adapted_linear)
-        return shape.layers * a_layer
-
-    @property
-    def adapted_linear(self) -> tuple[str, ...]:
-        """Names of ``adapted`` that are linear layers; experts are not."""
-        if not self.shape.routed:
-            return self.adapted
-        experts = MERGED_PROJECTIONS["gate_up"] + MERGED_PROJECTIONS["down"]
-        return tuple(name for name in self.adapted if name not in experts)
-
-    @property
-    def trained_parameters(self) -> int:
-        """Parameters that are trained: of the adapters, or of the whole model."""
-        return self.adapter_parameters if self.rank else self.shape.parameters
+        a_layer = self.rank * sum(inputs_and_outputs[name] for name in adapted)
+        in_all = shape.layers * a_layer
+        object.__setattr__(self, "adapted_linear", adapted)
+        object.__setattr__(self, "adapter_parameters", in_all)
+        object.__setattr__(self, "trained_parameters", in_all if self.rank else shape.parameters)
 
 
 def optimizer_bytes(
@@ -384,7 +378,13 @@ STEP_PARTS = ("products", "attention", "elementwise", "loss", "optimizer")
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """Seconds of each part of a step, as measured; not a bound."""
+    """Seconds of each part of a step, as measured; not a bound.
+
+    Attributes:
+        tokens: real tokens of the step.
+        seconds: of all parts.
+        tokens_per_second: real tokens of a second.
+    """
 
     products: float
     attention: float
@@ -392,29 +392,18 @@ class ReferenceStep:
     loss: float
     optimizer: float
     tokens: int
+    seconds: float = field(init=False)
+    tokens_per_second: float = field(init=False)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of the step."""
-        return self.products + self.attention + self.elementwise + self.loss + self.optimizer
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Real tokens of a second."""
-        return self.tokens / self.seconds
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the parts, with what follows from them."""
-        return {
-            **asdict(self),
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-        }
+    def __post_init__(self) -> None:
+        seconds = self.products + self.attention + self.elementwise + self.loss + self.optimizer
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "tokens_per_second", self.tokens / seconds)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ReferenceStep:
-        """Return the step that ``to_dict`` described."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        """Return the step that a result file has, as ``asdict`` wrote it."""
+        return cls(**{part.name: values[part.name] for part in fields(cls) if part.init})
 
     def best_seen(self, profile: Mapping[str, float], step_seconds: float) -> ReferenceStep:
         """Return this step with each part at most as long as in a traced step.

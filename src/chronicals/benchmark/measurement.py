@@ -81,12 +81,6 @@ class Measurement:
         rates = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)]
         return rates[self.warm_up :]
 
-    def write(self, path: Path) -> None:
-        """Write to another file, then rename: the other process waits for the whole file."""
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(asdict(self)))
-        aside.replace(path)
-
     @classmethod
     def read(cls, path: Path) -> Measurement:
         """Return the measurement that another process wrote."""
@@ -144,14 +138,12 @@ class ArmPlan:
         if torch.cuda.is_available():
             measured.held_gib = torch.cuda.memory_reserved() / 2**30
         if self.out is not None:
-            measured.write(round_file(self.out, self.rounds))
+            path = round_file(self.out, self.rounds)
+            aside = path.with_suffix(".part")
+            aside.write_text(json.dumps(asdict(measured)))
+            aside.replace(path)  # the other process waits for the whole file
         self.rounds += 1
-        return self.rounds <= self.further and asked_for_a_round()
-
-
-def asked_for_a_round() -> bool:
-    """Wait for a line from the parent process. Returns True if it requests a round."""
-    return sys.stdin.readline().strip() == ROUND
+        return self.rounds <= self.further and sys.stdin.readline().strip() == ROUND
 
 
 def round_file(out: Path, number: int) -> Path:
@@ -188,14 +180,19 @@ class Clock:
 
 
 class Movement:
-    """Finder of the trained tensors that changed, by sums of their bit patterns."""
+    """Finder of the trained tensors that changed, by sums of their bit patterns.
+
+    Attributes:
+        trained_share: trained parameters over all parameters of the model.
+    """
 
     def __init__(self, model: torch.nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # A byte of a weight in 4 bits holds two parameters.
-        self.total = sum(
+        parameters = sum(
             p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters()
         )
+        self.trained_share = sum(p.numel() for p in self.trained.values()) / parameters
         self.before = self._sums()
 
     def _sums(self) -> dict[str, int]:
@@ -206,11 +203,6 @@ class Movement:
             )
             for name, p in self.trained.items()
         }
-
-    @property
-    def trained_share(self) -> float:
-        """Trained parameters over all parameters of the model."""
-        return sum(p.numel() for p in self.trained.values()) / self.total
 
     def moved_share(self) -> float:
         """Return the parameters in tensors that changed, over all trained ones."""

@@ -177,14 +177,27 @@ class PairWork(Work):
         from chronicals.data.making.store import SIDE_COLUMN
 
         stream = self.stream()
-        sides = stream.store.columns[SIDE_COLUMN]
+        store = stream.store
+        sides = store.columns[SIDE_COLUMN]
         size = stream.packs_a_step
         for step in range(first, first + count):
+            documents = np.concatenate(stream.packs_of(step * size))
             pairs = []
-            for pack in stream.packs_of(step * size):
-                for number in pack:
-                    if sides[number] == 0:  # the document after it is the other answer
-                        pairs.append(_pair_at(stream.store, int(number)))
+            for first_answer in documents[sides[documents] == 0].tolist():
+                rows = []
+                for document in (first_answer, first_answer + 1):  # both answers are neighbours
+                    ids, trained = store.whole_document(document)
+                    prompt_end = int(np.argmax(trained))
+                    if not trained[prompt_end:].all():
+                        raise ConfigurationError(
+                            "data: trains more or less than one whole answer of a row, which not "
+                            "every arm can"
+                        )
+                    rows.append((ids[:prompt_end].tolist(), ids[prompt_end:].tolist()))
+                (prompt, chosen), (other, rejected) = rows
+                if prompt != other:
+                    raise ConfigurationError("data: both answers of a pair must follow one prompt")
+                pairs.append(Pair(prompt, chosen, rejected))
             yield pairs
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
@@ -241,23 +254,6 @@ class PairWork(Work):
         width = self.config().max_seq_length
         rows = random_pairs(share, self.written_slots, width, vocabulary)
         self.documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _pair_at(store: Any, number: int) -> Pair:
-    """Return the pair of the item that begins with document ``number`` of the store."""
-    sides = []
-    for document in (number, number + 1):
-        ids, trained = store.whole_document(document)
-        prompt = int(np.argmax(trained))
-        if not trained[prompt:].all():
-            raise ConfigurationError(
-                "data: trains more or less than one whole answer of a row, which not every arm can"
-            )
-        sides.append((ids[:prompt].tolist(), ids[prompt:].tolist()))
-    (prompt, chosen), (other, rejected) = sides
-    if prompt != other:
-        raise ConfigurationError("data: both answers of a pair must follow one prompt")
-    return Pair(prompt, chosen, rejected)
 
 
 def random_pairs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,11 @@ def plan_work(
         _ = work.beta  # raises if the objective has settings that not every arm has
     if built_in:
         work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
-    work.write()
+    described = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(work).items()
+    }
+    (row / "work.json").write_text(json.dumps(described, indent=1))
     return work
 
 

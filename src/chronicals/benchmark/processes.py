@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,6 @@ class Arm:
     def name(self) -> str:
         """The kind, and the fields that are changed."""
         return " ".join([self.kind, *(f"{name}={value}" for name, value in self.changes.items())])
-
-    @property
-    def ours(self) -> bool:
-        """True for our arm and its variants."""
-        return self.kind == OUR_ARM
-
-
-def missing_packages(names: Sequence[str]) -> list[str]:
-    """Return the packages that are not installed."""
-    return [name for name in names if find_spec(name) is None]
 
 
 class RunningArm:
@@ -159,24 +148,15 @@ def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
         what ``measure_rates`` returns, or ``error`` if that failed.
 
     Raises:
-        ArmFailed: the work could not be prepared.
+        ArmFailed: the process crashed or took too long.
     """
     out = work.folder / "results" / "rates.json"
-    run_process(work, Arm("prepare"), ["--out", str(out)], timeout)
-    return json.loads(out.read_text())
-
-
-def run_process(work: Work, arm: Arm, options: list[str], timeout: float) -> None:
-    """Run an arm's process to its end.
-
-    Raises:
-        ArmFailed: it crashed or took too long.
-    """
-    process = start_process(work, arm, options, arm.kind)
+    process = start_process(work, Arm("prepare"), ["--out", str(out)], "prepare")
     process.wait_for(lambda: not process.running, timeout)
     code = process.process.returncode
     if code:
         raise ArmFailed(last_words(process.log.read_text(errors="replace"), code))
+    return json.loads(out.read_text())
 
 
 def start_process(work: Work, arm: Arm, options: list[str], stem: str) -> ArmProcess:

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
         "copy_bytes_per_second": copy,
         "products": by_shape,
         "attention": attention,
-        "floor": whole.to_dict(),
+        "floor": asdict(whole),
     }
 
 
@@ -126,12 +127,8 @@ def copied_bytes(job: Job) -> int:
     It reads and writes as much as the elementwise operations of a layer, within limits.
     """
     largest = LARGEST_COPY if device().type == "cuda" else SMALLEST_COPY
-    return min(max(int(_bytes_of_a_layer(job)) // 2, SMALLEST_COPY), largest)
-
-
-def _bytes_of_a_layer(job: Job) -> float:
-    """Return the bytes of a layer's elementwise operations and of dequantising its weights."""
-    return (elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / job.shape.layers
+    in_all = elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)
+    return min(max(int(in_all / job.shape.layers) // 2, SMALLEST_COPY), largest)
 
 
 def order_of_a_step(job: Job, copied: int) -> list[str]:
@@ -142,7 +139,8 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
     order = list[str]()
     step_products = products(job)
     layers = job.shape.layers if device().type == "cuda" else 1
-    copies = max(round(_bytes_of_a_layer(job) / (2 * copied)), 1)
+    in_all = elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)
+    copies = max(round(in_all / job.shape.layers / (2 * copied)), 1)
     for layer in range(layers):
         order += [
             *(product.key for product in step_products if layer < product.count),

@@ -6,7 +6,7 @@ import math
 import platform
 import statistics
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,18 @@ def write_row(result: dict[str, Any], path: Path) -> None:
 def _floor(row: MeasuredRow) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the reference step, and notes on arms that are faster than it.
 
-    It has its parts as measured by themselves under ``by_itself``. It is None if there is none, or
-    if a peer in 16 bit, or ours without a variant's fields, is faster; then the note says so.
+    Each part has the best time seen: that by itself, or in our own step if its products are in 16
+    bit. Those measured by themselves are under ``by_itself``. There is no reference step if a peer
+    in 16 bit, or ours without a variant's fields, is faster; then the note says so.
     """
-    floor = _reference_step(row)
-    if floor is None:
+    if row.job.why_uncounted or "floor" not in row.rates:
         return None, []
+    floor = ReferenceStep.from_dict(row.rates["floor"])
+    ours = row.runs.get("ours")
+    profile = (ours[0].profile or {}).get("milliseconds_a_step") if ours else None
+    if ours and profile and "ours" not in row.refused and not ours[0].extra.get("fp8"):
+        step_seconds = row.job.tokens / statistics.median(_rates(row, "ours"))
+        floor = floor.best_seen({kind: time / 1000 for kind, time in profile.items()}, step_seconds)
     notes = []
     for name, runs in row.runs.items():
         if name in row.refused or runs[0].extra.get("fp8"):
@@ -118,23 +124,7 @@ def _floor(row: MeasuredRow) -> tuple[dict[str, Any] | None, list[str]]:
                 "fields: no share"
             )
     by_itself = {part: row.rates["floor"][part] for part in STEP_PARTS}
-    return {**floor.to_dict(), "by_itself": by_itself}, notes
-
-
-def _reference_step(row: MeasuredRow) -> ReferenceStep | None:
-    """Return the best time seen of each part.
-
-    It is that by itself, or in our own step if its products are in 16 bit.
-    """
-    if row.job.why_uncounted or "floor" not in row.rates:
-        return None
-    floor = ReferenceStep.from_dict(row.rates["floor"])
-    ours = row.runs.get("ours")
-    profile = (ours[0].profile or {}).get("milliseconds_a_step") if ours else None
-    if not ours or not profile or "ours" in row.refused or ours[0].extra.get("fp8"):
-        return floor
-    step_seconds = row.job.tokens / statistics.median(_rates(row, "ours"))
-    return floor.best_seen({kind: time / 1000 for kind, time in profile.items()}, step_seconds)
+    return {**asdict(floor), "by_itself": by_itself}, notes
 
 
 def _rates(row: MeasuredRow, name: str) -> list[float]:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from chronicals.benchmark.processes import (
     ArmFailed,
     ArmTimedOut,
     RunningArm,
-    missing_packages,
     run_preparation,
 )
 from chronicals.benchmark.work import Work
@@ -90,10 +90,6 @@ class Options:
         if self.time_limit is None:
             return math.inf
         return self.time_limit - (time.perf_counter() - began)
-
-    def within_limit(self, seconds: float, began: float) -> float:
-        """Return ``seconds``, or what is left of the time limit if that is less."""
-        return max(min(seconds, self.left(began)), 0.0)
 
 
 @dataclass
@@ -151,7 +147,7 @@ def measure_row(
         ConfigurationError: the reference of adapters needs a package that is not installed, or the
             preparation failed.
     """
-    if work.adapts and missing_packages(["peft"]):
+    if work.adapts and find_spec("peft") is None:
         raise ConfigurationError(
             f"mode={work.mode!r}: its reference needs peft; install chronicals[peft]"
         )
@@ -176,8 +172,8 @@ def measure_row(
     )
     try:
         session.measure_reference()
-        arms = session.scout()
-        session.decide(arms)
+        ours = [Arm(OUR_ARM), *(Arm(OUR_ARM, changes) for changes in options.variants)]
+        session.decide(session.scout(ours))
         session.survey()
     finally:
         session.end_all_but([])
@@ -188,10 +184,9 @@ def measure_row(
 
 def _prepare(work: Work, options: Options, began: float) -> dict[str, Any]:
     """Prepare the work's files. Returns the machine's rates."""
+    timeout = min(max(options.arm_timeout, PREPARATION_SECONDS), options.left(began))
     try:
-        return run_preparation(
-            work, options.within_limit(max(options.arm_timeout, PREPARATION_SECONDS), began)
-        )
+        return run_preparation(work, max(timeout, 0.0))
     except ArmFailed as error:
         if options.left(began) <= 0:
             raise ConfigurationError(
@@ -202,11 +197,6 @@ def _prepare(work: Work, options: Options, began: float) -> dict[str, Any]:
         raise ConfigurationError(
             f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}"
         ) from None
-
-
-def order_of(arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Return the arms of decisive round ``number`` (from 0) in the order they run."""
-    return list(arms) if number % 2 == 0 else list(reversed(arms))
 
 
 @dataclass
@@ -292,17 +282,12 @@ class BenchmarkSession:
             self.row.notes.append(f"the reference has one step, more failed: {error}")
             return run(1)
 
-    def scout(self) -> list[Arm]:
-        """Run every arm once. Returns the arms of the decisive rounds."""
-        arms = self.our_arms()
-        self.run_once(arms, SCOUTING)
-        chosen = self.with_speed(arms)
+    def scout(self, ours: list[Arm]) -> list[Arm]:
+        """Run our arms once. Returns the arms of the decisive rounds."""
+        self.run_once(ours, SCOUTING)
+        chosen = self.with_speed(ours)
         self.end_all_but(chosen)
         return chosen
-
-    def our_arms(self) -> list[Arm]:
-        """Return our arm, then its variants."""
-        return [Arm(OUR_ARM), *(Arm(OUR_ARM, changes) for changes in self.options.variants)]
 
     def with_speed(self, arms: Sequence[Arm]) -> list[Arm]:
         """Return the arms that ran and were not refused."""
@@ -356,7 +341,9 @@ class BenchmarkSession:
                 return
             label = f"round{number + 1}"
             ran = []
-            left = [arm for arm in order_of(arms, number + last_goes_on) if self._can_run(arm)]
+            turned = (number + last_goes_on) % 2 == 1
+            in_order = reversed(arms) if turned else arms
+            left = [arm for arm in in_order if self._can_run(arm)]
             while left:
                 arm = left.pop(0)
                 if left and self._can_run(left[0]):
@@ -510,7 +497,7 @@ class BenchmarkSession:
             }
         fields = {**row.work.fields, **arm.changes}
         dropout = (
-            arm.ours
+            arm.kind == OUR_ARM
             and bool(fields.get("use_lora"))
             and bool(row.work.config(**arm.changes).lora_dropout)
         )
@@ -531,4 +518,4 @@ class BenchmarkSession:
 
     def _arm_seconds(self) -> float:
         """Return the time limit, in seconds, of a process that starts now."""
-        return self.options.within_limit(self.options.arm_timeout, self.began)
+        return max(min(self.options.arm_timeout, self.options.left(self.began)), 0.0)

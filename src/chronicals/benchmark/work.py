@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +34,6 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 
 if TYPE_CHECKING:
     from chronicals.data.packs.loader import BatchStream
-    from chronicals.data.packs.steps import Step
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},
@@ -177,7 +176,7 @@ class Work:
             "save_steps": None,
             "trackers": [],
             "report_samples": 0,
-            "max_steps": self.written_steps,
+            "max_steps": self.warm_up + self.steps + SPARE_STEPS,  # those that are written
             "cache_dir": self.folder / "tokens",
             "output_dir": self.folder / run,
         }
@@ -204,11 +203,6 @@ class Work:
         }
 
     @property
-    def rows_a_micro_batch(self) -> int:
-        """Documents in a padded micro-batch of a peer, at most."""
-        return self.config().batch_size if self.data == "fixed" else MAX_PADDED_ROWS
-
-    @property
     def tokenizer(self) -> str:
         """Folder or hub name of the tokenizer."""
         return self.model
@@ -220,11 +214,6 @@ class Work:
 
     def write_tokenizer(self) -> None:
         """Write the tokenizer, if it is not the model's."""
-
-    @property
-    def reference_policy(self) -> str:
-        """Source of every arm's reference policy, in words; empty without one."""
-        return ""
 
     def stream(self) -> BatchStream:
         """Return the batches that our arm trains on."""
@@ -251,8 +240,18 @@ class Work:
         return {}
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
-        """Return the documents of the first ``count`` steps, in order."""
-        return (step_documents(step) for step in self.stream().steps(count=count))
+        """Yield the documents of each of the first ``count`` steps, in order, without padding."""
+        for step in self.stream().steps(count=count):
+            documents = []
+            for batch in step.batches:
+                bounds = batch.cu_seqlens.tolist()
+                ids = batch.input_ids.numpy()
+                targets = batch.targets.numpy()
+                for start, end in zip(bounds, bounds[1:]):
+                    if (targets[start:end] != -100).any():  # padding has no target
+                        labels = np.concatenate([[-100], targets[start : end - 1]])
+                        documents.append(Document(ids[start:end].copy(), labels))
+            yield documents
 
     def job(self) -> Job:
         """Return the sizes of a mean step, for the reference step."""
@@ -287,14 +286,6 @@ class Work:
             pairs=self.kind == "pairs",
             has_teacher=self.kind == "distillation",
         )
-
-    def write(self) -> None:
-        """Write this dataclass to the row's folder."""
-        fields = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(self).items()
-        }
-        (self.folder / "work.json").write_text(json.dumps(fields, indent=1))
 
     @classmethod
     def usual_fields(
@@ -331,16 +322,12 @@ class Work:
         self.documents.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
 
     @property
-    def written_steps(self) -> int:
-        """Steps for which there are built-in documents."""
-        return self.warm_up + self.steps + SPARE_STEPS
-
-    @property
     def written_slots(self) -> int:
-        """Positions of these steps, padding included."""
+        """Positions of all steps for which there are documents, padding included."""
         config = self.config()
         packs = config.batch_size * config.gradient_accumulation_steps
-        return packs * config.max_seq_length * self.written_steps
+        steps = self.warm_up + self.steps + SPARE_STEPS
+        return packs * config.max_seq_length * steps
 
 
 def _adapted(targets: list[str] | str | None) -> tuple[str, ...]:
@@ -356,20 +343,6 @@ def _adapted(targets: list[str] | str | None) -> tuple[str, ...]:
         )
     names = {path.split(".")[-1] for path in targets}
     return tuple(name for name in PROJECTIONS if name in names)
-
-
-def step_documents(step: Step) -> list[Document]:
-    """Return the documents of a step, without padding, which has no target."""
-    documents = []
-    for batch in step.batches:
-        bounds = batch.cu_seqlens.tolist()
-        ids = batch.input_ids.numpy()
-        targets = batch.targets.numpy()
-        for start, end in zip(bounds, bounds[1:]):
-            if end > start and (targets[start:end] != -100).any():
-                labels = np.concatenate([[-100], targets[start : end - 1]])
-                documents.append(Document(ids[start:end].copy(), labels))
-    return documents
 
 
 DISTILLATION = "distill"

@@ -1,4 +1,4 @@
-"""The command line: a file a command; parses, calls, prints."""
+"""The command line: a file a command, or related ones; parses, calls, prints."""
 
 from chronicals.cli.app import main
 

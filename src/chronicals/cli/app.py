@@ -19,14 +19,12 @@ from chronicals.cli.benchmark import benchmark_command
 from chronicals.cli.data import data_commands
 from chronicals.cli.doctor import doctor_command
 from chronicals.cli.evaluate import evaluate_command
-from chronicals.cli.export import export_command
+from chronicals.cli.export import export_command, merge_command, push_command
 from chronicals.cli.generate import generate_command
-from chronicals.cli.merge import merge_command
 from chronicals.cli.moe import moe_commands
 from chronicals.cli.noise import collected
 from chronicals.cli.options import Command
 from chronicals.cli.plan import plan_command
-from chronicals.cli.push import push_command
 from chronicals.cli.quickstart import quickstart_command
 from chronicals.cli.train import train_command
 from chronicals.cli.verify import verify_command
@@ -132,11 +130,14 @@ for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
     An error that the user can fix is one paragraph and exit code 1; Ctrl-C with a checkpoint is
     130.
+
+    Args:
+        arguments: command and options; by default those of this process.
     """
     console = Console(stderr=True)
     handler: logging.Handler = logging.StreamHandler()  # a line for each message, in files, too
@@ -149,30 +150,22 @@ def main() -> None:
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     with collected():
-        _run(first)
+        try:
+            app(arguments)
+        except (ValueError, OSError, VersionError) as error:
+            _print_error(error)
+            sys.exit(1)
+        except RuntimeError as error:
+            from torch import OutOfMemoryError
 
+            from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 
-def _run(first: bool) -> None:
-    """Run the command. An error that the user can fix is shown, and the process ends.
-
-    Args:
-        first: True for the first of several processes, or the only one.
-    """
-    try:
-        app()
-    except (ValueError, OSError, VersionError) as error:
-        _print_error(error)
-        sys.exit(1)
-    except RuntimeError as error:
-        from torch import OutOfMemoryError
-
-        from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
-
-        if not isinstance(error, (CheckpointError, Interrupted, TrainingError, OutOfMemoryError)):
-            raise
-        interrupted = isinstance(error, Interrupted)
-        _print_error(error, "" if interrupted else ERROR, quiet=interrupted and not first)
-        sys.exit(130 if interrupted else 1)
+            shown = (CheckpointError, Interrupted, TrainingError, OutOfMemoryError)
+            if not isinstance(error, shown):
+                raise
+            interrupted = isinstance(error, Interrupted)
+            _print_error(error, "" if interrupted else ERROR, quiet=interrupted and not first)
+            sys.exit(130 if interrupted else 1)
 
 
 ERROR = "[bold red]error[/] "

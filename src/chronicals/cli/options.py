@@ -212,7 +212,10 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
     """
     hints = typing.get_type_hints(Recipe)
     headings = headings_of(Recipe)
-    fields = sorted(dataclasses.fields(Recipe), key=lambda field: not _is_required(field))
+    about: Any = Recipe.__pydantic_fields__
+    fields = sorted(
+        dataclasses.fields(Recipe), key=lambda field: not about[field.name].is_required()
+    )
     first = headings.get(fields[0].name)
     options = {
         field.name: inspect.Parameter(
@@ -220,7 +223,7 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None,
-                help=_help(field, hints[field.name]),
+                help=_help(field.name, about[field.name], hints[field.name]),
                 rich_help_panel=headings.get(field.name, NO_HEADING),
                 show_default=False,
                 **_parsed_as(field.name, _flag_type(hints[field.name])),
@@ -233,11 +236,6 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
         [option for name, option in options.items() if headings.get(name) == first],
         [option for name, option in options.items() if headings.get(name) != first],
     )
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    about: Any = field.default  # pydantic's FieldInfo
-    return about.is_required() if hasattr(about, "is_required") else False
 
 
 def make_room_for(output: Path | None) -> None:
@@ -296,20 +294,23 @@ def values_of(option: str, texts: Sequence[str]) -> list[str]:
     return values
 
 
-def _help(field: dataclasses.Field, hint: Any) -> str:
-    about: Any = field.default  # pydantic's FieldInfo
-    default = (
-        about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
-    )
-    required = _is_required(field)
+def _help(name: str, about: Any, hint: Any) -> str:
+    """Return the help text of a field's option.
+
+    Args:
+        name: of the field.
+        about: pydantic's information on it.
+        hint: its type.
+    """
+    default = about.get_default(call_default_factory=True)
     in_words = wording.Wording({other.name: False for other in dataclasses.fields(Recipe)})
-    text = in_words(about.description or field.name)
-    choices = objective_names() if field.name == "objective" else _choices(hint)
+    text = in_words(about.description or name)
+    choices = objective_names() if name == "objective" else _choices(hint)
     if choices:
         text += f"; choices: {', '.join(choices)}"
     if isinstance(default, list):
         default = ", ".join(default)
-    return text if required or default in (None, {}) else f"{text} [{default}]"
+    return text if about.is_required() or default in (None, {}) else f"{text} [{default}]"
 
 
 def _choices(hint: Any) -> list[str]:

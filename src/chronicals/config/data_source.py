@@ -159,24 +159,24 @@ def _parsed(value: Any) -> Any:
             values.append(entry)
     if not values:
         raise PydanticCustomError(SOURCE_ERROR, "an empty list; name at least one source")
+    sources: list[DataSource] = []
     try:
-        sources = [_source(one) for one in values]
+        for one in values:
+            if isinstance(one, DataSource):
+                sources.append(one)
+            elif isinstance(one, (str, Path)):
+                path, weight = _weighted(os.fspath(one))
+                sources.append(DataSource(path, weight=weight))
+            elif isinstance(one, Mapping):
+                sources.append(DataSource(**{str(name): field for name, field in one.items()}))
+            else:
+                raise ConfigurationError(
+                    f"{one!r} is {type(one).__name__}; a source is a string or a mapping with "
+                    "'path'"
+                )
     except ConfigurationError as error:
         raise PydanticCustomError(SOURCE_ERROR, "{reason}", {"reason": str(error)}) from None
     return sources[0].path if sources == [DataSource(sources[0].path)] else sources
-
-
-def _source(value: Any) -> DataSource:
-    if isinstance(value, DataSource):
-        return value
-    if isinstance(value, (str, Path)):
-        path, weight = _weighted(os.fspath(value))
-        return DataSource(path, weight=weight)
-    if isinstance(value, Mapping):
-        return DataSource(**{str(name): field for name, field in value.items()})
-    raise ConfigurationError(
-        f"{value!r} is {type(value).__name__}; a source is a string or a mapping with 'path'"
-    )
 
 
 def _weighted(text: str) -> tuple[str, float]:

@@ -15,8 +15,14 @@ from typing import Any, TypeVar
 
 from chronicals.config import foreign_data
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.foreign_values import ABSENT_OBJECTIVES, ANY, BY_VALUE, OWN_VALUES, as_key
-from chronicals.config.unneeded import UNNEEDED
+from chronicals.config.foreign_values import (
+    ABSENT_OBJECTIVES,
+    ANY,
+    BY_VALUE,
+    OWN_VALUES,
+    UNNEEDED,
+    as_key,
+)
 
 RENAMED: dict[str, str] = {
     "learning_rate": "lr peak_lr max_lr",

@@ -18,9 +18,8 @@ from chronicals.distributed.frozen_shards import (
     shard_frozen,
 )
 from chronicals.distributed.fsdp_extensions import forget_broken_step
-from chronicals.distributed.host_signals import HostExchange, WorkEnded
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
-from chronicals.distributed.mesh import Mesh, on_each_machine
+from chronicals.distributed.mesh import HostExchange, Mesh, on_each_machine
 from chronicals.distributed.presence import WAITING
 from chronicals.distributed.rank_agreement import (
     fingerprint_here,
@@ -29,7 +28,6 @@ from chronicals.distributed.rank_agreement import (
     shared_settings,
 )
 from chronicals.distributed.rank_files import RankFiles
-from chronicals.distributed.refused_collectives import refusing_collectives
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
 from chronicals.distributed.shards import Shards
 from chronicals.distributed.watch import RankWatch
@@ -46,6 +44,7 @@ from chronicals.distributed.weight_shards import (
     weight_mesh,
     whole_parts,
 )
+from chronicals.distributed.work_of_one_rank import WorkEnded, refusing_collectives
 
 __all__ = [
     "VALUE",

@@ -112,20 +112,21 @@ def why_embedding_stays_whole(model: Any, count: int) -> str | None:
         return None
     own = [p for module in model.modules() for p in module._parameters.values()]
     width = embedding_table(model).shape[1]
-    reasons = {
-        "it has an adapter, or tokens that are trained": lambda: hasattr(layer, "base_layer"),
-        "it is trained": lambda: any(p.requires_grad for p in layer.parameters()),
-        "another layer, as a head, has the same weight": lambda: (
-            sum(p is layer.weight for p in own) > 1
-        ),
-        "it has hooks, or a forward that is not its class's": lambda: is_hooked(layer),
-        f"{type(layer).__name__} is more than a table of rows": lambda: not is_embedding(layer),
-        "it has rows that its base lacks, and is saved with the adapter": lambda: bool(
-            embeddings_to_store(model, lasting(model.config._name_or_path) or None)
-        ),
-        f"its {width} columns cannot be divided by {count}": lambda: bool(width % count),
-    }
-    return next((reason for reason, there in reasons.items() if there()), None)
+    if hasattr(layer, "base_layer"):
+        return "it has an adapter, or tokens that are trained"
+    if any(p.requires_grad for p in layer.parameters()):
+        return "it is trained"
+    if sum(p is layer.weight for p in own) > 1:
+        return "another layer, as a head, has the same weight"
+    if is_hooked(layer):
+        return "it has hooks, or a forward that is not its class's"
+    if not is_embedding(layer):
+        return f"{type(layer).__name__} is more than a table of rows"
+    if embeddings_to_store(model, lasting(model.config._name_or_path) or None):
+        return "it has rows that its base lacks, and is saved with the adapter"
+    if width % count:
+        return f"its {width} columns cannot be divided by {count}"
+    return None
 
 
 def shard_embedding(

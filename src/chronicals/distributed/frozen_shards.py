@@ -119,7 +119,8 @@ class Gathers:
             following = unit.number + (-1 if backward else 1)
             if 0 <= following < len(self.units):
                 self._begin(self.units[following])
-        return self._place(unit)
+        size = len(unit.own)
+        return self._buffers[slot][: size * self.count].view(self.count, size)
 
     def _begin(self, unit: Unit) -> None:
         """Start to gather a unit, unless its buffer holds it already.
@@ -132,9 +133,13 @@ class Gathers:
         if self._flying[slot] is not None:  # prefetched, but never read
             self._flying[slot].wait()
         self._holds[slot] = unit
-        there = self._place(unit).view(-1)
+        if not self._buffers:
+            self.lay()
         self._flying[slot] = dist.all_gather_into_tensor(
-            there, unit.own, group=self.group, async_op=True
+            self._buffers[slot][: len(unit.own) * self.count],
+            unit.own,
+            group=self.group,
+            async_op=True,
         )
 
     def lay(self) -> None:
@@ -145,12 +150,6 @@ class Gathers:
                 torch.empty(size, dtype=torch.uint8, device=self.units[0].own.device)
                 for _ in range(2)
             ]
-
-    def _place(self, unit: Unit) -> Tensor:
-        if not self._buffers:
-            self.lay()
-        size = len(unit.own)
-        return self._buffers[unit.number % 2][: size * self.count].view(self.count, size)
 
 
 @dataclass(eq=False)
@@ -169,14 +168,6 @@ class Unit:
     own: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     size: int = 0
 
-    def place(self, rows: PackedWeight) -> dict[str, Place]:
-        """Reserve space for a weight's rows; return the place of each of their tensors by name."""
-        places = {}
-        for name, tensor in rows.divided.items():
-            places[name] = self.size, tensor.nbytes, tensor.dtype
-            self.size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return places
-
 
 @dataclass(frozen=True)
 class FrozenRows(PackedWeight):
@@ -186,7 +177,7 @@ class FrozenRows(PackedWeight):
         codes: this rank's bytes, the layer's parameter.
         here: this rank's rows, without the tensors that are gathered.
         unit: unit of the decoder layer.
-        places: result of ``Unit.place``.
+        places: place of each tensor of the rows among the unit's bytes, by name.
         shape: shape of the whole weight.
         dtype: dtype of the dense values.
     """
@@ -203,10 +194,11 @@ class FrozenRows(PackedWeight):
         """The bytes of this rank, which are the layer's parameter."""
         return {"codes": self.codes}
 
-    @property
-    def settings(self) -> str:
-        """Empty: such a weight is no operand of a custom operator, since its products gather."""
-        return ""
+    # Such a weight is no operand of a custom operator, since its products gather.
+    settings = ""
+
+    # Nothing of it is in a state dict.
+    why_not_saved = None
 
     def with_tensors(
         self,
@@ -242,11 +234,6 @@ class FrozenRows(PackedWeight):
     def label(self) -> str:
         """The format of the rows and this rank's share, for ``print(model)``."""
         return f"{self.here.label}, 1/{self.unit.gathers.count} of the rows here"
-
-    @property
-    def why_not_saved(self) -> str | None:
-        """None: nothing of the weight is in a state dict."""
-        return None
 
     @classmethod
     def base(
@@ -289,7 +276,10 @@ class LinearInShards(PackedLinear):
         dtype: torch.dtype,
         bias: Tensor | None,
     ):
-        places = unit.place(rows)
+        places: dict[str, Place] = {}
+        for name, tensor in rows.divided.items():
+            places[name] = (unit.size, tensor.nbytes, tensor.dtype)
+            unit.size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         nothing = torch.empty(0, dtype=torch.uint8)
         shape = outputs, rows.shape[1]
         super().__init__(FrozenRows(nothing, rows, unit, places, shape, dtype), bias)

@@ -124,11 +124,6 @@ def sum_evenly(unit: nn.Module) -> None:
     group.post_backward = post_backward
 
 
-def take_used(weight: Tensor) -> bool:
-    """Return whether a weight had a gradient on this rank since the last call, and reset the mark."""
-    return bool(vars(weight).pop(USED, False))
-
-
 def forget_broken_step(model: nn.Module) -> None:
     """Discard what an interrupted step left: the marks of used weights and FSDP's partial sums.
 
@@ -139,7 +134,7 @@ def forget_broken_step(model: nn.Module) -> None:
         if group is not None:
             group._partial_reduce_output = None
             for one in group.fsdp_params:
-                take_used(one.sharded_param)
+                vars(one.sharded_param).pop(USED, None)
 
 
 def parameter_group(unit: nn.Module) -> Any:
@@ -208,23 +203,18 @@ def lay_side_by_side(
             parts = [there.get((id(linear), kind)) for linear in linears]
             if any(part is None or part._orig_size[0] % ranks for part in parts):
                 continue
-            check_internals(parts[0])
+            part = parts[0]
+            needed = [name for name in PRIVATE if name != "_unsharded_param"]
+            missing = [name for name in needed if not hasattr(part, name)]
+            # A weight has ``_unsharded_param`` once it was gathered, which is too late.
+            if missing or hasattr(part, "_unsharded_param"):
+                raise RuntimeError(
+                    f"sharding='weights': torch {torch.__version__} has another FSDP than is known "
+                    f"here ({', '.join(missing)} missing, "
+                    "or weights were gathered already); use torch 2.11 to 2.13, or "
+                    "sharding='optimizer'"
+                )
             if len({part.sharded_param.dtype for part in parts if part is not None}) == 1:
                 SideBySide(parts, dtype, group.device)
                 laid += kind == "weight"
     return laid
-
-
-def check_internals(part: Any) -> None:
-    """Check that an ``FSDPParam`` has the names of ``PRIVATE``, and was not gathered yet.
-
-    Raises:
-        RuntimeError: FSDP of this torch version has other internals.
-    """
-    missing = [name for name in PRIVATE if name != "_unsharded_param" and not hasattr(part, name)]
-    if missing or hasattr(part, "_unsharded_param"):
-        raise RuntimeError(
-            f"sharding='weights': torch {torch.__version__} has another FSDP than is known here "
-            f"({', '.join(missing)} missing, "
-            "or weights were gathered already); use torch 2.11 to 2.13, or sharding='optimizer'"
-        )

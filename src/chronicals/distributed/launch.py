@@ -105,7 +105,8 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
     Raises:
         ConfigurationError: this process is already one of several, or the machine has fewer GPUs.
     """
-    if launch := Launch.found():
+    launch = Launch.found()
+    if launch is not None:
         raise ConfigurationError(
             f"nproc={count}: {launch.told_by} says that {launch.count} processes were started "
             "already; leave nproc out, or "
@@ -138,7 +139,8 @@ def require_one_process(command: str) -> None:
     Raises:
         ConfigurationError: this process is one of several.
     """
-    if launch := Launch.found():
+    launch = Launch.found()
+    if launch is not None:
         raise ConfigurationError(
             f"{launch.told_by}: {command} runs in one process, and {launch.count} were started; "
             "start it without torchrun, "

@@ -146,7 +146,8 @@ class Presence:
             waiting = None if WAITING.in_run else WAITING.since
             if self._first is None:
                 try:
-                    self._post(beat)
+                    key = f"chronicals/present/{self.rank}"
+                    post(self._own, key, beat, "outside of train()", self._began, WAITING.since)
                     self._first = None if waiting is None else self._gone()
                 except RuntimeError as failure:  # the store ends with rank 0
                     how = "is gone, and with it the store of the processes"
@@ -154,19 +155,6 @@ class Presence:
                 found_at = time.monotonic()
             elif waiting is not None and time.monotonic() - max(found_at, waiting) > GRACE:
                 self._leave(self._first.said())
-
-    def _post(self, beat: int) -> None:
-        now = time.monotonic()
-        waiting = WAITING.since
-        about = {
-            "beat": beat,
-            "place": "outside of train()",
-            "for": now - self._began,
-            "waits": None if waiting is None else now - waiting,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        self._own.set(f"chronicals/present/{self.rank}", json.dumps(about))
 
     def _gone(self) -> Gone | None:
         """Return a process that is gone, or None.
@@ -194,6 +182,31 @@ class Presence:
         logger.error("%s; this process (rank %d) waits for it and ends", reason, self.rank)
         logging.shutdown()
         os._exit(1)
+
+
+def post(
+    store: dist.Store, key: str, beat: int, place: str, began: float, waiting: float | None
+) -> None:
+    """Post that this process is alive, and what it does.
+
+    Args:
+        store: the store of the processes.
+        key: key of the post, which replaces the one before.
+        beat: number of the post.
+        place: what the process does, for messages.
+        began: when that began (``time.monotonic``).
+        waiting: when the main thread began to wait for other ranks; None if it does not wait.
+    """
+    now = time.monotonic()
+    about = {
+        "beat": beat,
+        "place": place,
+        "for": now - began,
+        "waits": None if waiting is None else now - waiting,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    store.set(key, json.dumps(about))
 
 
 def last_post(store: dist.Store, rank: int) -> dict[str, Any] | None:

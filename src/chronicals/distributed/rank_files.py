@@ -53,18 +53,18 @@ class RankFiles:
 
     Args:
         error: exception type to raise if another rank could not write.
+        store: the store over which the ranks communicate, by default that of the process group.
     """
 
-    def __init__(self, ranks: Mesh, error: type[Exception]):
+    def __init__(self, ranks: Mesh, error: type[Exception], store: dist.Store | None = None):
         self.ranks = ranks
         self.error = error
         self._key = f"chronicals/files/{next(_folders)}"
         self._token = f".{uuid.uuid4().hex}"
         self._seeing = [0]
-
-    @property
-    def _store(self) -> dist.Store:
-        return dist.distributed_c10d._get_default_store()
+        if store is None:
+            store = dist.distributed_c10d._get_default_store()
+        self._store = store
 
     @contextmanager
     def collecting(self, folder: Path) -> Iterator[None]:
@@ -115,7 +115,8 @@ class RankFiles:
             return
         folder = Path(place[0])
         token = place[1]
-        seen = is_seen(folder, token)
+        # A folder of this name on another file system has no such token.
+        seen = (folder / token).exists()
         with self._saying_failures():
             if seen:
                 write(folder)
@@ -179,8 +180,3 @@ class RankFiles:
                 return
             with (folder / said["file"]).open("ab") as file:
                 file.write(content)
-
-
-def is_seen(folder: Path, token: str) -> bool:
-    """Return whether ``folder`` is the one in which another process created the token file."""
-    return (folder / token).exists()

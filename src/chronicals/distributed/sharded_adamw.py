@@ -33,10 +33,11 @@ class ShardedAdamW(FusedAdamW):
 
     def __init__(self, groups: list[dict[str, Any]], shards: Shards | WeightShards, **options: Any):
         self.shards = shards
-        super().__init__(
-            [{**group, "params": [shards.shares[p] for p in group["params"]]} for group in groups],
-            **options,
-        )
+        of_shares = []
+        for group in groups:
+            shares = [shards.shares[p] for p in group["params"]]
+            of_shares.append({**group, "params": shares})
+        super().__init__(of_shares, **options)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -59,11 +60,9 @@ class ShardedAdamW(FusedAdamW):
             The loss of ``closure``, or None.
         """
         self.shards.adopt()
-        of_shares = (
-            None
-            if used is None
-            else {self.shards.shares[weight]: flag for weight, flag in used.items()}
-        )
+        of_shares = None
+        if used is not None:
+            of_shares = {self.shards.shares[weight]: flag for weight, flag in used.items()}
         loss = super().step(closure, factor=factor, apply=apply, used=of_shares)
         self.shards.publish()
         return loss
@@ -104,15 +103,12 @@ class ShardedAdamW(FusedAdamW):
         begin = self.shards.begin(parameter)
         if not self.shards.keeps:
             return {}
-        found = {
-            name: Piece(
-                state.reshape(-1),
-                begin // _unit(name),
-                self.shards.shape_of(parameter, _unit(name)),
-            )
-            for name, state in own.items()
-            if name != "step"
-        }
+        found = {}
+        for name, state in own.items():
+            unit = _unit(name)
+            if name != "step":
+                shape = self.shards.shape_of(parameter, unit)
+                found[name] = Piece(state.reshape(-1), begin // unit, shape)
         if self.shards.ranks.writer:
             found["step"] = Piece(own["step"].reshape(-1), 0, own["step"].shape)
         return found
@@ -137,22 +133,21 @@ class ShardedAdamW(FusedAdamW):
             super().load_state(parameter, state)
             return
         self.shards.take_over(parameter)
+        mine = self.state_of(parameter)
         own = {}
         for name, value in state.items():
-            expected = (
-                value.shape if name == "step" else self.shards.shape_of(parameter, _unit(name))
-            )
-            if value.shape != expected:
-                raise ValueError(
-                    f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is misshapen"
-                )
-            own[name] = (
-                value if name == "step" else self.shards.own_part(parameter, value, _unit(name))
-            )
-        mine = self.state_of(parameter)
-        super().load_state(
-            share, {name: part.view(mine[name].shape) for name, part in own.items() if name in mine}
-        )
+            part = value
+            if name != "step":
+                unit = _unit(name)
+                if value.shape != self.shards.shape_of(parameter, unit):
+                    raise ValueError(
+                        f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is "
+                        "misshapen"
+                    )
+                part = self.shards.own_part(parameter, value, unit)
+            if name in mine:
+                own[name] = part.view(mine[name].shape)
+        super().load_state(share, own)
 
 
 class ShardedAdam8bit(ShardedAdamW, Adam8bit):

@@ -179,21 +179,20 @@ class Shards(RankShares):
                 room = self.size
             together[-1].append(weight)
             room -= needed
-        self.buckets = [self._bucket(weights) for weights in together]
+        self.buckets = []
+        for weights in together:
+            widths = [width_of(weight.numel(), self.ranks.count) for weight in weights]
+            own = weights[0].new_zeros(sum(widths), requires_grad=False)
+            gradients = torch.zeros(len(own), dtype=torch.float32, device=own.device)
+            # Shares become views of their bucket's memory.
+            for weight, mine, gradient in zip(weights, own.split(widths), gradients.split(widths)):
+                share = self.shares[weight]
+                mine[: share.numel()].copy_(share.reshape(-1))
+                share.data = _as(weight, mine[: share.numel()])
+                share.grad_dtype = torch.float32
+                share.grad = _as(weight, gradient[: share.numel()]) if share.numel() else None
+            self.buckets.append(Bucket(weights, widths, own, gradients))
         self.remember()
-
-    def _bucket(self, weights: list[Tensor]) -> Bucket:
-        """Return a bucket, and make the shares of its weights views of the bucket's memory."""
-        widths = [width_of(weight.numel(), self.ranks.count) for weight in weights]
-        own = weights[0].new_zeros(sum(widths), requires_grad=False)
-        gradients = torch.zeros(len(own), dtype=torch.float32, device=own.device)
-        for weight, mine, gradient in zip(weights, own.split(widths), gradients.split(widths)):
-            share = self.shares[weight]
-            mine[: share.numel()].copy_(share.reshape(-1))
-            share.data = _as(weight, mine[: share.numel()])
-            share.grad_dtype = torch.float32
-            share.grad = _as(weight, gradient[: share.numel()]) if share.numel() else None
-        return Bucket(weights, widths, own, gradients)
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from chronicals.distributed.mesh import Mesh
-from chronicals.distributed.presence import GRACE, LOST, PAUSE, WAITING, Gone, last_post
+from chronicals.distributed.presence import GRACE, LOST, PAUSE, WAITING, Gone, last_post, post
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,9 @@ class RankWatch:
                 return
             hung = None
             try:
-                self._post(beat)
+                key = f"{self._key}/{self.ranks.rank}"
+                place, began = self._place
+                post(self._store, key, beat, place, began, self._waiting_since())
                 found = self._first_error() or self._lost()
                 hung = self._hung()
             except RuntimeError as failure:
@@ -170,20 +171,6 @@ class RankWatch:
                     2 * PAUSE
                 )  # this process may host the store, and the others must read it first
                 self._leave(hung)
-
-    def _post(self, beat: int) -> None:
-        place, began = self._place
-        now = time.monotonic()
-        waiting = self._waiting_since()
-        about = {
-            "beat": beat,
-            "place": place,
-            "for": now - began,
-            "waits": None if waiting is None else now - waiting,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        self._store.set(f"{self._key}/{self.ranks.rank}", json.dumps(about))
 
     def _posted(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._key}/{rank}"
@@ -215,10 +202,9 @@ class RankWatch:
             if busy:
                 if self._all_waiting_since < since:  # for the first time
                     logger.warning(
-                        "rank_timeout=%g: waiting on: rank %d %s",
+                        "rank_timeout=%g: waiting on: %s",
                         self.patience,
-                        rank,
-                        _standing(about),
+                        _told({rank: about}),
                     )
                 self._all_waiting_since = now
                 return None
@@ -305,16 +291,17 @@ class RankWatch:
 
 
 def _told(table: dict[int, dict[str, Any] | None]) -> str:
-    return "; ".join(f"rank {rank} {_standing(about)}" for rank, about in table.items())
-
-
-def _standing(about: dict[str, Any] | None) -> str:
-    if about is None:
-        return "has not begun"
-    got_on = about["waits"] is not None and about["for"] - about["waits"] >= 1
-    return _described(about) + (
-        f", the last {about['waits']:.0f} s without getting on" if got_on else ""
-    )
+    """Return in words what the ranks of ``table`` posted last."""
+    standing = []
+    for rank, about in table.items():
+        if about is None:
+            standing.append(f"rank {rank} has not begun")
+            continue
+        words = f"rank {rank} {_described(about)}"
+        if about["waits"] is not None and about["for"] - about["waits"] >= 1:
+            words += f", the last {about['waits']:.0f} s without getting on"
+        standing.append(words)
+    return "; ".join(standing)
 
 
 def _described(about: dict[str, Any]) -> str:

@@ -30,10 +30,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from chronicals.distributed.fsdp_extensions import (
+    USED,
     ExchangedSums,
     lay_side_by_side,
     sum_evenly,
-    take_used,
 )
 from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.presence import WAITING
@@ -284,7 +284,8 @@ class WeightShards(RankShares):
         The gradients of this rank's rows become the ``grad`` of the shares.
         """
         held = tuple(
-            parameter.grad is not None and take_used(parameter) for parameter in parameters
+            parameter.grad is not None and vars(parameter).pop(USED, False)
+            for parameter in parameters
         )
         for weight, share in self.shares.items():
             share.grad = None if weight.grad is None or not share.numel() else local(weight.grad)
@@ -303,7 +304,7 @@ class WeightShards(RankShares):
         """Set the gradients of weights and shares to None."""
         for weight, share in self.shares.items():
             weight.grad = share.grad = None
-            take_used(weight)
+            vars(weight).pop(USED, None)
 
     def settle(self) -> None:
         """Do nothing: weights are gathered from the memory in which they are updated."""

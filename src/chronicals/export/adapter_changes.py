@@ -116,6 +116,7 @@ class AdapterChanges:
         dequantised: weights that were in 4 bits under the adapter and are not in the files: how,
             and whether they are transposed (Conv1D).
         experts: stacked experts that were in 4 bits.
+        recoded: names of all tensors that are replaced by the values of their 4 bits.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class AdapterChanges:
         self.tensors: dict[str, StoredTensor] = {}
         self.dequantised: dict[str, tuple[FourBits, bool]] = {}
         self.experts: DequantisedExperts | None = None
+        self.recoded: set[str] = set()
 
     def place_in(self, tensors: list[StoredTensor], base: Path) -> None:
         """Find the weight of each layer and embedding.
@@ -224,9 +226,7 @@ class AdapterChanges:
                 "save that"
             )
         try:
-            self.experts = DequantisedExperts.of(
-                model, self.base_names, self.tensors, self.quantised
-            )
+            self.experts = DequantisedExperts(model, self.base_names, self.tensors, self.quantised)
         except ValueError as error:
             raise MergeError(f"{self.folder}: {error}") from error
         modules = dict(model.named_modules())
@@ -241,6 +241,7 @@ class AdapterChanges:
                     "model.merge_and_unload(), and save that"
                 )
             self.dequantised[name] = kind, type(modules[path]).__name__ == "Conv1D"
+        self.recoded = self.dequantised.keys() | self.experts.owners.keys()
 
     @property
     def base_is_packed(self) -> bool:
@@ -249,9 +250,8 @@ class AdapterChanges:
 
     def replaces(self, stored: StoredTensor) -> bool:
         """Return whether the merged model has another tensor than the base's files hold."""
-        changed: tuple[Container[str], ...] = (self.shapes, self.tokens, self.additions)
-        is_changed = any(stored.name in names for names in changed)
-        return stored.is_packed or is_changed or self._is_dequantised(stored.name)
+        changed: list[Container[str]] = [self.shapes, self.tokens, self.additions, self.recoded]
+        return stored.is_packed or any(stored.name in names for names in changed)
 
     def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
         """Return the tensor that replaces one of the base, fp32; None where that stays.
@@ -267,7 +267,7 @@ class AdapterChanges:
             embedding = stored.read().float() if replaced is None else replaced
             return self._with_tokens(stored, embedding, changes)
         addition = self.additions.get(stored.name)
-        if addition is None and not self._is_dequantised(stored.name):
+        if addition is None and stored.name not in self.recoded:
             return replaced
         try:
             weight = stored.read()
@@ -278,11 +278,11 @@ class AdapterChanges:
         # The weight as the adapter saw it: the values of its 4 bits, if it had any.
         if replaced is not None:
             exact = replaced
-        elif self.experts is not None and stored.name in self.experts:
-            exact = self.experts.read(stored.name)
         elif stored.name in self.dequantised:
             kind, transposed = self.dequantised[stored.name]
             exact = (kind.values(weight.t()).t() if transposed else kind.values(weight)).float()
+        elif self.experts is not None and stored.name in self.recoded:
+            exact = self.experts.read(stored.name)
         else:
             exact = weight.float()
         if addition is None:
@@ -329,10 +329,6 @@ class AdapterChanges:
             whole[ids], rows - whole[ids], rows, dtype, norms, from_files
         )
         return total
-
-    def _is_dequantised(self, name: str) -> bool:
-        """Return whether a weight is replaced by the values of its codes."""
-        return name in self.dequantised or (self.experts is not None and name in self.experts)
 
     def _change(
         self, stored: StoredTensor, weight: Tensor, exact: Tensor, update: Tensor, total: Tensor

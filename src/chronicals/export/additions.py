@@ -181,7 +181,7 @@ class AddedProducts:
             return part.of(matrix.t() if transposed else matrix)
 
         parts = {target.named: StoredPart()}
-        if target.named not in there:
+        if target.named not in there.names:
             parts = parts_in_files(model, target.named, parameter.shape)
         names = {self._find(name, there): part for name, part in parts.items()}
         return {
@@ -246,56 +246,42 @@ class DequantisedExperts:
     tensors, when one of them is asked for; the stacks of a decoder layer stay in memory meanwhile.
 
     Args:
-        stacks: their shapes ``(E, N, K)``, by their names in the model.
+        model: the base, on the meta device.
+        there: names of the tensors of its files.
+        stored: these tensors, by name.
+        form: quantisation of the base.
+
+    Attributes:
+        stacks: shapes ``(E, N, K)`` of those that were quantised, by their names in the model.
         parts: of each stack, by the names of the tensors that hold it.
-        stored: tensors of files, by name.
         kinds: quantisation of each stack, by its name in the model.
+        owners: name of the stack that a tensor is a part of, by the tensor's name.
+
+    Raises:
+        ValueError: a stack is not in the files, or not made of blocks of their tensors.
     """
 
     def __init__(
-        self,
-        stacks: Mapping[str, tuple[int, ...]],
-        parts: Mapping[str, Mapping[str, StoredPart]],
-        stored: Mapping[str, StoredTensor],
-        kinds: Mapping[str, FourBits],
+        self, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], form: BaseFormat
     ):
-        self.stacks = stacks
-        self.parts = parts
         self.stored = stored
-        self.kinds = kinds
-        self._owners = {name: stack for stack, inside in parts.items() for name in inside}
+        self.stacks: dict[str, tuple[int, ...]] = {}
+        self.parts: dict[str, dict[str, StoredPart]] = {}
+        self.kinds: dict[str, FourBits] = {}
+        self.owners: dict[str, str] = {}
         self._values = functools.lru_cache(CACHED_STACKS)(self._dequantised)
-
-    @classmethod
-    def of(
-        cls, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], form: BaseFormat
-    ) -> DequantisedExperts:
-        """Find the stacks of a base that were quantised.
-
-        Args:
-            model: the base, on the meta device.
-            there: names of the tensors of its files.
-            stored: these tensors.
-            form: quantisation of the base.
-
-        Raises:
-            ValueError: a stack is not in the files, or not made of blocks of their tensors.
-        """
-        stacks = {}
-        parts: dict[str, dict[str, StoredPart]] = {}
-        kinds = {}
         for path, module in stacked_experts(model).items():
             kind = form.kind_of(path)
             for own, parameter in module.named_parameters(recurse=False):
                 if kind is None or parameter.ndim != 3:
                     continue
                 name = f"{path}.{own}"
-                stacks[name] = tuple(parameter.shape)
-                kinds[name] = kind
+                self.stacks[name] = tuple(parameter.shape)
+                self.kinds[name] = kind
                 written = {name: StoredPart()}
                 if there.find(name) is None:
                     written = parts_in_files(model, name, parameter.shape)
-                parts[name] = {}
+                self.parts[name] = {}
                 for part_name, part in written.items():
                     found = there.find(part_name)
                     if found is None:
@@ -303,11 +289,8 @@ class DequantisedExperts:
                             f"the base was in 4 bits, and its files have no weight {name}, nor "
                             "the parts that it is saved as"
                         )
-                    parts[name][found] = part
-        return cls(stacks, parts, stored, kinds)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._owners
+                    self.parts[name][found] = part
+                    self.owners[found] = name
 
     def read(self, name: str) -> Tensor:
         """Return the values of a tensor of the files, fp32, in its shape.
@@ -315,7 +298,7 @@ class DequantisedExperts:
         Raises:
             ValueError: a tensor of its stack is quantised in the files, or of another shape.
         """
-        stack = self._owners[name]
+        stack = self.owners[name]
         part = self.parts[stack][name]
         values = self._values(stack)
         return (values if part.expert is None else part.of(values[part.expert])).float()

@@ -14,21 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chronicals.export.adapter import AdapterFolder
+from chronicals.export.adapter import AdapterFolder, GGUFAdapter
 from chronicals.export.artefact import EXPORTS, ArtefactFormat, proof_of, workspace
-from chronicals.export.card import card
 from chronicals.export.compressed_tensors import LAYOUTS, CompressedTensors
 from chronicals.export.gguf import GGUFModel
-from chronicals.export.gguf_adapter import GGUFAdapter
-from chronicals.export.gguf_vision import GGUFProjector, projector_settings
-from chronicals.export.hub import upload
+from chronicals.export.gguf_vision import GGUFProjector
+from chronicals.export.hub import card, upload
 from chronicals.export.merge import reward_model_refusal
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
 from chronicals.export.proof import NotProved, Proof
 from chronicals.export.source import SourceModel, opened
 from chronicals.export.whole import WholeModel
-from chronicals.formats.gguf.vision import PROJECTOR_TYPES
+from chronicals.formats.gguf.vision import PROJECTOR_TYPES, vision_settings
 from chronicals.formats.gguf.writer import LLAMA_CPP_KINDS, WEIGHT_TYPES
 from chronicals.formats.tensor_names import reads_images
 from chronicals.models import score_of
@@ -138,7 +136,16 @@ def export(
                 f"{target}: is there already (--to {format_name}); delete it, or give another "
                 "--output"
             )
-    _check_no_score(model, base_model)
+    refusal = None
+    if isinstance(model, (str, Path)):
+        refusal = reward_model_refusal(SavedModel.find(model, base_model))
+    elif score_of(model) is not None:
+        refusal = (
+            "model: is a reward model, and what export writes are language models; save it with "
+            "save_model"
+        )
+    if refusal is not None:
+        raise ExportError(refusal)
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"data": data, "importance": importance, "vllm_python": vllm_python}
     paths = {key: None if path is None else str(path) for key, path in fields.items()}
@@ -198,7 +205,7 @@ def _projector_format(source: SourceModel, formats: Sequence[str]) -> str | None
             kinds.add(name.removeprefix("gguf-"))
     if not kinds or not reads_images(source.config):
         return None
-    projector_settings(source)  # refuses a model before anything is written
+    vision_settings(source.config, source.folder)  # refuses a model before anything is written
     for name in formats:
         if name.startswith("mmproj-"):
             return name
@@ -215,20 +222,6 @@ def _stem_and_folder(model: Any, name: str | None, output: str | Path | None) ->
     if output is not None:
         return stem, Path(output)
     return stem, path / EXPORTS if path.is_dir() else Path(f"{stem}-export")
-
-
-def _check_no_score(model: Any, base_model: str | None) -> None:
-    """Raise ExportError for a reward model, which predicts no tokens."""
-    if not isinstance(model, (str, Path)):
-        if score_of(model) is not None:
-            raise ExportError(
-                "model: is a reward model, and what export writes are language models; save it "
-                "with save_model"
-            )
-        return
-    saved = SavedModel.find(model, base_model)
-    if saved.is_scored():
-        raise ExportError(reward_model_refusal(saved))
 
 
 def _export_one(

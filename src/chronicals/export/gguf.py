@@ -331,7 +331,7 @@ def _prove_by_llama_cpp(
     bound = llama_cpp_bound(source, model, kind, same_weights, LOGIT_BOUNDS)
     proof.bounded(FILE_LOGITS_CHECK, "llama.cpp", error, bound)
     trained = source.trained_logits
-    cost = _mean_loss(theirs, source.documents) - _mean_loss(trained, source.documents)
+    cost = cross_entropy(theirs, source.documents) - cross_entropy(trained, source.documents)
     proof.reported(
         "cross-entropy on the proof's texts, beside the trained model's", "llama.cpp", cost
     )
@@ -366,13 +366,6 @@ def llama_cpp_bound(
     if "gelu" in str(activation):  # which llama.cpp looks up in a table
         bound = max(bound, TABLE_LOGIT_BOUND)
     return source.at_least(bound)
-
-
-def _mean_loss(logits: list[torch.Tensor], documents: list[list[int]]) -> float:
-    """Return the cross-entropy of a token after the first, nats, over all documents."""
-    counts = [len(ids) - 1 for ids in documents]
-    losses = [cross_entropy(x, ids) for x, ids in zip(logits, documents)]
-    return sum(loss * count for loss, count in zip(losses, counts)) / sum(counts)
 
 
 def prove_epsilon(
@@ -420,16 +413,13 @@ def as_rounded(model: Any, kind: str) -> Iterator[None]:
     def round_input(kind: str, _: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_rounded(inputs[0], kind), *inputs[1:])
 
-    def round_output_of_table(_: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
-        return _rounded(out, "f16")
-
     hooks = []
     for module in model.modules():
         if is_linear(module) and kind != "f32":
             hooks.append(module.register_forward_pre_hook(partial(round_input, kind)))
         elif "GELU" in type(module).__name__:
             hooks.append(module.register_forward_pre_hook(partial(round_input, "f16")))
-            hooks.append(module.register_forward_hook(round_output_of_table))
+            hooks.append(module.register_forward_hook(lambda _, inputs, out: _rounded(out, "f16")))
     try:
         yield
     finally:

@@ -38,7 +38,6 @@ from chronicals.formats.gguf.reader import GGUFFile, require_gguf
 from chronicals.formats.gguf.tensors import RestoredTensors
 from chronicals.formats.gguf.vision import (
     processor_of,
-    vision_family_of,
     vision_pieces,
     vision_settings,
     vision_tensors,
@@ -90,7 +89,7 @@ class GGUFProjector(ArtefactFormat):
             ValueError: the package gguf is missing.
         """
         require_gguf()
-        settings = projector_settings(source)
+        settings = vision_settings(source.config, source.folder)
         # Those that images go through, by the names of their modules below ``model``.
         tensors = vision_tensors(source.config, source.beside_language)
         write_projector(aside, settings, vision_pieces(tensors), tensors, self.kind)
@@ -100,7 +99,7 @@ class GGUFProjector(ArtefactFormat):
         written = GGUFFile(aside)
         tensors = vision_tensors(source.config, source.beside_language)
         pieces = vision_pieces(tensors)
-        settings = projector_settings(source)
+        settings = vision_settings(source.config, source.folder)
         expected = {key: _in_fp32(value) for key, value in settings.items()}
         read = {key: _in_fp32(written.value(key)) for key in settings}
         proof.equal("settings", GGUF_READER, expected, read)
@@ -136,12 +135,6 @@ class GGUFProjector(ArtefactFormat):
             source.config.save_pretrained(place)
             model = source.load(Path(place))
             _prove_image(source, model, aside, language, IMAGE_BOUNDS[self.kind], proof)
-
-
-def projector_settings(source: SourceModel) -> dict[str, Any]:
-    """Return all settings of the file, by their keys."""
-    vision_family_of(source.config)
-    return vision_settings(source.config, processor_of(source.folder))
 
 
 def _in_fp32(value: Any) -> Any:
@@ -211,7 +204,8 @@ def _prove_logits_behind(
 
     An image that is enlarged to be cut into pieces is left out.
     """
-    largest = projector_settings(source).get("clip.vision.preproc_image_size", 0)
+    settings = vision_settings(source.config, source.folder)
+    largest = settings.get("clip.vision.preproc_image_size", 0)
     if seen.logits is None or largest > getattr(source.config.vision_config, "image_size", largest):
         reason = (
             f"the image becomes {len(seen.images)} pieces, each resized; its last one is compared"

@@ -1,6 +1,7 @@
-"""Upload of artefacts and stored models to the hub.
+"""Upload of artefacts and stored models to the hub, and the model cards that it shows.
 
-Only huggingface_hub reads the user's login.
+A card says base, data and settings of the training, its losses, and the artefact's proof. Only
+huggingface_hub reads the user's login.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
 from chronicals.export.artefact import EXPORTS, PROOF, proof_of
-from chronicals.export.card import card
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Check, Proof
 from chronicals.export.source import SourceModel
@@ -31,6 +33,25 @@ themselves.
 
 FILES_WITH_PATHS = (CONFIG_FILE, "chronicals.json")
 """Names of files that may hold local paths, in a folder or in those of named adapters."""
+
+CURVE_POINTS = 8
+"""Steps of the curve of losses that are shown."""
+
+SHOWN_FIELDS = (
+    "objective",
+    "learning_rate",
+    "num_epochs",
+    "max_steps",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "use_lora",
+    "lora_rank",
+    "quantization",
+    "mixed_precision",
+    "seed",
+)
+"""Fields of a recipe that the card names."""
 
 
 class UploadError(ValueError):
@@ -50,6 +71,75 @@ class Pushed:
     address: str
     paths: list[Path]
     local_base: Path | None = None
+
+
+def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
+    """Return a card in Markdown, with the front matter that the hub reads.
+
+    Paths of this machine are not in it; data in files have only their names.
+    """
+    folders = list(Path(source.saved.place).parents)[:3]
+    run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), None)
+    recipe: dict[str, Any] = {}  # of a run that was started from the command line
+    if run is not None and (run / "resume.yaml").exists():
+        recipe = yaml.safe_load((run / "resume.yaml").read_text()) or {}
+    base = str(source.saved.base or recipe.get("model") or "")
+    is_local = Path(base).exists()
+    library = "gguf" if kind.startswith(("gguf", "mmproj")) else "transformers"
+    head: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else library}
+    if base and not is_local:
+        head["base_model"] = base
+    if source.licence:
+        head["license"] = source.licence
+    objective = source.saved.about.get("taught", {}).get("objective", "fine-tuned")
+    head["tags"] = ["chronicals", str(objective)]
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", f"Format: `{kind}`."]
+    if base:
+        parts.append(f"Trained from `{Path(base).name if is_local else base}` with chronicals.")
+    # The recipe's data, without folders of this machine, and its main settings.
+    data = recipe.get("data") or []
+    names = []
+    for entry in [data] if isinstance(data, str) else data:
+        path = entry if isinstance(entry, str) else entry.get("path", "")
+        names.append(Path(path).name if Path(path).is_absolute() else path)
+    lines = [f"| data | {', '.join(names)} |"] if names else []
+    for field in SHOWN_FIELDS:
+        if recipe.get(field) is not None:
+            lines.append(f"| {field} | {recipe[field]} |")
+    if lines:
+        parts.append("\n".join(["## Training", "", "| | |", "|---|---|", *lines]))
+    if run is not None:
+        parts += _curve(run / "metrics.jsonl")
+    if proof.checks:
+        lines = ["## Compared with the trained model", ""]
+        lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
+        for check in proof.checks:
+            if check.passed is None:
+                result = "not run" if check.value is None else "reported"
+            else:
+                result = "equal" if check.passed else "differs"
+            numbers = ["" if x is None else f"{x:.2e}" for x in (check.value, check.bound)]
+            lines.append(f"| {' | '.join([check.name, check.client, result, *numbers])} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _curve(metrics: Path) -> list[str]:
+    """Return a table of a run's training losses with the last held-out loss; none without steps."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    if not steps:
+        return []
+    chosen = steps[:: max(1, len(steps) // CURVE_POINTS)]
+    if chosen[-1] is not steps[-1]:
+        chosen.append(steps[-1])
+    rows = ["## Loss", "", "| step | training loss |", "|---|---|"]
+    rows += [f"| {line['step']} | {line['loss']:.4f} |" for line in chosen]
+    if evaluations:
+        last = evaluations[-1]
+        rows += ["", f"Held-out loss after step {last['step']}: {last['eval_loss']:.4f}."]
+    return ["\n".join(rows)]
 
 
 def upload(
@@ -139,15 +229,18 @@ def push_saved(
             "export"
         )
     artefacts = [place] if proof_of(place).exists() else []
-    saved = None if artefacts else _saved_in(place, base_model)
-    if saved is not None:
-        weights = saved.beside or Path(saved.place)
-        kind = "adapter" if saved.adapted else "model"
-        text = card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
-        address = upload(name, [weights], text, not public, called=name, base=base_model)
-        names_folder = saved.adapted and saved.base and Path(saved.base).exists()
-        return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
     if not artefacts and place.is_dir():
+        saved = SavedModel.find(place)
+        weights = saved.beside or Path(saved.place)
+        has_config = saved.adapted or (weights / "config.json").exists()
+        if has_config and (any(weights.rglob("*.safetensors")) or any(weights.rglob("*.bin"))):
+            if base_model is not None:
+                saved = SavedModel.find(place, base_model)
+            kind = "adapter" if saved.adapted else "model"
+            text = card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
+            address = upload(name, [weights], text, not public, called=name, base=base_model)
+            names_folder = saved.adapted and saved.base and Path(saved.base).exists()
+            return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
         proofs = sorted(place.glob(f"*{PROOF}"))
         named = [proof.with_name(proof.name.removesuffix(PROOF)) for proof in proofs]
         artefacts = [artefact for artefact in named if artefact.exists()]
@@ -274,19 +367,6 @@ def _first_line(error: Exception) -> str:
     if token:
         text = text.replace(token, "…")
     return text.strip().partition("\n")[0]
-
-
-def _saved_in(place: Path, base_model: str | None) -> SavedModel | None:
-    """Return the model or adapter in a folder; None without weights."""
-    if not place.is_dir():
-        return None
-    saved = SavedModel.find(place)
-    weights = saved.beside or Path(saved.place)
-    has_config = saved.adapted or (weights / "config.json").exists()
-    has_weights = any(weights.rglob("*.safetensors")) or any(weights.rglob("*.bin"))
-    if not has_config or not has_weights:
-        return None
-    return SavedModel.find(place, base_model) if base_model is not None else saved
 
 
 def _card_source(saved: SavedModel) -> SourceModel:

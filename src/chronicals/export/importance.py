@@ -29,11 +29,12 @@ class ColumnSquares:
     """Sums of squares of inputs by column, of stacks of matrices; a linear layer is a stack of one.
 
     Attributes:
+        sums: fp64 ``[matrices, in]``, by stack.
         rows: how many inputs each matrix of a stack had, ``[matrices, 1]``, by stack.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Hashable, Tensor] = {}
+        self.sums: dict[Hashable, Tensor] = {}
         self.rows: dict[Hashable, Tensor] = {}
 
     def add(self, stack: Hashable, matrices: int, number: int, x: Tensor) -> None:
@@ -46,23 +47,11 @@ class ColumnSquares:
             x: ``[..., in]``.
         """
         flat = x.reshape(-1, x.shape[-1]).float()
-        if stack not in self._sums:
-            self._sums[stack] = torch.zeros(matrices, flat.shape[1], dtype=torch.float64)
+        if stack not in self.sums:
+            self.sums[stack] = torch.zeros(matrices, flat.shape[1], dtype=torch.float64)
             self.rows[stack] = torch.zeros(matrices, 1, dtype=torch.float64)
-        self._sums[stack][number] += flat.square().sum(0).double().cpu()
+        self.sums[stack][number] += flat.square().sum(0).double().cpu()
         self.rows[stack][number] += len(flat)
-
-    def mean(self, stack: Hashable) -> np.ndarray | None:
-        """Return the mean squares of a stack, fp32 ``[matrices, in]``.
-
-        A matrix without inputs gets ones, so that its columns count equally. None if no matrix of
-        the stack had inputs.
-        """
-        if stack not in self._sums:
-            return None
-        sums = self._sums[stack]
-        rows = self.rows[stack]
-        return torch.where(rows > 0, sums / rows.clamp(min=1), 1.0).float().numpy()
 
 
 @torch.no_grad()
@@ -97,7 +86,9 @@ def importance_of(
             stacks[piece.name] = path
     paths = {path for path in stacks.values() if isinstance(path, str)}
     hooks = [
-        layers[path].register_forward_pre_hook(partial(_add_inputs, squares, path))
+        layers[path].register_forward_pre_hook(
+            lambda layer, inputs, path=path: squares.add(path, 1, 0, inputs[0])  # type: ignore[misc]
+        )
         for path in sorted(paths)
     ]
     undo = watch_experts(model, partial(_add_experts, squares, model))
@@ -122,16 +113,13 @@ def importance_of(
         )
     importance = {}
     for name, place in stacks.items():
-        mean = squares.mean(place)
-        if mean is not None:
-            importance[name] = mean[0] if isinstance(place, str) else mean
+        if place not in squares.sums:
+            continue
+        rows = squares.rows[place]
+        # A matrix without inputs gets ones, so that its columns count equally.
+        mean = torch.where(rows > 0, squares.sums[place] / rows.clamp(min=1), 1.0).float().numpy()
+        importance[name] = mean[0] if isinstance(place, str) else mean
     return importance
-
-
-def _add_inputs(
-    squares: ColumnSquares, path: str, layer: nn.Module, inputs: tuple[Tensor, ...]
-) -> None:
-    squares.add(path, 1, 0, inputs[0])
 
 
 def _add_experts(

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.weight_files import (
     FLOAT_DTYPES,
     INDEX_FILE,
+    NewTensor,
     StoredTensor,
     files_of,
     tensors_in,
-    write_file,
+    write_tensors,
 )
 from chronicals.lora.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from chronicals.models.base_format import BaseFormat
@@ -100,16 +101,22 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
             f"{model}: holds no adapter; a model that was trained whole needs no merging, use it "
             "as it is"
         )
-    if saved.is_scored():
-        raise MergeError(reward_model_refusal(saved))
+    refusal = reward_model_refusal(saved)
+    if refusal is not None:
+        raise MergeError(refusal)
     if output.exists():
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     with base_folder(saved, output) as base:
         return Sums(saved, base).write(output)
 
 
-def reward_model_refusal(saved: SavedModel) -> str:
-    """Return why a reward model is neither merged nor exported, and what to do instead."""
+def reward_model_refusal(saved: SavedModel) -> str | None:
+    """Return why a reward model is neither merged nor exported, and what to do instead.
+
+    None for a model that predicts tokens.
+    """
+    if not saved.is_scored():
+        return None
     if not saved.adapted:
         return (
             f"{saved.place}: is a reward model, and what export writes are language models; take "
@@ -149,6 +156,10 @@ class Sums:
         exact: sums are written in fp32, for a later rounding to another dtype, not in that of the
             base's files.
 
+    Attributes:
+        stored: tensors of all files of the base.
+        summands: the two values of the sums, in words.
+
     Raises:
         MergeError: the adapter does not fit the base.
     """
@@ -157,38 +168,28 @@ class Sums:
         self.saved = saved
         self.base = base
         self.exact = exact
-        self.is_of_gguf = gguf_of(str(saved.base)) is not None
+        gguf = gguf_of(str(saved.base))
+        self.is_of_gguf = gguf is not None
         quantised = BaseFormat.read(saved.about.get("base"))
         self.adapter = AdapterChanges(Path(saved.place), quantised, self.dtype_of)
         self.files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
-        self.adapter.place_in(list(self.stored()), base)
+        self.stored = [stored for tensors in self.files.values() for stored in tensors]
+        self.adapter.place_in(self.stored, base)
+        values = str(saved.base)
+        if gguf is not None:
+            values = f"the values of {gguf}, dequantised to fp32,"
+        elif self.adapter.base_is_packed:
+            values = f"the dequantised values of {values}, which is in 4 bits,"
+        elif self.adapter.quantised is not None:
+            values = f"the dequantised {self.adapter.quantised.code} values of {values}"
+        self.summands = f"{values} and the adapter {saved.place}"
         if self.adapter.quantised is not None:
             self.adapter.place_quantised(load_without_weights(base))
-
-    @property
-    def summands(self) -> str:
-        """The two values of the sums, in words."""
-        base = str(self.saved.base)
-        file = gguf_of(base)
-        if file is not None:
-            values = f"the values of {file}, dequantised to fp32,"
-        elif self.adapter.base_is_packed:
-            values = f"the dequantised values of {base}, which is in 4 bits,"
-        elif self.adapter.quantised is not None:
-            values = f"the dequantised {self.adapter.quantised.code} values of {base}"
-        else:
-            values = base
-        return f"{values} and the adapter {self.saved.place}"
-
-    def stored(self) -> Iterator[StoredTensor]:
-        """Yield the tensors of all files of the base."""
-        for tensors in self.files.values():
-            yield from tensors
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return every weight by name: summed when it is read, or that of the base if unchanged."""
         weights: dict[str, StoredTensor] = {}
-        for stored in self.stored():
+        for stored in self.stored:
             weights[stored.name] = stored
             if self.adapter.replaces(stored):
                 shape = tuple(self.adapter.shapes.get(stored.name, stored.shape))
@@ -224,7 +225,7 @@ class Sums:
             CheckpointError: the files cannot be written; nothing stays.
         """
         needed = 0
-        for stored in self.stored():
+        for stored in self.stored:
             dtype = self.dtype_of(stored)
             shape = torch.Size(self.adapter.shapes.get(stored.name, stored.shape))
             if dtype in FLOAT_DTYPES:
@@ -240,13 +241,23 @@ class Sums:
                 "(--output)"
             )
         changes: dict[str, Change] = {}
-        adapter = self.adapter
+        shapes = self.adapter.shapes
+
+        def sum_of(stored: StoredTensor) -> Tensor | StoredTensor:
+            merged = self.adapter.merged(stored, changes)
+            if merged is not None:
+                return merged
+            return stored if self.dtype_of(stored) == stored.dtype else stored.read()
 
         def fill(aside: Path) -> None:
             _copy_small_files(self.base, self.saved.beside or Path(self.saved.place), aside)
             for file, tensors in self.files.items():
-                made = functools.partial(adapter.merged, changes=changes)
-                write_file(aside / file.name, tensors, made, adapter.shapes, self.dtype_of)
+                sums = []
+                for stored in tensors:
+                    shape = tuple(shapes.get(stored.name, stored.shape))
+                    made = functools.partial(sum_of, stored)
+                    sums.append(NewTensor(stored.name, self.dtype_of(stored), shape, made))
+                write_tensors(aside / file.name, sums)
             _check_changes(changes)
             self._write_settings(aside)
             report = {

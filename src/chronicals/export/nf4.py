@@ -167,8 +167,8 @@ def _quantised_names(source: SourceModel) -> dict[str, str]:
 def _replacements(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor]:
     """Return the tensors that replace one of the model.
 
-    A weight in 4 bits is quantised when the first of its tensors is written, and freed with the
-    last.
+    A weight in 4 bits is quantised, on a GPU if there is one, when the first of its tensors is
+    written, and freed with the last.
     """
     name = stored.name
     if name not in names:
@@ -187,22 +187,18 @@ def _replacements(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor
 
     def take(name: str) -> Tensor:
         if not remaining:
-            remaining.update(_quantised_tensors(stored))
+            weight = stored.read().float()
+            if torch.cuda.is_available():
+                weight = weight.to("cuda")
+            packed = Packed.of(weight).to(torch.bfloat16)
+            for part, tensor in stored_tensors(stored.name, packed).items():
+                remaining[part] = tensor.cpu()
+            state = remaining[f"{stored.name}.{QUANT_STATE}nf4"]
+            blanks = torch.full((DESCRIPTION_BYTES - len(state),), ord(" "), dtype=torch.uint8)
+            remaining[f"{stored.name}.{QUANT_STATE}nf4"] = torch.cat([state, blanks])
         return remaining.pop(name)
 
     return [
         NewTensor(name, dtype, shape, partial(take, name))
         for name, (dtype, shape) in described.items()
     ]
-
-
-def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
-    """Quantise a weight, on a GPU if there is one; return its tensors by name, in host memory."""
-    weight = stored.read().float()
-    packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight).to(
-        torch.bfloat16
-    )
-    tensors = {name: tensor.cpu() for name, tensor in stored_tensors(stored.name, packed).items()}
-    described = tensors[f"{stored.name}.{QUANT_STATE}nf4"]
-    blanks = torch.full((DESCRIPTION_BYTES - len(described),), ord(" "), dtype=torch.uint8)
-    return {**tensors, f"{stored.name}.{QUANT_STATE}nf4": torch.cat([described, blanks])}

@@ -6,7 +6,6 @@ front of and behind each message, by its role; rendering it shows whether it doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +15,28 @@ CONTENT_MARK = "\ue000"
 """Content of messages that no template contains."""
 
 
-@dataclass(frozen=True)
-class ChatTurns:
-    """Texts in front of and behind the messages of each role."""
-
-    around: dict[str, tuple[str, str]]
-
-    def in_go(self) -> str:
-        """Return the template in Go's language."""
-        text = "{{ range .Messages }}"
-        test = "if"
-        for role, (before, after) in self.around.items():
-            text += f'{{{{ {test} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
-            test = "else if"
-        return text + "{{ end }}{{ end }}" + self.around["assistant"][0]
-
-
 def modelfile(source: SourceModel, file: Path) -> tuple[str, str | None]:
     """Return a Modelfile beside a GGUF file, and a warning if Ollama guesses the template."""
     lines = [f"FROM ./{file.name}"]
     guessed = None
     if source.conversation is not None:
-        turns = turns_of(source.tokenizer)
-        if turns is None:
+        template = template_of(source.tokenizer)
+        if template is None:
             guessed = (
                 "the chat template is more than a text before and behind each message; "
                 "Ollama takes what it knows for it"
             )
         else:
-            lines.append(f'TEMPLATE """{turns.in_go()}"""')
+            lines.append(f'TEMPLATE """{template}"""')
     for stop in source.stops:
         lines.append(f'PARAMETER stop "{source.tokenizer.convert_ids_to_tokens(stop)}"')
     return "\n".join(lines) + "\n", guessed
 
 
-def turns_of(tokenizer: Any) -> ChatTurns | None:
-    """Return the texts that a chat template puts around messages.
+def template_of(tokenizer: Any) -> str | None:
+    """Return a chat template in Go's language.
 
-    None if the template does anything else, or Go would read it otherwise. BOS in front of a text,
+    None if it does more than put texts around messages, or Go would read these otherwise. BOS in front of a text,
     which the tokenizer adds by itself, is left out, since Ollama adds it, too.
     """
 
@@ -95,4 +78,11 @@ def turns_of(tokenizer: Any) -> ChatTurns | None:
         made += f"{before}{message['content']}{after}"
     made += around["assistant"][0]
     expected = render(CONVERSATION, asks=True).removeprefix(bos)
-    return ChatTurns(around) if made == expected else None
+    if made != expected:
+        return None
+    in_go = "{{ range .Messages }}"
+    test = "if"
+    for role, (before, after) in around.items():
+        in_go += f'{{{{ {test} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
+        test = "else if"
+    return in_go + "{{ end }}{{ end }}" + around["assistant"][0]

@@ -127,10 +127,13 @@ def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def cross_entropy(logits: Tensor, ids: list[int]) -> float:
-    """Return the mean cross-entropy of the tokens after the first, nats."""
-    return float(
-        torch.nn.functional.cross_entropy(
-            logits[:-1].float(), torch.tensor(ids[1:], device=logits.device)
-        )
-    )
+def cross_entropy(logits: Iterable[Tensor], documents: Iterable[list[int]]) -> float:
+    """Return the mean cross-entropy of the tokens after the first of documents, nats."""
+    total = 0.0
+    count = 0
+    for of_document, ids in zip(logits, documents, strict=True):
+        targets = torch.tensor(ids[1:], device=of_document.device)
+        mean = torch.nn.functional.cross_entropy(of_document[:-1].float(), targets)
+        total += float(mean) * len(targets)
+        count += len(targets)
+    return total / count

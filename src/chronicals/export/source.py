@@ -117,14 +117,6 @@ class SourceModel:
         language = {stored.name for stored in self.language.values()}
         return [stored for name, stored in self.tensors.items() if name not in language]
 
-    @property
-    def run(self) -> Path | None:
-        """The folder of the run that trained the model, if it is inside one."""
-        for folder in list(Path(self.saved.place).parents)[:3]:
-            if (folder / "metrics.jsonl").exists():
-                return folder
-        return None
-
     @cached_property
     def licence(self) -> str | None:
         """The licence that the base's card names."""
@@ -276,7 +268,7 @@ class SourceModel:
         """The dtype in which models are compared: fp32, or bf16 for large ones."""
         stored_bytes = sum(stored.bytes for stored in self.tensors.values())
         if self.sums is not None:  # weights of the base in 4 bits count as dense
-            stored_bytes = sum(stored.bytes for stored in self.sums.stored())
+            stored_bytes = sum(stored.bytes for stored in self.sums.stored)
         return torch.float32 if stored_bytes < LARGE_MODEL_BYTES else torch.bfloat16
 
     def at_least(self, bound: float) -> float:

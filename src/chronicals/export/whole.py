@@ -166,7 +166,7 @@ def prove_rounded(
                     "every weight is there", SAFETENSORS, f"{new.name} in {new.dtype}", None
                 )
                 return
-            expected = new.cast()
+            expected = new.cast(new.made())
             read = written[new.name].content().view(expected.dtype).view(expected.shape)
             if expected.is_floating_point() and expected.element_size() > 1:
                 error = relative_error(read, expected)

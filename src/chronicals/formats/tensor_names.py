@@ -67,9 +67,6 @@ class StoredNames:
             language_name(name) or vision_name(name) or name: name for name in self.names
         }
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
     def find(self, *named: str) -> str | None:
         """Return the stored name of the first of these weights of a loaded model that is stored.
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -167,14 +166,23 @@ class NewTensor:
         )
         return made.bytes
 
-    def cast(self) -> Tensor:
-        """Return the tensor in its dtype; raises ValueError if a value is too large for that."""
-        made = self.made()
-        if not isinstance(made, StoredTensor):
-            return _cast(made, self)
-        if made.dtype in FLOAT_DTYPES:
-            return _cast(made.read(), self)
-        return made.content().view(WRITABLE_DTYPES.get(self.dtype, torch.uint8))
+    def cast(self, made: Tensor | StoredTensor) -> Tensor:
+        """Return what ``made`` returned in the dtype that is written.
+
+        Raises:
+            ValueError: a value is too large for that.
+        """
+        if isinstance(made, StoredTensor):
+            if made.dtype not in FLOAT_DTYPES:
+                return made.content().view(WRITABLE_DTYPES.get(self.dtype, torch.uint8))
+            made = made.read()
+        cast = made.to(WRITABLE_DTYPES[self.dtype])
+        if self.dtype == "F16" and not torch.isfinite(cast).all() and torch.isfinite(made).all():
+            largest = float(made.abs().max())
+            raise ValueError(
+                f"{self.name}: has {largest:.3g}, and float16 ends at 65504; write bfloat16 instead"
+            )
+        return cast
 
 
 def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
@@ -202,51 +210,5 @@ def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
             if isinstance(made, StoredTensor):
                 made.copy_to(out)
             else:
-                out.write(_cast(made, tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _cast(made: Tensor, tensor: NewTensor) -> Tensor:
-    cast = made.to(WRITABLE_DTYPES[tensor.dtype])
-    if tensor.dtype == "F16" and not torch.isfinite(cast).all() and torch.isfinite(made).all():
-        largest = float(made.abs().max())
-        raise ValueError(
-            f"{tensor.name}: has {largest:.3g}, and float16 ends at 65504; write bfloat16 instead"
-        )
-    return cast
-
-
-def write_file(
-    target: Path,
-    tensors: list[StoredTensor],
-    changed: Callable[[StoredTensor], Tensor | None],
-    shapes: Mapping[str, torch.Size],
-    dtype_of: Callable[[StoredTensor], str],
-) -> None:
-    """Write a file with the same names, one tensor after the other.
-
-    Args:
-        target: file to write.
-        tensors: contents of the file.
-        changed: called for each tensor in turn; returns the one to write in its place, or None.
-        shapes: of tensors that ``changed`` gives another shape.
-        dtype_of: returns the dtype that a tensor is written in, in the names of safetensors.
-    """
-
-    def made(stored: StoredTensor) -> Tensor | StoredTensor:
-        tensor = changed(stored)
-        if tensor is not None:
-            return tensor
-        return stored if dtype_of(stored) == stored.dtype else stored.read()
-
-    write_tensors(
-        target,
-        [
-            NewTensor(
-                stored.name,
-                dtype_of(stored),
-                tuple(shapes.get(stored.name, stored.shape)),
-                partial(made, stored),
-            )
-            for stored in tensors
-        ],
-    )
+                values = tensor.cast(made).contiguous()
+                out.write(values.view(-1).view(torch.uint8).numpy().data)

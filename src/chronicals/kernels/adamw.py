@@ -20,6 +20,7 @@ a master.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from chronicals.kernels.launch import lowbias32, runs_triton, tl, triton
 from chronicals.kernels.tensor_lists import (
     LIST_BLOCK,
     LIST_CHUNK,
+    Table,
     of_triton,
     pointers,
     table_of,
@@ -206,11 +208,13 @@ class Tensors:
     ``steps``, and are dense.
 
     Attributes:
+        CHUNK: elements that one program updates.
         means, squares: the moments m and v.
         lows: lower halves of the masters of bf16 weights.
         steps: fp32 scalars on the device, the number of earlier updates of each weight.
     """
 
+    CHUNK: ClassVar[int] = LIST_CHUNK
     weights: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
@@ -218,37 +222,11 @@ class Tensors:
     lows: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
 
-
-def fused_adamw_(
-    tensors: Tensors,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    factor: Tensor | None = None,
-    apply: Tensor | None = None,
-) -> None:
-    """Update weights, states and steps in place; gradients are only read.
-
-    Args:
-        tensors: weights, gradients and states.
-        lr: a number, or a scalar tensor on the device.
-        betas: β₁ and β₂.
-        eps: ε.
-        weight_decay: λ.
-        factor: scalar tensor that gradients are multiplied by.
-        apply: bool tensor, a scalar or one value for each weight; a weight with False and its
-            states do not change by a bit.
-
-    Raises:
-        ValueError: dtypes are mixed, or ``apply`` has another shape.
-    """
-    if tensors.weights:
-        check_apply(apply, len(tensors.weights))
-        fused_adamw_part_(
-            tensors, LaunchPart.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
-        )
-        count_step_(tensors, apply)
+    def tables(self) -> list[Table]:
+        """Return the tables that a launch for these tensors reads."""
+        # Without lower halves the weights take their row, which is not read.
+        rows = [self.weights, self.gradients, self.means, self.squares, self.lows or self.weights]
+        return [table_of(rows, self.CHUNK)]
 
 
 @dataclass(frozen=True)
@@ -287,8 +265,19 @@ class LaunchPart:
         return values[..., self.tensor : self.tensor + count].contiguous()
 
     def applies(self, apply: Tensor | None, count: int) -> Tensor | None:
-        """Return the part of a launch's ``apply``; a scalar as it is."""
-        return apply if apply is None or apply.ndim == 0 else self.of_each(apply, count)
+        """Return the part of a launch's ``apply``; a scalar as it is.
+
+        Raises:
+            ValueError: ``apply`` is no scalar and has not one value for each weight of the launch.
+        """
+        if apply is None or apply.ndim == 0:
+            return apply
+        if apply.shape != self.steps.shape:
+            raise ValueError(
+                f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of "
+                f"{len(self.steps)} weights"
+            )
+        return self.of_each(apply, count)
 
     def seed(self) -> Tensor:
         """Return the seed of the rounding: new after every update, the same if a step is repeated."""
@@ -298,33 +287,35 @@ class LaunchPart:
         return of_launch + self.chunk * pow(GOLDEN_RATIO_32, -1, 2**32) if self.chunk else of_launch
 
 
-def fused_adamw_part_(
+def fused_adamw_(
     tensors: Tensors,
-    part: LaunchPart,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     factor: Tensor | None = None,
     apply: Tensor | None = None,
+    part: LaunchPart | None = None,
 ) -> None:
-    """Update a part of a launch as ``fused_adamw_`` would update the whole, bit by bit.
-
-    Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
+    """Update weights, states and steps in place; gradients are only read.
 
     Args:
         tensors: weights, gradients and states.
-        part: the position of these tensors in the launch.
         lr: a number, or a scalar tensor on the device.
         betas: β₁ and β₂.
         eps: ε.
         weight_decay: λ.
         factor: scalar tensor that gradients are multiplied by.
-        apply: a scalar, or one value for each weight of the whole launch.
+        apply: bool tensor, a scalar or one value for each weight of the launch; a weight with
+            False and its states do not change by a bit.
+        part: the position of ``tensors`` in a launch that is done in parts, bit by bit as the
+            whole. Then steps are read from it, and ``tensors.steps`` neither read nor changed.
 
     Raises:
-        ValueError: dtypes are mixed.
+        ValueError: dtypes are mixed, or ``apply`` has another shape.
     """
+    if not tensors.weights:
+        return
     kinds = {
         (w.dtype, g.dtype, m.dtype)
         for w, g, m in zip(tensors.weights, tensors.gradients, tensors.means, strict=True)
@@ -338,23 +329,23 @@ def fused_adamw_part_(
             f"weights, gradients and means are {kinds}, unexpected dtypes of squares and lows "
             f"{others}: give one set of dtypes at a time, squares like means, lows in int16"
         )
-    count = len(tensors.weights)
-    apply = part.applies(apply, count)
-    corrections = part.of_each(part.corrections, count)
     if not runs_here(tensors):
-        _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
+        fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply, part)
         return
+    count = len(tensors.weights)
+    place = part or LaunchPart.whole(tensors, betas)
+    applies = place.applies(apply, count)
     kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
-    table = table_of(_rows(tensors))
+    (table,) = tensors.tables()
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
         *table.on_device,
-        corrections,
+        place.of_each(place.corrections, count),
         lr,
         factor,
-        apply,
-        part.seed(),
+        applies,
+        place.seed(),
         count,
         weight_decay,
         betas[0],
@@ -367,8 +358,8 @@ def fused_adamw_part_(
         kind_of_state,
         bool(tensors.lows),
         factor is not None,
-        apply is not None,
-        apply is not None and apply.ndim == 1,
+        applies is not None,
+        applies is not None and applies.ndim == 1,
         table.aligned,
         LIST_BLOCK,
         LIST_CHUNK,
@@ -380,15 +371,8 @@ def fused_adamw_part_(
     torch.autograd.graph.increment_version(
         [*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows]
     )
-
-
-def check_apply(apply: Tensor | None, count: int) -> None:
-    """Raise ValueError unless ``apply`` is None, a scalar, or one value for each of ``count`` weights."""
-    if apply is not None and apply.shape not in ((), (count,)):
-        raise ValueError(
-            f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of "
-            f"{count} weights"
-        )
+    if part is None:
+        count_step_(tensors, apply)
 
 
 def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
@@ -405,28 +389,13 @@ def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
 
 def runs_here(tensors: Tensors) -> bool:
     """Return whether a kernel takes these tensors: dense, and weights of fp32 or bf16."""
-    dense = all(x.is_contiguous() for row in _rows(tensors) for x in row)
+    rows = tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows
+    dense = all(x.is_contiguous() for row in rows for x in row)
     return (
         dense
         and runs_triton(*tensors.weights, *tensors.gradients)
         and tensors.weights[0].dtype != torch.float16
     )
-
-
-def _rows(tensors: Tensors) -> list[list[Tensor]]:
-    """Return the rows of the kernel's table."""
-    return [
-        tensors.weights,
-        tensors.gradients,
-        tensors.means,
-        tensors.squares,
-        tensors.lows or tensors.weights,  # a placeholder; without lower halves it is not read
-    ]
-
-
-def looked_up(tensors: Tensors) -> list[Tensor]:
-    """Build and return the device tensors that a launch for ``tensors`` reads as its table."""
-    return table_of(_rows(tensors)).on_device
 
 
 def fused_adamw_reference_(
@@ -437,41 +406,34 @@ def fused_adamw_reference_(
     weight_decay: float,
     factor: Tensor | None = None,
     apply: Tensor | None = None,
+    part: LaunchPart | None = None,
 ) -> None:
     """Compute ``fused_adamw_`` in plain torch; stochastic rounding draws other random bits."""
-    part = LaunchPart.whole(tensors, betas)
-    _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
-    count_step_(tensors, apply)
-
-
-def _reference_part_(
-    tensors: Tensors,
-    part: LaunchPart,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    factor: Tensor | None,
-    apply: Tensor | None,
-) -> None:
-    """Compute ``fused_adamw_part_`` in plain torch; ``apply`` is that of these tensors alone."""
-    corrections = part.of_each(part.corrections, len(tensors.weights))
+    place = part or LaunchPart.whole(tensors, betas)
+    count = len(tensors.weights)
+    flags = place.applies(apply, count)
+    corrections = place.of_each(place.corrections, count)
     for n, (weight, gradient, mean, square) in enumerate(
         zip(tensors.weights, tensors.gradients, tensors.means, tensors.squares, strict=True)
     ):
-        number = part.tensor + n
-        begin = 0 if n else part.begin
-        step = part.steps[number]
+        number = place.tensor + n
+        begin = 0 if n else place.begin
+        step = place.steps[number]
+        if flags is not None and not flags.expand(count)[n]:
+            continue
         g = gradient.float() if factor is None else gradient.float() * factor
         value = (
             join_master(weight, tensors.lows[n])
             if tensors.lows
             else weight.to(torch.promote_types(weight.dtype, g.dtype))
         )
-        new_mean = mean.float() * betas[0] + g * (1 - betas[0])
-        new_square = square.float() * betas[1] + g.square() * (1 - betas[1])
+        # In place wherever the values are a step's own: on a CPU new memory costs more than the
+        # arithmetic.
+        new_mean = (mean.float() * betas[0]).add_(g * (1 - betas[0]))
+        new_square = (square.float() * betas[1]).add_(g.square().mul_(1 - betas[1]))
         root = (new_square / corrections[1, n]).sqrt_().add_(eps)
-        new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
+        change = (new_mean / corrections[0, n]).mul_(lr).div_(root)
+        new = (value * (1 - lr * weight_decay)).sub_(change)
         parts = (
             split_master(new)
             if tensors.lows
@@ -482,9 +444,10 @@ def _reference_part_(
             _in_type(x, mean.dtype, begin, step, number, which)
             for which, x in enumerate((new_mean, new_square))
         )
-        applies = None if apply is None else apply.expand(len(tensors.weights))[n]
         for old, updated in zip((*stored, mean, square), (*parts, *states)):
-            old.copy_(updated if applies is None else torch.where(applies, updated, old))
+            old.copy_(updated)
+    if part is None:
+        count_step_(tensors, apply)
 
 
 def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place: int) -> Tensor:

@@ -25,6 +25,7 @@ weights, 8 for fp32 weights and those with masters, and 4.06 for both moments.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,16 +35,14 @@ from chronicals.kernels.adamw import (
     Tensors,
     _joined,
     _rounded,
-    _rows,
     _split,
-    check_apply,
     count_step_,
     join_master,
     runs_here,
     split_master,
 )
 from chronicals.kernels.launch import INTERPRETED, lowbias32, tl, triton
-from chronicals.kernels.tensor_lists import of_triton, table_of
+from chronicals.kernels.tensor_lists import Table, of_triton, table_of
 
 MOMENT_BLOCK = 256
 """Elements that share a scale."""
@@ -71,8 +70,13 @@ class QuantizedTensors(Tensors):
             block.
     """
 
+    CHUNK: ClassVar[int] = CHUNK_8BIT
     mean_scales: list[Tensor] = field(default_factory=list)
     square_scales: list[Tensor] = field(default_factory=list)
+
+    def tables(self) -> list[Table]:
+        """Return the tables that a launch reads: of the tensors, and of the scales."""
+        return [*super().tables(), table_of([self.mean_scales, self.square_scales])]
 
 
 def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
@@ -314,6 +318,7 @@ def adamw_8bit_(
     weight_decay: float,
     factor: Tensor | None = None,
     apply: Tensor | None = None,
+    part: LaunchPart | None = None,
 ) -> None:
     """Update weights, moments and steps in place; gradients are only read.
 
@@ -324,48 +329,16 @@ def adamw_8bit_(
         eps: ε.
         weight_decay: λ.
         factor: scalar tensor that gradients are multiplied by.
-        apply: bool tensor, a scalar or one value for each weight; a weight with False and its
-            states do not change by a bit.
+        apply: bool tensor, a scalar or one value for each weight of the launch; a weight with
+            False and its states do not change by a bit.
+        part: the position of ``tensors`` in a launch that is done in parts, bit by bit as the
+            whole. Then steps are read from it, and ``tensors.steps`` neither read nor changed.
 
     Raises:
         ValueError: dtypes are mixed, or ``apply`` has another shape.
     """
-    if tensors.weights:
-        check_apply(apply, len(tensors.weights))
-        adamw_8bit_part_(
-            tensors, LaunchPart.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply
-        )
-        count_step_(tensors, apply)
-
-
-def adamw_8bit_part_(
-    tensors: QuantizedTensors,
-    part: LaunchPart,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    factor: Tensor | None = None,
-    apply: Tensor | None = None,
-) -> None:
-    """Update a part of a launch as ``adamw_8bit_`` would update the whole, bit by bit.
-
-    Reads ``part.steps``; ``tensors.steps`` are neither read nor changed.
-
-    Args:
-        tensors: weights, gradients and states.
-        part: the position of these tensors in the launch.
-        lr: a number, or a scalar tensor on the device.
-        betas: β₁ and β₂.
-        eps: ε.
-        weight_decay: λ.
-        factor: scalar tensor that gradients are multiplied by.
-        apply: a scalar, or one value for each weight of the whole launch.
-
-    Raises:
-        ValueError: dtypes are mixed.
-    """
-    count = len(tensors.weights)
+    if not tensors.weights:
+        return
     dtypes = {(w.dtype, g.dtype) for w, g in zip(tensors.weights, tensors.gradients, strict=True)}
     codes = {x.dtype for x in (*tensors.means, *tensors.squares)} - {torch.uint8}
     if len(dtypes) > 1 or codes or {x.dtype for x in tensors.lows} - {torch.int16}:
@@ -373,13 +346,13 @@ def adamw_8bit_part_(
             f"weights and gradients are {dtypes}, codes also {codes}: one set of dtypes at a "
             "time, codes in uint8"
         )
-    apply = part.applies(apply, count)
-    corrections = part.of_each(part.corrections, count)
     if not runs_here(tensors):
-        _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
+        adamw_8bit_reference_(tensors, lr, betas, eps, weight_decay, factor, apply, part)
         return
-    table = table_of(_rows(tensors), CHUNK_8BIT)
-    scales = table_of([tensors.mean_scales, tensors.square_scales])
+    count = len(tensors.weights)
+    place = part or LaunchPart.whole(tensors, betas)
+    applies = place.applies(apply, count)
+    table, scales = tensors.tables()
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     over = (1 - betas[1]) / (1 - betas[0]) ** 2
@@ -387,11 +360,11 @@ def adamw_8bit_part_(
     _adamw_8bit_kernel[(len(table.tensors),)](
         *table.on_device,
         scales.addresses,
-        corrections,
+        place.of_each(place.corrections, count),
         lr,
         factor,
-        apply,
-        part.seed(),
+        applies,
+        place.seed(),
         count,
         weight_decay,
         betas[0],
@@ -404,8 +377,8 @@ def adamw_8bit_part_(
         gradient_dtype,
         bool(tensors.lows),
         factor is not None,
-        apply is not None,
-        apply is not None and apply.ndim == 1,
+        applies is not None,
+        applies is not None and applies.ndim == 1,
         table.aligned,
         BLOCK_8BIT,
         CHUNK_8BIT,
@@ -427,12 +400,8 @@ def adamw_8bit_part_(
         tensors.square_scales,
     )
     torch.autograd.graph.increment_version([x for row in changed for x in row])
-
-
-def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
-    """Build and return the device tensors that a launch for ``tensors`` reads as its tables."""
-    scales = table_of([tensors.mean_scales, tensors.square_scales])
-    return [*table_of(_rows(tensors), CHUNK_8BIT).on_device, *scales.on_device]
+    if part is None:
+        count_step_(tensors, apply)
 
 
 def adamw_8bit_reference_(
@@ -443,24 +412,13 @@ def adamw_8bit_reference_(
     weight_decay: float,
     factor: Tensor | None = None,
     apply: Tensor | None = None,
+    part: LaunchPart | None = None,
 ) -> None:
     """Compute ``adamw_8bit_`` in plain torch; weights without a master are rounded to nearest."""
-    corrections = LaunchPart.whole(tensors, betas).corrections
-    _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
-    count_step_(tensors, apply)
-
-
-def _reference_part_(
-    tensors: QuantizedTensors,
-    corrections: Tensor,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    factor: Tensor | None,
-    apply: Tensor | None,
-) -> None:
-    """Compute ``adamw_8bit_part_``; ``corrections`` and ``apply`` are those of these tensors alone."""
+    place = part or LaunchPart.whole(tensors, betas)
+    count = len(tensors.weights)
+    flags = place.applies(apply, count)
+    corrections = place.of_each(place.corrections, count)
     for n, (weight, gradient) in enumerate(zip(tensors.weights, tensors.gradients, strict=True)):
         g = gradient.float() if factor is None else gradient.float() * factor
         value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.float()
@@ -481,6 +439,8 @@ def _reference_part_(
             tensors.square_scales[n],
         )
         quantized = (*quantize_moment(mean, True), *quantize_moment(square, False))
-        applies = None if apply is None else apply.expand(len(tensors.weights))[n]
+        applies = None if flags is None else flags.expand(count)[n]
         for old, updated in zip((*stored, *states), (*parts, *quantized), strict=True):
             old.copy_(updated if applies is None else torch.where(applies, updated, old))
+    if part is None:
+        count_step_(tensors, apply)

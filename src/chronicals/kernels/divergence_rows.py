@@ -106,7 +106,12 @@ class Divergence:
         Raises:
             ValueError: ``skew`` is not in [0, 1).
         """
-        return cls(1.0, 0.0, _skew(skew))
+        if not 0 <= skew < 1:
+            raise ValueError(
+                f"skew={skew}: must be at least 0, which skews nothing, and less than 1, which "
+                "compares nothing"
+            )
+        return cls(1.0, 0.0, skew)
 
     @classmethod
     def skew_reverse_kl(cls, skew: float = 0.1) -> Divergence:
@@ -115,16 +120,8 @@ class Divergence:
         Raises:
             ValueError: ``skew`` is not in [0, 1).
         """
-        return cls(0.0, 1.0, 1.0 - _skew(skew))
-
-
-def _skew(skew: float) -> float:
-    if not 0 <= skew < 1:
-        raise ValueError(
-            f"skew={skew}: must be at least 0, which skews nothing, and less than 1, which "
-            "compares nothing"
-        )
-    return skew
+        checked = cls.skew_kl(skew)
+        return cls(0.0, 1.0, 1.0 - checked.share)
 
 
 @dataclass(frozen=True)

@@ -226,38 +226,38 @@ def _of_x_kernel(
     tl.store(at, (dx.to(tl.float32) + through).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int], int]:
-    """Return compile-time arguments, launch options, and the number of programs that run at once."""
-    # A stage holds a tile of x and one of A; up to three, as shared memory allows.
-    padded_rank = max(16, next_power_of_2(rank))
-    rows = SMALL_RANK_TILE_ROWS if padded_rank <= SMALL_RANK_TILE_ROWS else DROPOUT_TILE_ROWS
-    stage = (rows + padded_rank) * DROPOUT_TILE_COLUMNS * x.element_size()
-    stages = max(1, min(3, shared_memory(x.device) // stage))
-    resident = multiprocessors(x.device) * max(1, shared_memory(x.device) // (stages * stage))
-    constants = {
-        "ROWS": rows,
-        "BLOCK": DROPOUT_TILE_COLUMNS,
-        "RANK": padded_rank,
-        "KIND": multiplied_in(x.dtype),
-    }
-    return constants, {"num_warps": 4, "num_stages": stages}, resident
+def _launches(x: Tensor, rank: int) -> Iterator[tuple[slice, dict[str, Any], dict[str, int], int]]:
+    """Yield, for each launch, its slice of the rank and how it runs.
+
+    That is compile-time arguments, launch options, and the number of programs that run at once.
+    """
+    memory = shared_memory(x.device)
+    # Shared memory must hold the operands of g A, the largest of the products.
+    widest = MAX_LAUNCH_RANK
+    if x.is_cuda:
+        while (DROPOUT_TILE_ROWS + DROPOUT_TILE_COLUMNS) * widest * x.element_size() > memory:
+            widest //= 2
+    for first in range(0, rank, widest):
+        padded_rank = max(16, next_power_of_2(min(widest, rank - first)))
+        rows = SMALL_RANK_TILE_ROWS if padded_rank <= SMALL_RANK_TILE_ROWS else DROPOUT_TILE_ROWS
+        # A stage holds a tile of x and one of A; up to three, as shared memory allows.
+        stage = (rows + padded_rank) * DROPOUT_TILE_COLUMNS * x.element_size()
+        stages = max(1, min(3, memory // stage))
+        resident = multiprocessors(x.device) * max(1, memory // (stages * stage))
+        constants = {
+            "ROWS": rows,
+            "BLOCK": DROPOUT_TILE_COLUMNS,
+            "RANK": padded_rank,
+            "KIND": multiplied_in(x.dtype),
+        }
+        options = {"num_warps": 4, "num_stages": stages}
+        yield slice(first, first + widest), constants, options, resident
 
 
 def _bound(dropout: float) -> tuple[int, float]:
     """Return the 16-bit bound below which an element is dropped, and the factor 1 / (1 − p)."""
     bound = min(round(dropout * 2**16), 2**16 - 1)
     return bound, 2**16 / (2**16 - bound)
-
-
-def _slices(like: Tensor, rank: int) -> Iterator[slice]:
-    """Return slices of the columns of u, one for each launch."""
-    # Shared memory must hold the operands of g A, the largest of the products.
-    widest = MAX_LAUNCH_RANK
-    while like.is_cuda and (
-        DROPOUT_TILE_ROWS + DROPOUT_TILE_COLUMNS
-    ) * widest * like.element_size() > shared_memory(like.device):
-        widest //= 2
-    return (slice(first, first + widest) for first in range(0, rank, widest))
 
 
 def draw_seed(like: Tensor) -> Tensor:
@@ -275,13 +275,12 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
         out[:, len(a) :].zero_()
         return
     rows, width = x.shape
-    for part in _slices(x, len(a)):
+    bound, factor = _bound(dropout)
+    for part, constants, launch, resident in _launches(x, len(a)):
         of_a = a[part]
         of_out = out[:, part.start :]
         rank = len(of_a)
         columns = of_out.shape[1]
-        (bound, factor) = _bound(dropout)
-        (constants, launch, resident) = _constants(x, rank)
         blocks = triton.cdiv(rows, constants["ROWS"])
         chunk = (
             triton.cdiv(triton.cdiv(width, DROPOUT_TILE_COLUMNS), max(1, resident // blocks))
@@ -324,12 +323,11 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
         return (g.t() @ dropped).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
     blocks = triton.cdiv(width, DROPOUT_TILE_COLUMNS)
+    bound, factor = _bound(dropout)
     slices = []
-    for part in _slices(x, g.shape[1]):
+    for part, constants, launch, resident in _launches(x, g.shape[1]):
         of_g = g[:, part]
         rank = of_g.shape[1]
-        (bound, factor) = _bound(dropout)
-        (constants, launch, resident) = _constants(x, rank)
         parts = min(triton.cdiv(rows, constants["ROWS"]), max(1, resident // blocks))
         shares = x.new_empty((parts, rank, width), dtype=torch.float32)
         _of_a_kernel[(blocks, parts)](
@@ -356,11 +354,10 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
     if not runs_in_16_bit(dx, g, a):
         return dx.add_(dropped_reference(g @ a, seed, dropout))
     rows, width = dx.shape
-    for part in _slices(dx, len(a)):
+    bound, factor = _bound(dropout)
+    for part, constants, launch, _ in _launches(dx, len(a)):
         of_g = g[:, part]
         of_a = a[part]
-        (bound, factor) = _bound(dropout)
-        (constants, launch, _) = _constants(dx, len(of_a))
         _of_x_kernel[
             (triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, DROPOUT_TILE_COLUMNS),)
         ](
@@ -389,6 +386,6 @@ def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     bits = lowbias32_reference(
         (torch.arange(rows * pairs, device=x.device) & MASK_32_BITS) ^ seed
     ).view(rows, pairs, 1)
-    (bound, factor) = _bound(dropout)
+    bound, factor = _bound(dropout)
     halves = torch.cat((bits & 0xFFFF, bits >> 16), 2)
     return torch.where(halves.view(rows, 2 * pairs)[:, :width] >= bound, x * factor, 0.0)

@@ -374,43 +374,64 @@ def _block(width: int) -> int:
 
 @operator("chronicals::expert_glu_forward")
 def _forward(
-    h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool
-) -> Tensor:
+    h: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    dense: bool,
+    in_fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = len(h)
     width = h.shape[1] // 2
-    u = h.new_empty(rows, width)
+    u, values, scale = _outputs(h, activation, alpha, limit, offset, interleaved, dense, in_fp8)
     block = _block(width)
     program_rows = GLU_PROGRAM_ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, program_rows),)](
         h,
-        u,
-        None,
-        None,
+        u if dense else None,
+        values if in_fp8 else None,
+        scale if in_fp8 else None,
         rows,
         width,
         h.stride(0),
-        u.stride(0),
+        width,
         alpha,
         limit or 0.0,
         offset,
         activation,
         limit is not None,
         interleaved,
-        True,
-        False,
-        0.0,
+        dense,
+        in_fp8,
+        FP8_MAX[UNIT_DTYPE] if in_fp8 else 0.0,
         program_rows,
         block,
         num_warps=4,
     )
-    return u
+    return u, values, scale
 
 
 @torch.library.register_fake(_forward)
-def _(
-    h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool
-) -> Tensor:
-    return h.new_empty(len(h), h.shape[1] // 2)
+def _outputs(
+    h: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    interleaved: bool,
+    dense: bool,
+    in_fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the unit, and its values and scales in FP8; ``absent`` for what is not wanted."""
+    rows = len(h)
+    width = h.shape[1] // 2
+    return (
+        h.new_empty(rows, width) if dense else absent(h),
+        h.new_empty(rows, width, dtype=UNIT_DTYPE) if in_fp8 else absent(h),
+        h.new_empty(rows, 1, dtype=torch.float32) if in_fp8 else absent(h),
+    )
 
 
 @operator("chronicals::expert_glu_backward")
@@ -424,11 +445,13 @@ def _backward(
     limit: float | None,
     offset: float,
     interleaved: bool,
+    dense: bool,
+    in_fp8: bool,
     has_unit: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, width = g.shape
-    d_h, unit, d_shares = _empty_gradients(
-        g, h, shares, order, activation, alpha, limit, offset, interleaved, has_unit
+    d_h, values, scale, unit, d_shares = _empty_gradients(
+        g, h, shares, order, activation, alpha, limit, offset, interleaved, dense, in_fp8, has_unit
     )
     block = _block(width)
     program_rows = GLU_PROGRAM_ELEMENTS // block
@@ -437,16 +460,16 @@ def _backward(
         h,
         shares,
         order,
-        d_h,
-        None,
-        None,
+        d_h if dense else None,
+        values if in_fp8 else None,
+        scale if in_fp8 else None,
         unit if has_unit else None,
         d_shares,
         rows,
         width,
         g.stride(0),
         h.stride(0),
-        d_h.stride(0),
+        2 * width,
         width,
         alpha,
         limit or 0.0,
@@ -454,15 +477,15 @@ def _backward(
         activation,
         limit is not None,
         interleaved,
-        True,
+        dense,
         has_unit,
-        False,
-        0.0,
+        in_fp8,
+        FP8_MAX[UNIT_DTYPE] if in_fp8 else 0.0,
         program_rows,
         block,
         num_warps=4,
     )
-    return d_h, unit, d_shares
+    return d_h, values, scale, unit, d_shares
 
 
 @torch.library.register_fake(_backward)
@@ -476,23 +499,50 @@ def _empty_gradients(
     limit: float | None,
     offset: float,
     interleaved: bool,
+    dense: bool,
+    in_fp8: bool,
     has_unit: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate what ``_backward`` returns."""
-    unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
-    return h.new_empty(h.shape), unit, shares.new_empty(shares.shape, dtype=torch.float32)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate dh, its values and scales in FP8, p · u and dp; ``absent`` for what is not wanted."""
+    rows = len(h)
+    return (
+        h.new_empty(h.shape) if dense else absent(h),
+        h.new_empty(h.shape, dtype=UNIT_DTYPE) if in_fp8 else absent(h),
+        h.new_empty(rows, 1, dtype=torch.float32) if in_fp8 else absent(h),
+        h.new_empty(rows, h.shape[1] // 2) if has_unit else absent(h),
+        shares.new_empty(shares.shape, dtype=torch.float32),
+    )
 
 
-def expert_glu(h: Tensor, gate: Gate) -> Tensor:
-    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``."""
-    if len(h) and h.stride(1) == 1 and runs_triton(h):
-        return _forward(h, gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved)
-    return expert_glu_reference(h, gate)
+def expert_glu(
+    h: Tensor, gate: Gate, dense: bool = True, in_fp8: bool = False
+) -> tuple[Tensor | None, Scaled | None]:
+    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``.
+
+    It is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``
+    (None if not ``in_fp8``).
+    """
+    launchable = len(h) and h.stride(1) == 1 and runs_triton(h)
+    if launchable and not (in_fp8 and lacks_fp8(h.device)):
+        options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
+        u, values, scale = _forward(h, *options, dense, in_fp8)
+        return u if dense else None, Scaled(values, scale) if in_fp8 else None
+    scaled = None
+    if in_fp8:
+        scaled, _ = fp8_quantize_reference(expert_glu_reference(h.float(), gate), "row")
+    return expert_glu_reference(h, gate) if dense else None, scaled
 
 
 def expert_glu_gradient(
-    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate, has_unit: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    g: Tensor,
+    h: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    gate: Gate,
+    has_unit: bool = True,
+    dense: bool = True,
+    in_fp8: bool = False,
+) -> tuple[Tensor | None, Scaled | None, Tensor | None, Tensor]:
     """Return the gradients of ``h`` and of the shares, and the unit times the shares.
 
     Args:
@@ -502,16 +552,32 @@ def expert_glu_gradient(
         order: the pair of each row, int32.
         gate: options of the unit.
         has_unit: whether ``p · u`` is wanted.
+        dense: whether dh in the dtype of h is wanted.
+        in_fp8: whether dh in e4m3 is wanted.
 
     Returns:
-        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 for
-        fp64 inputs).
+        dh ``[S, 2F]`` or None, dh in e4m3 with scales ``[S, 1]`` or None, p · u ``[S, F]`` or None,
+        dp ``[S]`` in the order of pairs, fp32 (fp64 for fp64 inputs).
     """
-    if len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares):
+    launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares)
+    if launchable and not (in_fp8 and lacks_fp8(h.device)):
         options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
-        d_h, unit, d_shares = _backward(g, h, shares, order, *options, has_unit)
-        return d_h, unit if has_unit else None, d_shares
-    return expert_glu_gradient_reference(g, h, shares, order, gate)
+        d_h, values, scale, unit, d_shares = _backward(
+            g, h, shares, order, *options, dense, in_fp8, has_unit
+        )
+        scaled = Scaled(values, scale) if in_fp8 else None
+        return d_h if dense else None, scaled, unit if has_unit else None, d_shares
+    scaled = None
+    exact = h.float() if in_fp8 else h
+    d_h, unit, d_shares = expert_glu_gradient_reference(g, exact, shares, order, gate)
+    if in_fp8:
+        scaled, _ = fp8_quantize_reference(d_h, "row")
+    return (
+        d_h.to(h.dtype) if dense else None,
+        scaled,
+        unit.to(h.dtype) if has_unit else None,
+        d_shares,
+    )
 
 
 def expert_glu_reference(h: Tensor, gate: Gate) -> Tensor:
@@ -549,208 +615,3 @@ def expert_glu_gradient_reference(
     d_shares = torch.empty_like(shares, dtype=wide)
     d_shares[pairs] = (g * unit.detach()).sum(1)
     return d_h.to(h.dtype), (share * unit.detach()).to(h.dtype), d_shares
-
-
-def _empty_fp8(h: Tensor, width: int, dense: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate 16-bit results ``[S, width]`` (``absent`` if not ``dense``), FP8 values and scales."""
-    rows = len(h)
-    return (
-        h.new_empty(rows, width) if dense else absent(h),
-        h.new_empty(rows, width, dtype=UNIT_DTYPE),
-        h.new_empty(rows, 1, dtype=torch.float32),
-    )
-
-
-@operator("chronicals::expert_glu_fp8_forward")
-def _forward_fp8(
-    h: Tensor,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    interleaved: bool,
-    dense: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = len(h)
-    width = h.shape[1] // 2
-    u, values, scale = _empty_fp8(h, width, dense)
-    block = _block(width)
-    program_rows = GLU_PROGRAM_ELEMENTS // block
-    _expert_glu_forward_kernel[(triton.cdiv(rows, program_rows),)](
-        h,
-        u if dense else None,
-        values,
-        scale,
-        rows,
-        width,
-        h.stride(0),
-        width,
-        alpha,
-        limit or 0.0,
-        offset,
-        activation,
-        limit is not None,
-        interleaved,
-        dense,
-        True,
-        FP8_MAX[UNIT_DTYPE],
-        program_rows,
-        block,
-        num_warps=4,
-    )
-    return u, values, scale
-
-
-@torch.library.register_fake(_forward_fp8)
-def _(
-    h: Tensor,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    interleaved: bool,
-    dense: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_fp8(h, h.shape[1] // 2, dense)
-
-
-@operator("chronicals::expert_glu_fp8_backward")
-def _backward_fp8(
-    g: Tensor,
-    h: Tensor,
-    shares: Tensor,
-    order: Tensor,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    interleaved: bool,
-    dense: bool,
-    has_unit: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, width = g.shape
-    d_h, values, scale, unit, d_shares = _empty_gradients_fp8(
-        g, h, shares, order, activation, alpha, limit, offset, interleaved, dense, has_unit
-    )
-    block = _block(width)
-    program_rows = GLU_PROGRAM_ELEMENTS // block
-    _expert_glu_backward_kernel[(triton.cdiv(rows, program_rows),)](
-        g,
-        h,
-        shares,
-        order,
-        d_h if dense else None,
-        values,
-        scale,
-        unit if has_unit else None,
-        d_shares,
-        rows,
-        width,
-        g.stride(0),
-        h.stride(0),
-        2 * width,
-        width,
-        alpha,
-        limit or 0.0,
-        offset,
-        activation,
-        limit is not None,
-        interleaved,
-        dense,
-        has_unit,
-        True,
-        FP8_MAX[UNIT_DTYPE],
-        program_rows,
-        block,
-        num_warps=4,
-    )
-    return d_h, values, scale, unit, d_shares
-
-
-@torch.library.register_fake(_backward_fp8)
-def _empty_gradients_fp8(
-    g: Tensor,
-    h: Tensor,
-    shares: Tensor,
-    order: Tensor,
-    activation: str,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-    interleaved: bool,
-    dense: bool,
-    has_unit: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what ``_backward_fp8`` returns."""
-    unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
-    return (
-        *_empty_fp8(h, h.shape[1], dense),
-        unit,
-        shares.new_empty(shares.shape, dtype=torch.float32),
-    )
-
-
-def expert_glu_fp8(h: Tensor, gate: Gate, dense: bool = True) -> tuple[Tensor | None, Scaled]:
-    """Return the gated unit ``[S, F]`` of ``h`` ``[S, 2F]``, also in FP8.
-
-    It is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
-    """
-    if not (len(h) and h.stride(1) == 1 and runs_triton(h)) or lacks_fp8(h.device):
-        return expert_glu_fp8_reference(h, gate, dense)
-    u, values, scale = _forward_fp8(
-        h, gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved, dense
-    )
-    return u if dense else None, Scaled(values, scale)
-
-
-def expert_glu_fp8_gradient(
-    g: Tensor,
-    h: Tensor,
-    shares: Tensor,
-    order: Tensor,
-    gate: Gate,
-    dense: bool = True,
-    has_unit: bool = True,
-) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
-    """Return what ``expert_glu_gradient`` does, and dh in FP8.
-
-    dh is returned in the dtype of h (None if not ``dense``), and in e4m3 with scales ``[S, 1]``.
-    """
-    launchable = len(h) and h.stride(1) == 1 and g.stride(1) == 1
-    if not (launchable and runs_triton(g, h, shares)) or lacks_fp8(h.device):
-        return expert_glu_fp8_gradient_reference(g, h, shares, order, gate, dense, has_unit)
-    options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
-    d_h, values, scale, unit, d_shares = _backward_fp8(
-        g, h, shares, order, *options, dense, has_unit
-    )
-    return d_h if dense else None, Scaled(values, scale), unit if has_unit else None, d_shares
-
-
-def expert_glu_fp8_reference(
-    h: Tensor, gate: Gate, dense: bool = True
-) -> tuple[Tensor | None, Scaled]:
-    """Compute ``expert_glu_fp8`` in plain torch."""
-    scaled, _ = fp8_quantize_reference(expert_glu_reference(h.float(), gate), "row")
-    assert scaled is not None
-    return expert_glu_reference(h, gate) if dense else None, scaled
-
-
-def expert_glu_fp8_gradient_reference(
-    g: Tensor,
-    h: Tensor,
-    shares: Tensor,
-    order: Tensor,
-    gate: Gate,
-    dense: bool = True,
-    has_unit: bool = True,
-) -> tuple[Tensor | None, Scaled, Tensor | None, Tensor]:
-    """Compute ``expert_glu_fp8_gradient`` in plain torch."""
-    d_h, unit, d_shares = expert_glu_gradient_reference(g, h.float(), shares, order, gate)
-    scaled, _ = fp8_quantize_reference(d_h, "row")
-    assert scaled is not None
-    return (
-        d_h.to(h.dtype) if dense else None,
-        scaled,
-        unit.to(h.dtype) if has_unit else None,
-        d_shares,
-    )

@@ -130,8 +130,7 @@ class Amax:
     lives; otherwise it returns None, and the caller measures again. A slot is read once.
     """
 
-    def __init__(self) -> None:
-        self._measured: _Measured | None = None
+    _measured: _Measured | None = None
 
     def put(self, x: Tensor, cell: Tensor) -> None:
         """Record ``cell``, int32 ``[1]`` from ``raise_amax``, as the amax of ``x``."""

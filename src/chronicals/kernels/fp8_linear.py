@@ -65,33 +65,32 @@ def scaled_product(
             all of K.
         bias: ``[N]`` of dtype ``dtype``.
     """
+    with_bias = False
+    of_rows = 1, (len(right.values), 1)
+    by_blocks = left.scale.ndim and (left.scale.shape[1], right.scale.shape) != of_rows
     if not left.values.is_cuda:
         y = dequantize(left) @ dequantize(right).t()
-        return _of_type(y if bias is None else y + bias, dtype)
-    if left.scale.ndim and (left.scale.shape[1], right.scale.shape) != (1, (len(right.values), 1)):
-        y = _of_type(_product_of_blocks(left, right), dtype)
-        return y if bias is None else y + bias
-    # With scales of rows torch's product writes bf16 only.
-    product_dtype = torch.bfloat16 if left.scale.ndim else dtype
-    # The product itself adds a bias of its own output dtype, but not in fp32.
-    inside = bias if product_dtype == dtype != torch.float32 else None
-    options: dict[str, Any] = {
-        "scale_a": left.scale,
-        "scale_b": right.scale.t(),
-        "bias": inside,
-        "use_fast_accum": fast,
-    }
-    y = _of_type(
-        torch._scaled_mm(left.values, right.values.t(), out_dtype=product_dtype, **options), dtype
-    )
-    return y if bias is None or inside is not None else y + bias
-
-
-def _of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``y`` in ``dtype``."""
+        y = y if bias is None else y + bias
+        with_bias = True
+    elif by_blocks:
+        y = _product_of_blocks(left, right)
+    else:
+        # With scales of rows torch's product writes bf16 only.
+        product_dtype = torch.bfloat16 if left.scale.ndim else dtype
+        # The product itself adds a bias of its own output dtype, but not in fp32.
+        with_bias = product_dtype == dtype != torch.float32
+        options: dict[str, Any] = {
+            "scale_a": left.scale,
+            "scale_b": right.scale.t(),
+            "bias": bias if with_bias else None,
+            "use_fast_accum": fast,
+        }
+        y = torch._scaled_mm(left.values, right.values.t(), out_dtype=product_dtype, **options)
     # Dynamo of torch 2.11 must not trace a ``to`` that does nothing: what a Function's forward
     # returns would get gradients of zero (pytorch issue 180642).
-    return y if y.dtype == dtype else y.to(dtype)
+    if y.dtype != dtype:
+        y = y.to(dtype)
+    return y if bias is None or with_bias else y + bias
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:

@@ -31,8 +31,6 @@ from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
-    expert_glu_fp8,
-    expert_glu_fp8_gradient,
     expert_glu_gradient,
     expert_glu_reference,
 )
@@ -245,10 +243,9 @@ class _FusedExperts(torch.autograd.Function):
         of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
         h, thin, of_first = _through(of_x, first, to, True, x.dtype)
         del of_x  # in FP8 it holds a copy of x
-        if second.in_fp8 is None:
-            unit = ProductInput(expert_glu(h, settings.gate))
-        else:
-            unit = ProductInput(*expert_glu_fp8(h, settings.gate, dense=a2 is not None))
+        in_fp8 = second.in_fp8 is not None
+        dense = not in_fp8 or a2 is not None
+        unit = ProductInput(*expert_glu(h, settings.gate, dense, in_fp8))
         z, _, of_second = _through(unit, second, to, False, x.dtype)
         ctx.kept = settings
         ctx.sizes = (to.each, to.rows)
@@ -310,18 +307,12 @@ class _FusedExperts(torch.autograd.Function):
         del of_dy  # in FP8 it holds a copy of dy
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
-        gradient: Tensor | None
-        if first.in_fp8 is None:
-            gradient, unit, d_shares = expert_glu_gradient(
-                g, h, flat, to.order_S, settings.gate, has_unit
-            )
-            d_h = ProductInput(gradient)
-        else:
-            dense = wanted["w1"] or wanted["b1"] or a1 is not None
-            gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(
-                g, h, flat, to.order_S, settings.gate, dense, has_unit
-            )
-            d_h = ProductInput(gradient, scaled)
+        in_fp8 = first.in_fp8 is not None
+        dense = not in_fp8 or wanted["w1"] or wanted["b1"] or a1 is not None
+        gradient, scaled, unit, d_shares = expert_glu_gradient(
+            g, h, flat, to.order_S, settings.gate, has_unit, dense, in_fp8
+        )
+        d_h = ProductInput(gradient, scaled)
         gradients: dict[str, Tensor] = {}
         if unit is not None and wanted["w2"]:
             gradients["w2"] = _of_weight(dy, unit, second, to, GATHER_FIRST)

@@ -39,10 +39,18 @@ APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation for each ``approximate`` of ``torch.nn.functional.gelu``."""
 
 
-def _tile(width: int) -> Tile:
-    """Return the tile for rows of ``width`` elements."""
+def _launch(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
+    """Return grid, width, row strides and tile for ``[rows, F]`` tensors.
+
+    If all are dense they are taken as one long row.
+    """
+    rows, width = tensors[0].shape
+    strides = [x.stride(0) for x in tensors]
+    if all(x.is_contiguous() for x in tensors):
+        rows, width = 1, rows * width
     # 16 elements a thread: two 16-byte loads of each 16-bit operand.
-    return Tile(1, min(2048, next_power_of_2(width)), warps=4)
+    tile = Tile(1, min(2048, next_power_of_2(width)), warps=4)
+    return (rows * triton.cdiv(width, tile.block),), width, strides, tile
 
 
 @triton.jit
@@ -150,19 +158,6 @@ def _glu_backward_kernel(
         )
 
 
-def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
-    """Return grid, width, row strides and tile for ``[rows, F]`` tensors.
-
-    If all are dense they are taken as one long row.
-    """
-    rows, width = tensors[0].shape
-    strides = [x.stride(0) for x in tensors]
-    if all(x.is_contiguous() for x in tensors):
-        rows, width = 1, rows * width
-    tile = _tile(width)
-    return (rows * triton.cdiv(width, tile.block),), width, strides, tile
-
-
 @operator("chronicals::glu_forward")
 def _forward(
     gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool
@@ -171,7 +166,7 @@ def _forward(
     y = with_padding(gate, gate.shape, padding)
     amax = new_amax(gate, finds_amax)
     if gate.numel():
-        grid, width, strides, tile = _grid([gate, up, y])
+        grid, width, strides, tile = _launch([gate, up, y])
         _glu_forward_kernel[grid](
             gate,
             up,
@@ -198,68 +193,59 @@ def _(
 
 
 @operator("chronicals::glu_backward")
-def _backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    d_gate = gate.new_empty(gate.shape)
-    d_up = gate.new_empty(gate.shape)
-    _launch_backward(dy, gate, up, d_gate, d_up, None, activation)
-    return d_gate, d_up
-
-
-@torch.library.register_fake(_backward)
-def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-
-
-@operator("chronicals::glu_of_both_backward")
-def _backward_of_both(
-    dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor]:
-    """Launch the backward kernel for a merged product ``both`` ``[T, 2F]``.
-
-    Returns:
-        The gradient of ``both``, and its amax cell, ``absent`` if not wanted.
-    """
-    d_both = with_padding(both, both.shape, padding)
-    amax = new_amax(both, finds_amax)
-    (gate, up) = both.chunk(2, -1)
-    (d_gate, d_up) = d_both.chunk(2, -1)
-    _launch_backward(dy, gate, up, d_gate, d_up, amax if finds_amax else None, activation)
-    return d_both, amax
-
-
-@torch.library.register_fake(_backward_of_both)
-def _(
-    dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool
-) -> tuple[Tensor, Tensor]:
-    return with_padding(both, both.shape, padding), new_amax(both, finds_amax)
-
-
-def _launch_backward(
+def _backward(
     dy: Tensor,
     gate: Tensor,
     up: Tensor,
-    d_gate: Tensor,
-    d_up: Tensor,
-    amax: Tensor | None,
     activation: str,
-) -> None:
+    merged: bool,
+    padding: int,
+    finds_amax: bool,
+) -> list[Tensor]:
+    """Launch the backward kernel.
+
+    Returns:
+        The gradients of gate and up, or if ``merged`` one tensor ``[T, 2F]`` of both with
+        ``padding`` free columns behind each row; then its amax cell, ``absent`` if not wanted.
+    """
+    *gradients, amax = _gradients(dy, gate, up, activation, merged, padding, finds_amax)
+    d_gate, d_up = gradients[0].chunk(2, -1) if merged else gradients
     if dy.numel():
-        grid, width, strides, tile = _grid([dy, gate, up, d_gate, d_up])
+        grid, width, strides, tile = _launch([dy, gate, up, d_gate, d_up])
         _glu_backward_kernel[grid](
             dy,
             gate,
             up,
             d_gate,
             d_up,
-            amax,
+            amax if finds_amax else None,
             width,
             *strides,
             activation,
-            amax is not None,
+            finds_amax,
             tile.block,
             num_warps=tile.warps,
             enable_fp_fusion=False,
         )
+    return [*gradients, amax]
+
+
+@torch.library.register_fake(_backward)
+def _gradients(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    merged: bool,
+    padding: int,
+    finds_amax: bool,
+) -> list[Tensor]:
+    """Allocate what ``_backward`` returns."""
+    amax = new_amax(gate, finds_amax)
+    if not merged:
+        return [gate.new_empty(gate.shape), gate.new_empty(gate.shape), amax]
+    rows, width = gate.shape
+    return [with_padding(gate, (rows, 2 * width), padding), amax]
 
 
 class _GLU(torch.autograd.Function):
@@ -274,7 +260,9 @@ class _GLU(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        d_gate, d_up = _backward(in_rows(dy), *ctx.saved_tensors, ctx.activation)
+        d_gate, d_up, _ = _backward(
+            in_rows(dy), *ctx.saved_tensors, ctx.activation, False, 0, False
+        )
         return d_gate.view(dy.shape), d_up.view(dy.shape)
 
 
@@ -290,7 +278,7 @@ class _GLUOfBoth(torch.autograd.Function):
         gradient_amax: Amax | None,
     ) -> Tensor:
         ctx.save_for_backward(both)
-        ctx.options = (activation, gradient_padding, gradient_amax is not None)
+        ctx.options = (activation, True, gradient_padding, gradient_amax is not None)
         ctx.amax = gradient_amax
         y, cell = _forward(*both.chunk(2, -1), activation, padding, amax is not None)
         return with_amax(amax, own_tensor(y), cell)
@@ -298,9 +286,9 @@ class _GLUOfBoth(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (
-            with_amax(ctx.amax, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)),
-        )
+        (both,) = ctx.saved_tensors
+        d_both, cell = _backward(in_rows(dy), *both.chunk(2, -1), *ctx.options)
+        return (with_amax(ctx.amax, d_both, cell),)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -66,11 +66,11 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of all elements of ``tensors``, an fp32 scalar on their device; 0 for none."""
     if not tensors:
         return torch.zeros(())
-    tables = _tables_by_type(tensors)
+    tables = norm_tables(tensors)
     if tables is None:
         return gradient_norm_reference(tensors)
     shares_of_types = []
-    for kind, table in tables:
+    for kind, table in tables.items():
         device = table.sizes.device
         chunks = len(table.tensors)
         programs = max(1, min(chunks, NORM_PROGRAMS * multiprocessors(device)))
@@ -90,22 +90,21 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(shares_of_types).sum().sqrt()
 
 
-def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Build and return the device tensors that launches for ``tensors`` read as tables."""
-    tables = _tables_by_type(tensors) if tensors else None
-    return [x for _, table in tables or [] for x in table.on_device]
+def norm_tables(tensors: Sequence[Tensor]) -> dict[torch.dtype, Table] | None:
+    """Return the tables that launches for the tensors read, one for each dtype.
 
-
-def _tables_by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]] | None:
-    """Return a table for the tensors of each dtype, or None if no kernel takes the tensors."""
+    None if no kernel takes them. Tables are cached: a launch that is captured in a CUDA graph must
+    find its own there.
+    """
     if (
-        not runs_triton(*tensors)
+        not tensors
+        or not runs_triton(*tensors)
         or not all(x.is_contiguous() for x in tensors)
         or len({x.device for x in tensors}) > 1
     ):
         return None
     kinds = dict.fromkeys(x.dtype for x in tensors)
-    return [(kind, table_of([[x for x in tensors if x.dtype == kind]])) for kind in kinds]
+    return {kind: table_of([[x for x in tensors if x.dtype == kind]]) for kind in kinds}
 
 
 def gradient_norm_reference(tensors: Sequence[Tensor]) -> Tensor:

@@ -787,10 +787,6 @@ def check_product(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> N
         )
 
 
-def _rows(x: Tensor, to: Dispatch, of_tokens: bool) -> Tensor:
-    return x[to.order_S.long() // to.each] if of_tokens else x
-
-
 def grouped_product_reference(
     x: Tensor,
     weight: Tensor,
@@ -802,7 +798,7 @@ def grouped_product_reference(
 ) -> Tensor:
     """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""
     bounds = to.bounds.tolist()
-    rows = _rows(x, to, of_tokens)
+    rows = x[to.order_S.long() // to.each] if of_tokens else x
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.new_empty(len(rows), weight.shape[1])
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
@@ -824,8 +820,9 @@ def grouped_weight_gradient_reference(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``grouped_weight_gradient`` in plain torch, expert by expert."""
-    a = _rows(a, to, of_tokens == GATHER_FIRST)
-    b = _rows(b, to, of_tokens == GATHER_SECOND)
+    tokens = to.order_S.long() // to.each
+    a = a[tokens] if of_tokens == GATHER_FIRST else a
+    b = b[tokens] if of_tokens == GATHER_SECOND else b
     bounds = to.bounds.tolist()
     wide = torch.promote_types(a.dtype, torch.float32)
     out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)

@@ -7,6 +7,7 @@ import mmap
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,19 +25,20 @@ HOST_ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
 
 
+@dataclass(eq=False)
 class PinnedMemory:
     """Pinned bytes, allocated once and kept until ``release``.
 
-    Args:
+    Attributes:
         registered: bytes pinned by one call, ``PIN_CALL_BYTES`` by default. No copy to or from a
             card may cross a multiple of it.
+        size: bytes allocated.
     """
 
-    def __init__(self, registered: int | None = None) -> None:
-        self.size = 0
-        self._registered = registered
-        self._map: mmap.mmap | None = None
-        self._chunks: list[Tensor] = []
+    registered: int | None = None
+    size: int = field(default=0, init=False)
+    _map: mmap.mmap | None = field(default=None, init=False)
+    _chunks: list[Tensor] = field(default_factory=list, init=False)
 
     def allocate(self, size: int) -> None:
         """Grow to at least ``size`` bytes. If this grows, tensors in the memory become invalid."""
@@ -48,7 +50,7 @@ class PinnedMemory:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         runtime = torch.cuda.cudart()
         for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(
-            self._registered or PIN_CALL_BYTES
+            self.registered or PIN_CALL_BYTES
         ):
             chunk.zero_()  # the system allocates the pages here and not in the driver's call
             if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)):

@@ -47,8 +47,7 @@ from chronicals.kernels.qk_rope import (
     load_turn,
     qk_rope_reference,
     store_pairs,
-    strides_of_heads,
-    strides_of_tables,
+    strides_of,
 )
 from chronicals.kernels.rmsnorm import rmsnorm_reference
 
@@ -59,14 +58,29 @@ Few, since each thread holds its share of the weights' gradients and two loads i
 """
 
 
-def _tile(half: int, rest: int, backward: bool) -> Tile:
-    """Return the tile for ``half`` pairs a head and ``rest`` further channels."""
+def _launch(
+    q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
+) -> tuple[Tile, tuple[int | bool, ...]]:
+    """Return the tile, and the compile-time arguments that both kernels share."""
+    half = cos.shape[-1] // 2
+    behind = q.shape[-1] - cos.shape[-1]
+    rest = next_power_of_2(behind) if behind else 0
     # 8 pairs a thread. Measured forward on an H200 at head widths 64, 128 and 256: 0.78 of the
     # copy rate each; 16 pairs a thread reach 0.55.
     block = next_power_of_2(half)
+    tile = Tile(16, block, warps=min(8, max(1, block // 16)))
     if backward:
-        return Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=4)
-    return Tile(16, block, warps=min(8, max(1, block // 16)))
+        tile = Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=4)
+    return tile, (
+        q.shape[1],
+        k.shape[1],
+        tile.rows,
+        q.shape[-1],
+        half,
+        tile.block,
+        rest,
+        interleaved,
+    )
 
 
 @triton.jit
@@ -564,26 +578,6 @@ def _qk_norm_rope_backward_kernel(
             )
 
 
-def _constants(
-    q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool
-) -> tuple[Tile, tuple[int | bool, ...]]:
-    """Return the tile, and the compile-time arguments that both kernels share."""
-    half = cos.shape[-1] // 2
-    behind = q.shape[-1] - cos.shape[-1]
-    rest = next_power_of_2(behind) if behind else 0
-    tile = _tile(half, rest, backward)
-    return tile, (
-        q.shape[1],
-        k.shape[1],
-        tile.rows,
-        q.shape[-1],
-        half,
-        tile.block,
-        rest,
-        interleaved,
-    )
-
-
 @operator("chronicals::qk_norm_rope_forward")
 def _forward(
     q: Tensor,
@@ -607,7 +601,7 @@ def _forward(
     positions = q.shape[0] * q.shape[2]
     length = q.shape[2]
     if positions:
-        tile, constants = _constants(q, k, cos, interleaved, backward=False)
+        tile, constants = _launch(q, k, cos, interleaved, backward=False)
         _qk_norm_rope_forward_kernel[
             (triton.cdiv(positions, tile.rows) * (q.shape[1] + k.shape[1]),)
         ](
@@ -623,8 +617,7 @@ def _forward(
             k_rstd,
             positions,
             length,
-            *strides_of_heads(q, k, q_out, k_out),
-            *strides_of_tables(cos),
+            *strides_of(cos, q, k, q_out, k_out),
             eps,
             offset,
             *constants,
@@ -656,6 +649,7 @@ def _outputs(
 def _backward(
     dq_out: Tensor,
     dk_out: Tensor,
+    dv: Tensor | None,
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -667,65 +661,56 @@ def _backward(
     offset: float,
     interleaved: bool,
     wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel.
+    padding: int,
+    finds_amax: bool,
+) -> list[Tensor]:
+    """Launch the backward kernel: on ``[B, H or K, S, D]``, or with ``dv`` on ``[T, H or K, D]``.
 
     Returns:
-        dq, dk, and fp32 ``[2, D]`` with the gradients of both weights, ``[2, 0]`` if not wanted.
+        dq and dk, or with ``dv`` the gradient of the merged product, ``[T, (H + 2K) · D]``; fp32
+        ``[2, D]`` with the gradients of both weights, ``[2, 0]`` if not wanted; and the amax cell
+        of the first, ``absent`` if not wanted.
     """
-    dq = torch.empty_like(q)
-    dk = torch.empty_like(k)
-    return (
-        dq,
-        dk,
-        _launch_backward(
-            dq_out,
-            dk_out,
+    *gradients, sums, amax = _gradients(
+        dq_out,
+        dk_out,
+        dv,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        q_rstd,
+        k_rstd,
+        offset,
+        interleaved,
+        wants_weights,
+        padding,
+        finds_amax,
+    )
+    if dv is None:
+        dq, dk = gradients
+        # Placeholders, of which the kernel copies no heads.
+        values, place = dk_out, dk
+        v_heads = 0
+    else:
+        packed = (
+            dense(dq_out),
+            dense(dk_out),
             q,
             k,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            q_rstd,
-            k_rstd,
-            dq,
-            dk,
-            offset,
-            interleaved,
-            wants_weights,
-        ),
-    )
-
-
-def _launch_backward(
-    dq_out: Tensor,
-    dk_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    offset: float,
-    interleaved: bool,
-    wants_weights: bool,
-    copied: tuple[Tensor, Tensor] | None = None,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """Write dq and dk and return the gradients of both weights, fp32 ``[2, D]`` or ``[2, 0]``.
-
-    ``copied`` is the values' gradient and the tensor that it is copied to, ``amax`` a cell that is
-    raised to the largest absolute value of all that is written.
-    """
-    (batch, q_heads, length, width) = q.shape
+            *heads_of(gradients[0], q.shape[1], k.shape[1]),
+            dense(dv),
+        )
+        dq_out, dk_out, q, k, dq, dk, place, values = (x.transpose(0, 1)[None] for x in packed)
+        cos = cos[None]
+        sin = sin[None]
+        v_heads = values.shape[1]
+    batch, q_heads, length, width = q.shape
     k_heads = k.shape[1]
     positions = batch * length
-    tile, constants = _constants(q, k, cos, interleaved, backward=True)
+    tile, constants = _launch(q, k, cos, interleaved, backward=True)
     programs = multiprocessors(q.device) * max(1, QK_NORM_ROPE_BACKWARD_WARPS // tile.warps)
     of_q, of_k = (
         min(
@@ -735,13 +720,11 @@ def _launch_backward(
         for heads in (q_heads, k_heads)
     )
     shares = q.new_empty((of_q + of_k, width if wants_weights else 0), dtype=torch.float32)
-    dv, place = copied or (dk_out, dk)
-    v_heads = dv.shape[1] if copied else 0
     if positions:
         _qk_norm_rope_backward_kernel[(of_q + of_k + triton.cdiv(positions * v_heads, tile.rows),)](
             dq_out,
             dk_out,
-            dv,
+            values,
             q,
             k,
             q_weight,
@@ -754,52 +737,29 @@ def _launch_backward(
             dk,
             place,
             shares,
-            amax,
+            amax if finds_amax else None,
             of_q,
             of_k,
             positions,
             length,
-            *strides_of_heads(dq_out, dk_out, dv, q, k, dq, dk, place),
-            *strides_of_tables(cos),
+            *strides_of(cos, dq_out, dk_out, values, q, k, dq, dk, place),
             offset,
             *constants,
             wants_weights,
             v_heads,
             next_power_of_2(width),
-            amax is not None,
+            finds_amax,
             num_warps=tile.warps,
         )
-    return torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)))
+    torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)), out=sums)
+    return [*gradients, sums, amax]
 
 
 @torch.library.register_fake(_backward)
-def _(
+def _gradients(
     dq_out: Tensor,
     dk_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    offset: float,
-    interleaved: bool,
-    wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(q),
-        torch.empty_like(k),
-        q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32),
-    )
-
-
-@operator("chronicals::qkv_norm_rope_backward")
-def _merged_backward(
-    dq_out: Tensor,
-    dk_out: Tensor,
-    dv: Tensor,
+    dv: Tensor | None,
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -813,67 +773,13 @@ def _merged_backward(
     wants_weights: bool,
     padding: int,
     finds_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for a merged product; q, k and gradients are ``[T, H or K, D]``.
-
-    Returns:
-        The gradient ``[T, (H + 2K) · D]``, those of both weights, fp32 ``[2, D]`` or ``[2, 0]``,
-        and the amax cell of the first, ``absent`` if not wanted.
-    """
-    d_qkv = gradient_like(dq_out, dk_out, dv, padding)
-    amax = new_amax(q, finds_amax)
-    packed = (
-        dense(dq_out),
-        dense(dk_out),
-        q,
-        k,
-        *heads_of(d_qkv, q.shape[1], k.shape[1]),
-        dense(dv),
-    )
-    dq_out, dk_out, q, k, dq, dk, place, dv = (x.transpose(0, 1)[None] for x in packed)
-    sums = _launch_backward(
-        dq_out,
-        dk_out,
-        q,
-        k,
-        q_weight,
-        k_weight,
-        cos[None],
-        sin[None],
-        q_rstd,
-        k_rstd,
-        dq,
-        dk,
-        offset,
-        interleaved,
-        wants_weights,
-        (dv, place),
-        amax if finds_amax else None,
-    )
-    return d_qkv, sums, amax
-
-
-@torch.library.register_fake(_merged_backward)
-def _(
-    dq_out: Tensor,
-    dk_out: Tensor,
-    dv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    offset: float,
-    interleaved: bool,
-    wants_weights: bool,
-    padding: int,
-    finds_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
+    """Allocate what ``_backward`` returns."""
     sums = q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
-    return gradient_like(dq_out, dk_out, dv, padding), sums, new_amax(q, finds_amax)
+    amax = new_amax(q, finds_amax)
+    if dv is None:
+        return [torch.empty_like(q), torch.empty_like(k), sums, amax]
+    return [gradient_like(dq_out, dk_out, dv, padding), sums, amax]
 
 
 class _MergedQKNormRope(torch.autograd.Function):
@@ -911,7 +817,7 @@ class _MergedQKNormRope(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:3]
         (offset, interleaved, padding) = ctx.options
         options = offset, interleaved, any(wanted), padding, ctx.amax is not None
-        d_qkv, sums, cell = _merged_backward(*gradients, *saved, *options)
+        d_qkv, sums, cell = _backward(*gradients, *saved, *options)
         of_weights = (
             (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4]))
             if any(wanted)
@@ -946,9 +852,8 @@ class _QKNormRope(torch.autograd.Function):
     def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:4]
-        dq, dk, sums = _backward(
-            dense(dq_out), dense(dk_out), *saved, ctx.offset, ctx.interleaved, any(wanted)
-        )
+        options = ctx.offset, ctx.interleaved, any(wanted), 0, False
+        dq, dk, sums, _ = _backward(dense(dq_out), dense(dk_out), None, *saved, *options)
         of_weights = (
             (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4]))
             if any(wanted)

@@ -338,14 +338,13 @@ def _qk_rope_kernel(
             )
 
 
-def strides_of_heads(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, token and head of each tensor ``[B, H, S, D]``."""
-    return [x.stride(dim) for x in tensors for dim in (0, 2, 1)]
+def strides_of(cos: Tensor, *of_heads: Tensor) -> list[int]:
+    """Return strides of batch, token and head of each tensor ``[B, H, S, D]``; of a table the first two.
 
-
-def strides_of_tables(cos: Tensor) -> tuple[int, int]:
-    """Return the strides of batch and token of a table; 0 for a batch that all share."""
-    return cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+    That of the batch is 0 for a table that all of it share.
+    """
+    strides = [x.stride(dim) for x in of_heads for dim in (0, 2, 1)]
+    return [*strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)]
 
 
 def _launch(
@@ -397,8 +396,7 @@ def _launch(
         amax,
         positions,
         length,
-        *strides_of_heads(q, k, v, q_out, k_out, v_out),
-        *strides_of_tables(cos),
+        *strides_of(cos, q, k, v, q_out, k_out, v_out),
         q_heads,
         k_heads,
         v_heads,
@@ -417,21 +415,52 @@ def _launch(
 
 @operator("chronicals::qk_rope")
 def _rotate_both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inverse: bool,
+    padding: int,
+    finds_amax: bool,
+) -> list[Tensor]:
+    """Rotate q and k ``[B, H or K, S, D]``, or with ``v`` ``[T, H or K, D]`` into a merged tensor.
+
+    Returns:
+        Both, or with ``v`` all three side by side, ``[T, (H + 2K) · D]``; then the amax cell,
+        ``absent`` if not wanted.
+    """
     q = dense(q)
     k = dense(k)
-    q_out = torch.empty_like(q)
-    k_out = torch.empty_like(k)
-    _launch(q, k, q_out, k_out, cos, sin, interleaved, inverse)
-    return q_out, k_out
+    *results, amax = _outputs(q, k, v, cos, sin, interleaved, inverse, padding, finds_amax)
+    cell = amax if finds_amax else None
+    if v is None:
+        _launch(q, k, *results, cos, sin, interleaved, inverse, None, cell)
+    else:
+        of_qkv = heads_of(results[0], q.shape[1], k.shape[1])
+        q, k, v, of_q, of_k, of_v = (x.transpose(0, 1)[None] for x in (q, k, dense(v), *of_qkv))
+        _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, inverse, (v, of_v), cell)
+    return [*results, amax]
 
 
 @torch.library.register_fake(_rotate_both)
-def _(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dense(q)), torch.empty_like(dense(k))
+def _outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inverse: bool,
+    padding: int,
+    finds_amax: bool,
+) -> list[Tensor]:
+    """Allocate what ``_rotate_both`` returns."""
+    amax = new_amax(q, finds_amax)
+    if v is None:
+        return [torch.empty_like(dense(q)), torch.empty_like(dense(k)), amax]
+    return [gradient_like(q, k, v, padding), amax]
 
 
 @operator("chronicals::qk_rope_", mutates=("q", "k"))
@@ -456,7 +485,8 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         if not in_place:
-            return _rotate_both(q, k, cos, sin, interleaved, False)
+            of_q, of_k, _ = _rotate_both(q, k, None, cos, sin, interleaved, False, 0, False)
+            return of_q, of_k
         _rotate_in_place(q, k, cos, sin, interleaved)
         # Not mark_dirty: it refuses views, and a model's q and k are views of one product.
         return q.detach(), k.detach()
@@ -464,42 +494,9 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True)
-
-
-@operator("chronicals::qkv_rope_backward")
-def _merged_gradient(
-    d_q: Tensor,
-    d_k: Tensor,
-    d_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    padding: int,
-    finds_amax: bool,
-) -> tuple[Tensor, Tensor]:
-    """Rotate the gradients of q and k back and put all three, ``[T, H or K, D]``, side by side.
-
-    Returns:
-        ``[T, (H + 2K) · D]``, and its amax cell, ``absent`` if not wanted.
-    """
-    d_qkv = gradient_like(d_q, d_k, d_v, padding)
-    amax = new_amax(d_q, finds_amax)
-    of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
-    q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
-    _launch(
-        q,
-        k,
-        of_q,
-        of_k,
-        cos[None],
-        sin[None],
-        interleaved,
-        True,
-        (v, of_v),
-        amax if finds_amax else None,
-    )
-    return d_qkv, amax
+        options = ctx.interleaved, True, 0, False
+        of_q, of_k, _ = _rotate_both(d_q, d_k, None, *ctx.saved_tensors, *options)
+        return of_q, of_k
 
 
 def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, padding: int) -> Tensor:
@@ -507,20 +504,6 @@ def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, padding: int) -> Tensor
     return with_padding(
         d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), padding
     )
-
-
-@torch.library.register_fake(_merged_gradient)
-def _(
-    d_q: Tensor,
-    d_k: Tensor,
-    d_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    padding: int,
-    finds_amax: bool,
-) -> tuple[Tensor, Tensor]:
-    return gradient_like(d_q, d_k, d_v, padding), new_amax(d_q, finds_amax)
 
 
 def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -541,7 +524,7 @@ class _MergedRotation(torch.autograd.Function):
         amax: Amax | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.options = (interleaved, padding, amax is not None)
+        ctx.options = (interleaved, True, padding, amax is not None)
         ctx.amax = amax
         q, k, v = heads_of(qkv, *heads)
         _rotate_in_place(
@@ -552,9 +535,8 @@ class _MergedRotation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            with_amax(ctx.amax, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)),
-        )
+        d_qkv, cell = _rotate_both(*gradients, *ctx.saved_tensors, *ctx.options)
+        return (with_amax(ctx.amax, d_qkv, cell),)
 
 
 def fused_qk_rope(

@@ -44,7 +44,7 @@ from chronicals.lora.magnitude import (
 )
 from chronicals.lora.stacked_experts import has_hooks
 from chronicals.lora.tokens import TrainedTokens
-from chronicals.models.linear import register_adapter_reader
+from chronicals.models.linear import ADAPTER_READERS
 from chronicals.models.routed_experts import is_of_head
 from chronicals.quantization import is_linear, packed_weight
 
@@ -324,7 +324,7 @@ def _read_adapter(layer: LoRALinear) -> tuple[Adapter, bool]:
     return adapter, matrices is not None
 
 
-register_adapter_reader(LoRALinear, _read_adapter)
+ADAPTER_READERS[LoRALinear] = _read_adapter
 
 
 def start_matrices(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,8 @@ class ActivationOffload:
                 if device.type == "cuda":
                     self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.moved = 0
-            tape = _Tape(self, {p.untyped_storage().data_ptr() for p in module.parameters()})
+            weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+            tape = _Tape(self, weights, device, self.streams)
             hooks = saved_tensors_hooks(tape.pack, tape.unpack)
             hooks.__enter__()
         self._passes.append(hooks)
@@ -178,10 +179,15 @@ class _Place:
     offset: int | torch.SymInt
 
 
+@dataclass(eq=False)
 class _Tape:
     """One forward pass and the backward passes through it.
 
     Attributes:
+        owner: makes the host buffers and sets the limits.
+        weights: addresses of the module's weights.
+        device: the module's device, during this pass.
+        streams: of copies to and from the host; None if the device is no GPU.
         saved: offloaded storages in order; autograd keeps them alive.
         leaving: copies to the host that may still run, oldest first.
         coming: bytes being prefetched, by number.
@@ -189,16 +195,15 @@ class _Tape:
         joins: True if the end of the backward pass is set to wait for the copy streams.
     """
 
-    def __init__(self, owner: ActivationOffload, weights: set[int]):
-        self.owner = owner
-        self.weights = weights
-        self.device = owner.device
-        self.streams = owner.streams
-        self.saved: list[weakref.ref[_Saved]] = []
-        self.leaving: deque[_Saved] = deque()
-        self.coming: dict[int, int] = {}
-        self.used: set[torch.cuda.Stream] = set()
-        self.joins = False
+    owner: ActivationOffload
+    weights: set[int]
+    device: torch.device
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None
+    saved: list[weakref.ref[_Saved]] = field(default_factory=list)
+    leaving: deque[_Saved] = field(default_factory=deque)
+    coming: dict[int, int] = field(default_factory=dict)
+    used: set[torch.cuda.Stream] = field(default_factory=set)
+    joins: bool = False
 
     # --- forward pass ---
 
@@ -223,27 +228,24 @@ class _Tape:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             saved = _Saved(self.owner, len(self.saved), tensor)
             self.saved.append(weakref.ref(saved))
-            self._copy_out(saved)
+            self.leaving.append(saved)
+            assert saved.here is not None
+            if self.streams is None:
+                saved.host.copy_(saved.here)
+            else:
+                out = self.streams[0]
+                self.used.add(out)
+                out.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(out):
+                    saved.host.copy_(saved.here, non_blocking=True)
+                    saved.event = out.record_event()
+            # The forward pass waits here if copies are slower than computation.
+            while sum(other.host.nbytes for other in self.leaving) > self.owner.window:
+                oldest = self.leaving.popleft()
+                self._wait_for(oldest)
+                oldest.free_device_memory()
         saved.uses += 1
         return _Place(saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def _copy_out(self, saved: _Saved) -> None:
-        self.leaving.append(saved)
-        assert saved.here is not None
-        if self.streams is None:
-            saved.host.copy_(saved.here)
-        else:
-            out = self.streams[0]
-            self.used.add(out)
-            out.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(out):
-                saved.host.copy_(saved.here, non_blocking=True)
-                saved.event = out.record_event()
-        # The forward pass waits here if copies are slower than computation.
-        while sum(other.host.nbytes for other in self.leaving) > self.owner.window:
-            oldest = self.leaving.popleft()
-            self._wait_for(oldest)
-            oldest.free_device_memory()
 
     def _wait_for(self, saved: _Saved) -> None:
         if saved.event is not None:

@@ -195,8 +195,11 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
     parameters = list(model.parameters())
     device = parameters[0].device
     floats = [p for p in parameters if p.is_floating_point()]
-    head = _stored(model.get_output_embeddings())
-    tables = {id(_stored(model.get_input_embeddings())), id(head)}
+    # The weights themselves, without adapters.
+    inputs = model.get_input_embeddings()
+    outputs = model.get_output_embeddings()
+    head = getattr(outputs, "base_layer", outputs).weight
+    tables = {id(getattr(inputs, "base_layer", inputs).weight), id(head)}
     fixed = 0.0
     for parameter in floats:
         frozen = step.element if id(parameter) in tables else weights.frozen
@@ -332,8 +335,3 @@ def _quantised(model: Any, layers: int, size: int) -> int:
                 if scales is not None:
                     beside += scales.absmax.nbytes + scales.code.nbytes
     return codes + beside + values // layers * size
-
-
-def _stored(layer: Any) -> torch.Tensor:
-    """Return the weight of a layer without its adapter."""
-    return getattr(layer, "base_layer", layer).weight

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -124,15 +125,15 @@ def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
     return _Running(False), _Running(True)
 
 
+@dataclass
 class _Running:
     """A context that sets ``runs_again``.
 
     torch enters the one for the recomputation again in every backward pass.
     """
 
-    def __init__(self, again: bool):
-        self.again = again
-        self.before: list[bool] = []
+    again: bool
+    before: list[bool] = field(default_factory=list)
 
     def __enter__(self) -> None:
         self.before.append(runs_again())
@@ -229,7 +230,7 @@ def tiled(
     """
     tile = tile or TILE
     if len(x) <= tile:
-        with first_and_again()[0] if tells else nullcontext():
+        with _Running(False) if tells else nullcontext():
             return function(x)
     parts = x.split(tile)
     if not torch.is_grad_enabled():

@@ -42,9 +42,9 @@ from chronicals.moe.attention import ChronicalsMoeRotaryEmbedding, LatentAttenti
 from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
 from chronicals.moe.experts import MixtureOfExperts, RoutedExperts, TopKRouter
 from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
-from chronicals.versions import cache_name
+from chronicals.versions import CACHE_RENAMED, transformers_before
 
-CACHE = cache_name()
+CACHE = "past_key_values" if transformers_before(CACHE_RENAMED) else "cache"
 """Name of the cache in the arguments and outputs of a model."""
 
 

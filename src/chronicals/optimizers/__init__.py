@@ -1,12 +1,12 @@
 """Optimizers and learning-rate schedules."""
 
-from chronicals.optimizers.adam_8bit import (
+from chronicals.optimizers.adamw import (
     Adam8bit,
+    FusedAdamW,
     keep_full_moments,
     moment_bytes,
     moments_in_8_bits,
 )
-from chronicals.optimizers.adamw import FusedAdamW
 from chronicals.optimizers.host_states import HostStates, buffer_bytes, states_in_host_memory
 from chronicals.optimizers.learning_rates import (
     SCHEDULES,

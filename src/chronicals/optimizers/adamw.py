@@ -17,11 +17,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from chronicals.kernels.adamw import Tensors, fused_adamw_, looked_up, split_master
-from chronicals.kernels.adamw_8bit import QuantizedTensors, adamw_8bit_, looked_up_in_8_bits
+from chronicals.kernels.adamw import Tensors, fused_adamw_, split_master
+from chronicals.kernels.adamw_8bit import (
+    MOMENT_BLOCK,
+    QuantizedTensors,
+    adamw_8bit_,
+    quantize_moment,
+)
 from chronicals.optimizers.host_states import HostStates
+
+MIN_8BIT_ELEMENTS = 4096
+"""Weights with fewer elements keep fp32 moments."""
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -120,36 +128,24 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.refresh_rates()
-        self._update(
-            [parameter for group in self.param_groups for parameter in group["params"]],
-            factor,
-            apply,
-            used,
-        )
+        self.step_of(self.weights, factor, apply, used)
         return loss
 
     @torch.no_grad()
-    def step_of(self, parameters: Sequence[Tensor], apply: Tensor | None = None) -> None:
-        """Update only these weights. Call ``refresh_rates`` once before the parts of a step.
+    def step_of(
+        self,
+        parameters: Sequence[Tensor],
+        factor: Tensor | None = None,
+        apply: Tensor | None = None,
+        used: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Update only these weights; the other arguments are those of ``step``.
+
+        Call ``refresh_rates`` once before the parts of a step.
 
         Raises:
             ValueError: a weight is in no group.
         """
-        known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        for parameter in parameters:
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
-                )
-        self._update(parameters, None, apply)
-
-    def _update(
-        self,
-        parameters: Sequence[Tensor],
-        factor: Tensor | None,
-        apply: Tensor | None,
-        used: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
         everywhere = apply
         launches = self._launches(parameters)
         with nullcontext() if self.host is None else self.host.updating():
@@ -173,8 +169,17 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Each is the number of a group, the group, and the tensors of one launch: those of one
         device and the same dtypes of weight, gradient and moments, with or without a master.
+
+        Raises:
+            ValueError: a weight is in no group.
         """
         wanted = {id(parameter) for parameter in parameters}
+        known = {id(weight) for weight in self.weights}
+        for parameter in parameters:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
+                )
         launches: dict[tuple[object, ...], tuple[int, dict[str, Any], Tensors]] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -226,11 +231,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 launched = [part for tensors in launched for part in self.host.parts_of(tensors)]
         for tensors in launched:
             if tensors.weights[0].is_cuda:
-                tables += (
-                    looked_up_in_8_bits(tensors)
-                    if isinstance(tensors, QuantizedTensors)
-                    else looked_up(tensors)
-                )
+                for table in tensors.tables():
+                    tables += table.on_device
         return tables
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,8 +343,7 @@ class FusedAdamW(torch.optim.Optimizer):
         before = self.state
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters):
+        for number, parameter in zip(numbers, self.weights):
             if number in state_dict["state"]:
                 # Pinned memory is freed only with the optimizer, so existing states are reused.
                 if self.host is not None and parameter in before:
@@ -374,6 +375,85 @@ class FusedAdamW(torch.optim.Optimizer):
             tensor.copy_(state[name])
         if "low" in states:
             self._versions[parameter] = _stamp(parameter)
+
+
+class Adam8bit(FusedAdamW):
+    """``FusedAdamW`` whose moments are in 8 bits (Dettmers et al., 2022): 2.03 bytes a weight, not 8.
+
+    Vectors and small matrices keep fp32 moments. ``"full_moments"`` in a group decides for all its
+    weights whether their moments are in fp32. Those of embeddings should be, since their gradients
+    differ most between rows (ibid., section 2.3).
+    """
+
+    def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return initial moments: uint8 codes of zero with fp32 scales, or fp32 moments."""
+        group = next(
+            group
+            for group in self.param_groups
+            if any(parameter is member for member in group["params"])
+        )
+        is_large = parameter.ndim >= 2 and parameter.numel() >= MIN_8BIT_ELEMENTS
+        if group.get("full_moments", not is_large):
+            return super()._new_moments(parameter)
+        states: dict[str, Tensor] = {}
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            codes, _ = quantize_moment(torch.zeros(1), signed)
+            scales = torch.empty(-(-parameter.numel() // MOMENT_BLOCK), device="meta")
+            states[name] = self._filled(parameter, parameter, int(codes), torch.uint8)
+            states[f"{name}_amax"] = self._filled(parameter, scales, 0)
+        return states
+
+
+def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split each group in two: weights with 8-bit moments, and weights with fp32 moments.
+
+    ``Adam8bit`` keeps fp32 moments of the embeddings and small weights of ``model``.
+    """
+    narrow = {id(p) for p in moments_in_8_bits(model)}
+    halves = []
+    for group in groups:
+        for full in (False, True):
+            halves.append(
+                {
+                    **group,
+                    "params": [p for p in group["params"] if (id(p) not in narrow) == full],
+                    "full_moments": full,
+                }
+            )
+    return [group for group in halves if group["params"]]
+
+
+def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
+    """Return the trained weights of ``model`` that have 8-bit moments by ``keep_full_moments``."""
+    # Embeddings, with tied heads, adapters of embeddings and trained tokens.
+    tables = {
+        id(p)
+        for name, p in model.named_parameters()
+        if "lora_embedding" in name or "lora_tokens" in name
+    }
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            tables |= {id(p) for p in module.parameters(recurse=False)}
+    return [
+        p
+        for p in model.parameters()
+        if p.requires_grad
+        and p.ndim >= 2
+        and p.numel() >= MIN_8BIT_ELEMENTS
+        and id(p) not in tables
+    ]
+
+
+def moment_bytes(model: nn.Module, weights: Iterable[Tensor]) -> int:
+    """Return the bytes of both moments of some trained weights of ``model``, scales included.
+
+    Their groups must be from ``keep_full_moments``.
+    """
+    narrow = {id(p) for p in moments_in_8_bits(model)}
+    return sum(
+        2 * (p.numel() + 4 * -(-p.numel() // MOMENT_BLOCK)) if id(p) in narrow else 8 * p.numel()
+        for p in weights
+    )
 
 
 def _stamp(parameter: Tensor) -> tuple[int, int]:

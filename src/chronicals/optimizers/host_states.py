@@ -31,12 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.adamw import LaunchPart, Tensors, count_step_, fused_adamw_part_
-from chronicals.kernels.adamw_8bit import CHUNK_8BIT as CHUNK_IN_8_BITS
-from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_part_
+from chronicals.kernels.adamw import LaunchPart, Tensors, count_step_, fused_adamw_
+from chronicals.kernels.adamw_8bit import MOMENT_BLOCK, QuantizedTensors, adamw_8bit_
 from chronicals.kernels.host_memory import PinnedTensors
 from chronicals.kernels.products import HIGH_PRIORITY
-from chronicals.kernels.tensor_lists import LIST_CHUNK
 
 BUFFER_COUNT = 3
 """Buffers on a device: one for a part that arrives, one that is updated, and one that leaves."""
@@ -143,18 +141,16 @@ class HostStates:
         Arguments and results are those of these functions. Call it inside ``updating``.
         """
         whole = LaunchPart.whole(tensors, betas)
-        run: Callable[..., None] = fused_adamw_part_
+        run: Callable[..., None] = fused_adamw_
         if isinstance(tensors, QuantizedTensors):
-            run = adamw_8bit_part_
+            run = adamw_8bit_
+        lane = self._lane(tensors.weights[0].device)
         dense = replace(
             tensors, weights=_dense(tensors.weights), gradients=_dense(tensors.gradients)
         )
+        options = lr, betas, eps, weight_decay, factor, apply
         for part, slices, moves in self._parts(dense, whole):
-
-            def launch(slices: Tensors = slices, part: LaunchPart = part) -> None:
-                run(slices, part, lr, betas, eps, weight_decay, factor, apply)
-
-            self._lane(tensors.weights[0].device).run(moves, launch)
+            lane.run(moves, functools.partial(run, slices, *options, part))
         for weight, flat in zip(tensors.weights, dense.weights):
             if not weight.is_contiguous():
                 weight.copy_(flat.view(weight.shape))
@@ -175,46 +171,42 @@ class HostStates:
     def _parts(
         self, tensors: Tensors, whole: LaunchPart
     ) -> Iterator[tuple[LaunchPart, Tensors, list[Move]]]:
-        """Yield the parts of a launch: position, tensors, and the copies to make."""
+        """Yield the parts of a launch: position, tensors with states in a buffer, and the copies to make."""
         lane = self._lane(tensors.weights[0].device)
-        size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else LIST_CHUNK
-        rows = {
-            name: getattr(tensors, name)[0].element_size() * size // share
-            for name, share in _rows(tensors)
+        shares = {
+            name: share for name, share in STATE_SHARES.items() if getattr(tensors, name, None)
         }
+        bytes_of_chunk = sum(
+            getattr(tensors, name)[0].element_size() * tensors.CHUNK // share
+            for name, share in shares.items()
+        )
         lane.provide(self.buffer)
         chunk = 0
         for cuts in _cut(
             [(w.numel(), self.takes(w)) for w in tensors.weights],
-            size,
-            sum(rows.values()),
+            tensors.CHUNK,
+            bytes_of_chunk,
             len(lane.buffers[0]),
         ):
+            buffer = lane.next()
+            slices = type(tensors)()
+            moves = list[Move]()
+            offset = 0
+            for cut in cuts:
+                slices.weights.append(tensors.weights[cut.number][cut.begin : cut.end])
+                slices.gradients.append(tensors.gradients[cut.number][cut.begin : cut.end])
+                for name, share in shares.items():
+                    whole_state = getattr(tensors, name)[cut.number].view(-1)
+                    state = whole_state[cut.begin // share : -(-cut.end // share)]
+                    if self.takes(tensors.weights[cut.number]):
+                        here = buffer[offset : offset + state.nbytes].view(state.dtype)
+                        offset += -(-state.nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+                        moves.append((here, state))
+                        state = here
+                    getattr(slices, name).append(state)
             part = replace(whole, tensor=cuts[0].number, begin=cuts[0].begin, chunk=chunk)
-            slices, moves = self._slices(tensors, cuts, lane.next())
             yield part, slices, moves
-            chunk += sum(cut.chunks(size) for cut in cuts)
-
-    def _slices(
-        self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor
-    ) -> tuple[Tensors, list[Move]]:
-        """Return slices of the tensors with states in ``buffer``, and the copies to make."""
-        slices = type(tensors)()
-        moves = list[Move]()
-        offset = 0
-        for cut in cuts:
-            slices.weights.append(tensors.weights[cut.number][cut.begin : cut.end])
-            slices.gradients.append(tensors.gradients[cut.number][cut.begin : cut.end])
-            for name, share in _rows(tensors):
-                whole = getattr(tensors, name)[cut.number]
-                state = whole.view(-1)[cut.begin // share : -(-cut.end // share)]
-                if self.takes(tensors.weights[cut.number]):
-                    here = buffer[offset : offset + state.nbytes].view(state.dtype)
-                    offset += -(-state.nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
-                    moves.append((here, state))
-                    state = here
-                getattr(slices, name).append(state)
-        return slices, moves
+            chunk += sum(cut.chunks for cut in cuts)
 
     def _lane(self, device: torch.device) -> _Lane:
         if device not in self._lanes:
@@ -315,18 +307,15 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 @dataclass(frozen=True)
 class _Cut:
-    """Elements ``begin:end`` of tensor ``number`` of a launch.
+    """Elements ``begin:end`` of tensor ``number`` of a launch, in ``chunks`` chunks.
 
-    Both are multiples of a chunk, or the end of the tensor.
+    Both bounds are multiples of a chunk, or the end of the tensor.
     """
 
     number: int
     begin: int
     end: int
-
-    def chunks(self, size: int) -> int:
-        """Return the number of chunks of ``size`` elements."""
-        return -(-(self.end - self.begin) // size)
+    chunks: int
 
 
 def _cut(
@@ -351,16 +340,12 @@ def _cut(
                 part = []
                 left = room
             end = min(size, begin + (left - SLICE_SLACK) // chunk * elements) if moves else size
-            part.append(_Cut(number, begin, end))
-            left -= (part[-1].chunks(elements) * chunk + SLICE_SLACK) * moves
+            chunks = -(-(end - begin) // elements)
+            part.append(_Cut(number, begin, end, chunks))
+            left -= (chunks * chunk + SLICE_SLACK) * moves
             begin = end
     if part:
         yield part
-
-
-def _rows(tensors: Tensors) -> list[tuple[str, int]]:
-    """Return the entries of ``STATE_SHARES`` that these tensors have."""
-    return [(name, share) for name, share in STATE_SHARES.items() if getattr(tensors, name, None)]
 
 
 def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:

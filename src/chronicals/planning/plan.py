@@ -158,7 +158,9 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     config = facts.config
     frees, memory = expected_memory(facts)
     fitted = fit_to_memory(facts, sharding, memory)
-    again = fitted.layers_again
+    again = memory.layers  # layers that are recomputed whole, if all are
+    if fitted.recomputed.layers is not None:
+        again = fitted.recomputed.layers
     stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length

@@ -5,11 +5,11 @@
   run (``why_not``), what it adds and saves (``bytes``), how it is applied (``apply``,
   ``around_steps``), its words (``title``, ``words``) and its advice (``spares``, ``remedies``).
 - ``exclusions`` is the table of what excludes what; no policy names another one elsewhere.
-- ``needed_memory`` adds the bytes of all policies up to an estimate, which is fitted to the card.
+- ``needed_memory`` adds the bytes of all policies up to an estimate, which is fitted to the card. It
+  refuses what cannot fit, with the length that does, and asks every policy what it saves, for the
+  words after a card is full.
 - ``solver.decide`` asks every policy in turn, for the trainer; ``solver.fit_to_memory`` fits the
   memory, for the trainer and for plans.
-- ``memory_check`` refuses what cannot fit, with the length that does, and asks every policy what it
-  saves, for the words after a card is full.
 - A new policy is one file of this folder that calls ``register_policy``: each file is imported.
 """
 

@@ -71,8 +71,17 @@ def why_not_divisible(facts: Facts) -> str | None:
         return f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
     asked = {policy.name for policy in policies() if policy.asked(facts.config)}
     excluded = why_excluded("divided weights", asked, facts)
-    if excluded or not facts.trains_layers:
-        return excluded or _why_not_as_bytes(model)
+    if excluded:
+        return excluded
+    if not facts.trains_layers:
+        # Frozen weights are divided in their stored format.
+        reasons = set()
+        for layer in decoder_layers(model):
+            reasons |= {linear.packed.why_whole for _, linear in packed_layers(layer)}
+        reasons.discard(None)
+        if not reasons:
+            return None
+        return "; ".join(sorted(map(str, reasons)))
     in_fp32 = sorted(kept_in_fp32(model, GATHERED_TYPES[facts.config.mixed_precision]))
     if in_fp32:
         return (
@@ -88,17 +97,6 @@ def why_not_divisible(facts: Facts) -> str | None:
         if not parameter.ndim:
             return f"{path} has no rows"
     return None
-
-
-def _why_not_as_bytes(model: Any) -> str | None:
-    """Return why frozen weights cannot be divided in their stored format; None if they can."""
-    reasons = set()
-    for layer in decoder_layers(model):
-        reasons |= {linear.packed.why_whole for _, linear in packed_layers(layer)}
-    reasons.discard(None)
-    if not reasons:
-        return None
-    return "; ".join(sorted(map(str, reasons)))
 
 
 def why_not_cut(facts: Facts, among: int) -> str | None:

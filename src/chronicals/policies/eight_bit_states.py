@@ -7,22 +7,18 @@ from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig
 from chronicals.optimizers import moments_in_8_bits
-from chronicals.optimizers.adam_8bit import MIN_8BIT_ELEMENTS
+from chronicals.optimizers.adamw import MIN_8BIT_ELEMENTS
 from chronicals.policies.facts import Facts
 from chronicals.policies.needed_memory import state_bytes
-from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
+from chronicals.policies.policy import MemoryLoad, OwnField, Remedy, register_policy
 
 
-class EightBitStates(Policy):
+class EightBitStates(OwnField):
     """Both moments of large matrices in 8 bits, in blocks with a scale each."""
 
     name = "use_8bit_optimizer"
     title = "8-bit AdamW"
     setting = "use_8bit_optimizer=True cannot be honoured here"
-
-    def asked(self, config: ChronicalsConfig) -> bool:
-        """Return whether ``use_8bit_optimizer`` is set."""
-        return config.use_8bit_optimizer
 
     def why_not(self, facts: Facts) -> str | None:
         """Return that no trained matrix is large enough, if so."""

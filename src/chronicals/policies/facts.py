@@ -139,11 +139,6 @@ class Facts:
         """Parameters that require a gradient."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    @property
-    def splits_weights(self) -> bool:
-        """True if trained weights are in bf16, which leaves the lower half of an fp32 master."""
-        return self.config.mixed_precision == "bf16" and not self.config.use_lora
-
 
 def trains_layers(model: Any) -> bool:
     """Return whether weights of decoder layers other than adapters are trained."""

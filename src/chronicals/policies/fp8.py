@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config import ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.models import input_device
@@ -16,13 +16,13 @@ from chronicals.patching.forms import signature
 from chronicals.patching.layer_policies import MIN_FP8_WIDTH
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
+from chronicals.policies.policy import Decision, MemoryLoad, OwnField, Stage, register_policy
 from chronicals.quantization import FP8Base
 
 logger = logging.getLogger(__name__)
 
 
-class ProductsInFP8(Policy):
+class ProductsInFP8(OwnField):
     """Frozen weights are quantised once, trained ones at each use."""
 
     name = "use_fp8"
@@ -31,10 +31,6 @@ class ProductsInFP8(Policy):
     setting = "use_fp8=True cannot be honoured here"
     before_memory = True
     stage = Stage.WEIGHTS
-
-    def asked(self, config: ChronicalsConfig) -> bool:
-        """Return whether ``use_fp8`` is set."""
-        return config.use_fp8
 
     def why_not(self, facts: Facts) -> str | None:
         """Return what the card, the number of tokens or the model lacks for FP8."""
@@ -48,12 +44,19 @@ class ProductsInFP8(Policy):
                     f"batch_size * max_seq_length{shared}={facts.tokens} is no multiple of "
                     f"{FP8_MULTIPLE}; leave it out"
                 )
-        elif not has_fused_experts(facts):
-            return (
-                "only fused decoder layers and experts have FP8 products, and none run "
-                f"({facts.unfused}); leave it out"
-            )
-        return None
+            return None
+        config = facts.config
+        if facts.on_card and config.use_fused_kernels and config.mixed_precision != "fp16":
+            # Experts run as grouped products, also where no layer around them is fused.
+            forms = plan_for(facts.model).forms
+            for module in facts.model.modules():
+                key = signature(module)
+                if key in forms and forms[key][1].by == experts.FUSED_EXPERTS:
+                    return None
+        return (
+            "only fused decoder layers and experts have FP8 products, and none run "
+            f"({facts.unfused}); leave it out"
+        )
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Frozen weights are there in FP8 too; trained products keep their inputs in 8 bits."""
@@ -106,16 +109,3 @@ class ProductsInFP8(Policy):
 
 
 register_policy(ProductsInFP8())
-
-
-def has_fused_experts(facts: Facts) -> bool:
-    """Return whether experts run as grouped products, also where no layer around them is fused."""
-    config = facts.config
-    if not facts.on_card or not config.use_fused_kernels or config.mixed_precision == "fp16":
-        return False
-    forms = plan_for(facts.model).forms
-    for module in facts.model.modules():
-        key = signature(module)
-        if key in forms and forms[key][1].by == experts.FUSED_EXPERTS:
-            return True
-    return False

@@ -9,8 +9,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.kernels.host_memory import available_memory
 from chronicals.optimizers import buffer_bytes, host_states, states_in_host_memory
 from chronicals.policies.facts import Facts
-from chronicals.policies.memory_check import agreeing_switches, leanest_memory
-from chronicals.policies.needed_memory import state_bytes
+from chronicals.policies.needed_memory import agreeing_switches, leanest_memory, state_bytes
 from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
 
 

@@ -190,15 +190,19 @@ class Policy:
         return iter(())
 
 
-class Switch(Policy):
+class OwnField(Policy):
+    """A policy that the field of its own name asks for, which is true or false."""
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        """Return the field of the policy's name."""
+        return bool(getattr(config, self.name))
+
+
+class Switch(OwnField):
     """A ``use_*`` field that is on by default: it permits, and what was set must be honoured."""
 
     before_memory = True
     matters: ClassVar[bool] = False
-
-    def asked(self, config: ChronicalsConfig) -> bool:
-        """Return whether the field of the policy's name permits it."""
-        return bool(getattr(config, self.name))
 
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide whether the policy runs: if it can, and nothing excludes it.

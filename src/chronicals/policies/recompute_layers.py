@@ -76,9 +76,7 @@ class RecomputeLayers(Policy):
                     "(model.gradient_checkpointing_disable()), or pass use_reentrant=False"
                 )
             return Decision(self.name, True, "the model's own, which stays as it is")
-        return self._by_memory(model, memory)
-
-    def _by_memory(self, model: Any, memory: Estimate) -> Decision:
+        # As much as the memory requires.
         cheap, layers = memory.choice()
         words = memory.words()
         name = type(model).__name__

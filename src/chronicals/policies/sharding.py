@@ -69,26 +69,23 @@ class Sharding(Policy):
             words = "as asked, every process has all optimizer states"
             return Decision(self.name, False, words, matters=True)
         if config.sharding == DIVIDE_WEIGHTS:
-            return self._of_weights(facts)
+            among = ranks_per_copy(facts)
+            check_divisible(facts, among)
+            words = "frozen weights"
+            if facts.trains_layers:
+                words = "weights, gradients' sums and optimizer states"
+            words += f", a share of 1/{among} in each process"
+            if among < facts.ranks:
+                words += f", {facts.ranks // among} copies"
+            if facts.here is not None and facts.here < among:
+                words += f", each over {-(-among // facts.here)} machines"
+                if not config.sharding_ranks:
+                    words += ", for the cards of one hold no copy"
+            return Decision(self.name, True, words, DIVIDE_WEIGHTS, among=among)
         words = f"gradients' sums and optimizer states, a share of 1/{facts.ranks} in each process"
         if config.sharding_ranks:
             words += f"; sharding_ranks={config.sharding_ranks} is of weights that are divided"
         return Decision(self.name, True, words)
-
-    def _of_weights(self, facts: Facts) -> Decision:
-        among = ranks_per_copy(facts)
-        check_divisible(facts, among)
-        words = "frozen weights"
-        if facts.trains_layers:
-            words = "weights, gradients' sums and optimizer states"
-        words += f", a share of 1/{among} in each process"
-        if among < facts.ranks:
-            words += f", {facts.ranks // among} copies"
-        if facts.here is not None and facts.here < among:
-            words += f", each over {-(-among // facts.here)} machines"
-            if not facts.config.sharding_ranks:
-                words += ", for the cards of one hold no copy"
-        return Decision(self.name, True, words, DIVIDE_WEIGHTS, among=among)
 
     def kept_whole(self, facts: Facts, decision: Decision, memory: Estimate) -> Decision:
         """Return ``decision`` with the reason why weights that do not fit are not divided."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from chronicals.memory import LAYERS, Estimate
 from chronicals.policies.exclusions import conditions
 from chronicals.policies.facts import Facts
-from chronicals.policies.memory_check import refuse_what_cannot_fit
 from chronicals.policies.needed_memory import (
     asked_for,
     expected_memory,
     gathered_bytes,
     layers_that_stay,
+    refuse_what_cannot_fit,
 )
 from chronicals.policies.policy import POLICIES, Course, Decision, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, fixed_recomputation
@@ -102,12 +102,6 @@ class Fitted:
         whole = self.recomputed.layers is None
         how = LAYERS if whole else self.recomputed.how
         return self.memory.needed(how, self.recomputed.layers or 0)
-
-    @property
-    def layers_again(self) -> int:
-        """Number of layers that are recomputed whole."""
-        layers = self.recomputed.layers
-        return self.memory.layers if layers is None else layers
 
 
 def fit_to_memory(

@@ -10,6 +10,7 @@ from chronicals.saving.folders import (
     write_folder,
 )
 from chronicals.saving.model_files import (
+    ModelParts,
     load_saved_weights,
     save_beside,
     save_model,
@@ -18,7 +19,6 @@ from chronicals.saving.model_files import (
     text_files,
     trained,
 )
-from chronicals.saving.model_parts import ModelParts
 from chronicals.saving.optimizer_states import (
     Piece,
     StoredStates,

@@ -61,21 +61,16 @@ def write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, count: in
     """
     stem = f"optimizer-rank-{rank + 1:05d}-of-{count:05d}"
     tensors = {name: piece.tensor for name, piece in pieces.items() if piece.tensor.numel()}
-    _write(tensors, folder, stem, pieces)
+    write_optimizer(tensors, folder, stem, pieces)
 
 
-def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``optimizer.safetensors``, or ``optimizer-00001-of-00008.safetensors`` … if large."""
-    _write(tensors, folder, "optimizer")
-
-
-def _write(
+def write_optimizer(
     tensors: Mapping[str, Tensor],
     folder: Path,
-    stem: str,
+    stem: str = "optimizer",
     pieces: Mapping[str, Piece] | None = None,
 ) -> None:
-    """Write tensors to files named after a stem.
+    """Write ``optimizer.safetensors``, or ``optimizer-00001-of-00008.safetensors`` … if large.
 
     Args:
         tensors: on any device, by name.
@@ -123,6 +118,9 @@ def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:
 class StoredStates:
     """The optimizer states of a folder, read one by one.
 
+    Attributes:
+        names: of all states.
+
     Raises:
         FileNotFoundError: the folder holds none.
     """
@@ -140,15 +138,12 @@ class StoredStates:
                 for name in opened.keys():  # noqa: SIM118  no mapping
                     begin = offsets[name]["saved_offsets"][0] if name in offsets else None
                     self._places.setdefault(name, []).append((file, begin, shapes.get(name, [])))
-
-    def names(self) -> list[str]:
-        """Return the names of all states."""
-        return list(self._places)
+        self.names = list(self._places)
 
     def of(self, weight: str) -> dict[str, Tensor]:
         """Return the states of a weight, by their names without the weight's."""
         prefix = f"{weight}:"
-        names = [name for name in self._places if name.startswith(prefix)]
+        names = [name for name in self.names if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.read(name) for name in names}
 
     def read(self, name: str) -> Tensor:
@@ -184,4 +179,4 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         ValueError: a piece of a state is missing.
     """
     stored = StoredStates(folder)
-    return {name: stored.read(name) for name in stored.names()}
+    return {name: stored.read(name) for name in stored.names}

@@ -292,7 +292,13 @@ def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
     """Yield the differences of a loaded tokenizer from the one that was trained with."""
     if stored.get_vocab() != tokenizer.get_vocab():
         yield "the tokenizer has another vocabulary than the one that was trained with"
-    if _merges(stored) != _merges(tokenizer):
+    merges = []  # pairs of tokens that become one; None for a tokenizer in Python
+    for one in (stored, tokenizer):
+        described = "{}"
+        if getattr(one, "is_fast", False):
+            described = one.backend_tokenizer.to_str()
+        merges.append(json.loads(described).get("model", {}).get("merges"))
+    if merges[0] != merges[1]:
         yield "the tokenizer has other merges than the one that was trained with"
     for field in SPECIAL_TOKEN_FIELDS:
         stored_value = getattr(stored, field, None)
@@ -304,10 +310,3 @@ def _between(stored: Any, tokenizer: Any) -> Iterator[str]:
     text = FINGERPRINT_TEXT + "".join(str(token) for token in tokenizer.all_special_tokens)
     if stored(text)["input_ids"] != tokenizer(text)["input_ids"]:
         yield "the tokenizer gives other ids than the one that was trained with"
-
-
-def _merges(tokenizer: Any) -> Any:
-    """Return the pairs of tokens that become one; None for a tokenizer in Python."""
-    if not getattr(tokenizer, "is_fast", False):
-        return None
-    return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")

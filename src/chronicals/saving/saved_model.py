@@ -82,7 +82,16 @@ class SavedModel:
         beside = _weights_of(Path(name))
         file = beside / "chronicals.json"
         about = _read(file) if file.exists() else {}
-        folder, *others = _adapters_in(beside, about)
+        # PEFT writes adapters that are not ``default`` to folders of their names.
+        folders = [beside]
+        active = about.get("active_adapters")
+        if active:
+            named = {name for name in active if (beside / name / CONFIG_FILE).exists()}
+            folders = [beside / name if name in named else beside for name in active]
+        elif about and not (beside / CONFIG_FILE).exists():
+            there = [file.parent for file in beside.glob(f"*/{CONFIG_FILE}")]
+            folders = there if len(there) == 1 else folders
+        folder, *others = folders
         adapted = (folder / CONFIG_FILE).exists()
         if base_model is not None and not adapted:
             raise ValueError(
@@ -300,20 +309,6 @@ def _weights_of(folder: Path) -> Path:
         if has_config or has_named:
             return place
     return folder
-
-
-def _adapters_in(folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Return the folders of the adapters that a model computes with; itself without adapters.
-
-    PEFT writes adapters that are not ``default`` to folders of their names.
-    """
-    active = about.get("active_adapters")
-    if active:
-        named = {name for name in active if (folder / name / CONFIG_FILE).exists()}
-        return [folder / name if name in named else folder for name in active]
-    folders = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}")) if about else []
-    is_only_adapter = len(folders) == 1 and not (folder / CONFIG_FILE).exists()
-    return folders if is_only_adapter else [folder]
 
 
 def _read(file: Path) -> Any:

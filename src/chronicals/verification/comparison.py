@@ -330,9 +330,19 @@ class Tally:
         together = each.sum(0)
         ours_each, plain_each = self._relative(each)
         ours, plain = (x[0] for x in self._relative(together[None]))
-        allowed = torch.maximum(
-            ALLOWED * self._scale(plain, plain_each), torch.as_tensor(floor, dtype=torch.float64)
-        )
+        # The scale of a module: the largest of its own deviation, the quadratic mean of its kind,
+        # and the median of all modules. Routed modules take the largest deviation of any routed
+        # module in any step instead of the mean of their kind.
+        members: dict[str, list[int]] = {}
+        for number, kind in enumerate(self.modules.kinds):
+            members.setdefault(kind, []).append(number)
+        mean = {kind: plain[numbers].square().mean().sqrt() for kind, numbers in members.items()}
+        scale = torch.stack([mean[kind] for kind in self.modules.kinds])
+        routed = self.modules.routed
+        if routed.any():
+            scale[routed] = plain_each[:, routed].nan_to_num(0.0).max()
+        scale = torch.maximum(plain, scale).clamp(min=float(plain.nan_to_num(0.0).median()))
+        allowed = torch.maximum(ALLOWED * scale, torch.as_tensor(floor, dtype=torch.float64))
         # The median over the steps in which fp32 has a gradient; zero without such a step.
         present = torch.where(each[..., 0] > 0, ours_each, torch.nan)
         median = present.nanmedian(0).values.nan_to_num(0.0, math.inf, math.inf)
@@ -358,27 +368,6 @@ class Tally:
         in_proportion = fp32.sum(-1, keepdim=True) * sizes / sizes.sum()
         base = torch.maximum(fp32, in_proportion * NEAR_ZERO**2).clamp(min=TINY)
         return (sums[..., 1] / base).sqrt(), (sums[..., 2] / base).sqrt()
-
-    def _scale(self, plain: Tensor, plain_each: Tensor) -> Tensor:
-        """Return the scale of each module, ``[M]``.
-
-        It is the largest of the module's own deviation, the quadratic mean of its kind, and the
-        median of all modules. Routed modules use the largest deviation of any routed module in any
-        step instead of the mean of their kind.
-
-        Args:
-            plain: deviations of the plain arm, all steps together, ``[M]``.
-            plain_each: the same by step, ``[steps, M]``.
-        """
-        routed = self.modules.routed
-        members: dict[str, list[int]] = {}
-        for row, kind in enumerate(self.modules.kinds):
-            members.setdefault(kind, []).append(row)
-        mean = {kind: plain[rows].square().mean().sqrt() for kind, rows in members.items()}
-        of_kind = torch.stack([mean[kind] for kind in self.modules.kinds])
-        if routed.any():
-            of_kind[routed] = plain_each[:, routed].nan_to_num(0.0).max()
-        return torch.maximum(plain, of_kind).clamp(min=float(plain.nan_to_num(0.0).median()))
 
 
 def update_floors(

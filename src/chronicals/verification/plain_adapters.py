@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class PlainAdapters:
                     layer, "weight", _AdaptedWeight(a, b, scale, upright, lengths)
                 )
             else:
-                layer.register_forward_hook(_adapter(a, b, scale, lengths))
+                layer.register_forward_hook(partial(_with_adapter, a, b, scale, lengths))
 
     def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
         """Attach ``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``; e is the class's own scale."""
@@ -253,28 +254,30 @@ class _AdaptedWeight(nn.Module):
         return total.to(weight.dtype)
 
 
-def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Parameter | None) -> Any:
-    """Return a forward hook that adds an adapter to a linear layer.
+def _with_adapter(
+    a: nn.Parameter,
+    b: nn.Parameter,
+    scale: float,
+    lengths: nn.Parameter | None,
+    layer: Any,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+) -> Tensor:
+    """Return a linear layer's output with an adapter added; a forward hook.
 
     The matrices are fp32 and the products in the dtype of the layer's input, like PEFT's layer in a
     trainer that computes in that dtype.
     """
-
-    def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        x = inputs[0]
-        added = (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
-        if lengths is None:
-            return out + added
-        bias = (
-            torch.zeros((), dtype=out.dtype, device=out.device)
-            if layer.bias is None
-            else layer.bias
-        )
-        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
-        norms = (weight.float() + scale * (b @ a)).detach().norm(dim=1)
-        return ((out - bias + added) * (lengths / norms) + bias).to(out.dtype)
-
-    return add
+    x = inputs[0]
+    added = (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
+    if lengths is None:
+        return out + added
+    bias = layer.bias
+    if bias is None:
+        bias = torch.zeros((), dtype=out.dtype, device=out.device)
+    weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+    norms = (weight.float() + scale * (b @ a)).detach().norm(dim=1)
+    return ((out - bias + added) * (lengths / norms) + bias).to(out.dtype)
 
 
 def adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
     width = WIDTH
     kernels = "triton" if runs_triton(gate) else "torch"
     runs_as = {"attention": choose_backend(device, DTYPE, head_dim=16)}
-    cases = [*_elementwise(drawn), *_of_heads(drawn), *_rotations(drawn), *_attention(drawn)]
+    cases = [*_of_tokens(drawn), *_rotations(drawn), *_attention(drawn)]
     names = {name for name, *_ in cases}
     if only is not None and not set(only) <= names:
         raise ValueError(f"only={sorted(only)}: there are {', '.join(sorted(names))}")
@@ -163,10 +164,14 @@ class _Drawn:
         return torch.randn(*shape, device=self.device, dtype=DTYPE)
 
 
-def _elementwise(drawn: _Drawn) -> list[Case]:
+def _of_tokens(drawn: _Drawn) -> list[Case]:
+    """Return the cases of norms, gates, losses of the head and the merged product."""
     gate = drawn.gate
     up = drawn.up
+    targets = drawn.targets
     random = drawn.random
+    inputs = (drawn.hidden, drawn.weight)
+    teacher = LinearHead(random(len(targets), 2 * WIDTH), random(VOCABULARY, 2 * WIDTH) * 0.1)
     return [
         ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(WIDTH))),
         (
@@ -185,17 +190,6 @@ def _elementwise(drawn: _Drawn) -> list[Case]:
             lambda x: swiglu_reference(*x.chunk(2, -1)),
             (random(len(gate), 74),),
         ),
-    ]
-
-
-def _of_heads(drawn: _Drawn) -> list[Case]:
-    """Return the cases of the losses of the head and of the merged product."""
-    targets = drawn.targets
-    random = drawn.random
-    inputs = (drawn.hidden, drawn.weight)
-    teacher = LinearHead(random(len(targets), 2 * WIDTH), random(VOCABULARY, 2 * WIDTH) * 0.1)
-
-    return [
         (
             "linear_cross_entropy",
             lambda h, w: linear_cross_entropy(h, w, targets, chunk_size=16),
@@ -233,7 +227,7 @@ def _of_heads(drawn: _Drawn) -> list[Case]:
                 x, MergedWeights.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]
             ),
             lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
-            (drawn.gate, random(WIDTH, WIDTH) * 0.1, random(8, WIDTH) * 0.1, random(WIDTH, 8)),
+            (gate, random(WIDTH, WIDTH) * 0.1, random(8, WIDTH) * 0.1, random(WIDTH, 8)),
         ),
     ]
 
@@ -250,12 +244,11 @@ def _rotations(drawn: _Drawn) -> list[Case]:
     def merged(function: Callable[..., tuple[Tensor, ...]]) -> Function:
         return rope(lambda x, *given: function(x * 1, *given, (_HEADS, 2)))
 
-    def in_parts(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
-        def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-            q, k, v = x.unflatten(1, (-1, 16)).split((_HEADS, 2, 2), 1)
-            return *function(q, k, *given), v
-
-        return rope(run)
+    def in_parts(
+        function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        q, k, v = x.unflatten(1, (-1, 16)).split((_HEADS, 2, 2), 1)
+        return *function(q, k, *given), v
 
     qk = (random(tokens, _HEADS, 16), random(tokens, 2, 16))
     norms = (random(16), random(16))
@@ -263,11 +256,11 @@ def _rotations(drawn: _Drawn) -> list[Case]:
     return [
         ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qk),
         ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qk, *norms)),
-        ("qkv_rope", merged(fused_qkv_rope), in_parts(qk_rope_reference), (qkv,)),
+        ("qkv_rope", merged(fused_qkv_rope), rope(partial(in_parts, qk_rope_reference)), (qkv,)),
         (
             "qkv_norm_rope",
             merged(fused_qkv_norm_rope),
-            in_parts(qk_norm_rope_reference),
+            rope(partial(in_parts, qk_norm_rope_reference)),
             (qkv, *norms),
         ),
     ]
@@ -275,9 +268,6 @@ def _rotations(drawn: _Drawn) -> list[Case]:
 
 def _attention(drawn: _Drawn) -> list[Case]:
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0).to(drawn.device, torch.int32)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return document_attention(q, k, v, bounds, max(_LENGTHS))
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         document = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)).to(
@@ -291,7 +281,7 @@ def _attention(drawn: _Drawn) -> list[Case]:
     return [
         (
             "attention",
-            attention,
+            lambda q, k, v: document_attention(q, k, v, bounds, max(_LENGTHS)),
             plain,
             tuple(drawn.random(tokens, heads, 16) for heads in (_HEADS, 2, 2)),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,25 +10,15 @@ from torch import Tensor
 from chronicals.attention.backends.flash import FLASH_ATTENTION_2
 from chronicals.attention.backends.flash_attn_4 import FLASH_ATTENTION_4
 from chronicals.attention.backends.per_document import PER_DOCUMENT
-from chronicals.attention.support import HALF_DTYPES, Backend, Needs, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Mask, Needs, Support
 
 logger = logging.getLogger(__name__)
 
 
-def _flex_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    padding: int = 0,
-) -> Tensor:
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, padding: int = 0) -> Tensor:
     from chronicals.attention.backends import flex  # its import takes a second
 
-    return flex.attend(q, k, v, spans, scale, window, softcap, sinks, padding)
+    return flex.attend(q, k, v, mask, padding)
 
 
 FLEX_ATTENTION = Backend(
@@ -69,6 +58,9 @@ DEFAULT_ORDER = ("flash-attn-4", "flash", "flex", "per-document")
 
 EXACT_ORDER = ("per-document",)
 """Backends for other devices, and for dtypes of more than 16 bits, which serve for proofs."""
+
+logged_choices: set[tuple[str, str, str]] = set()
+"""Name of the backend, what was needed, and whether it was requested, of each choice so far."""
 
 
 def order(needs: Needs) -> tuple[str, ...]:
@@ -129,10 +121,8 @@ def choose_backend(
     else:
         names = [name for name in order(needs) if flash or name not in FLASH]
         chosen = next(name for name in names if BACKENDS[name].lacks(needs) is None)
-    _log_once(chosen, str(needs), "requested" if backend else "chosen")
+    choice = chosen, str(needs), "requested" if backend else "chosen"
+    if choice not in logged_choices:
+        logged_choices.add(choice)
+        logger.debug("attention: %s for %s (%s)", *choice)
     return chosen
-
-
-@cache
-def _log_once(backend: str, needs: str, how: str) -> None:
-    logger.debug("attention: %s for %s (%s)", backend, needs, how)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Mask, Support
 
 # torch ≥ 2.12 needs an argument for grouped heads; 2.11 does not have it and supports them anyway.
 GROUPED_HEADS: dict[str, Any] = (
@@ -16,12 +16,11 @@ GROUPED_HEADS: dict[str, Any] = (
 )
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, *_: object
-) -> Tensor:
-    seen = (-1 if window is None else window - 1, 0)
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Tensor:
+    seen = (-1 if mask.window is None else mask.window - 1, 0)
+    spans = mask.spans
     bounds = spans.cu_q, spans.cu_k, spans.max_q, spans.max_k
-    out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=seen, **GROUPED_HEADS)
+    out = varlen_attn(q, k, v, *bounds, scale=mask.scale, window_size=seen, **GROUPED_HEADS)
     assert isinstance(out, Tensor)
     return out
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from chronicals import precompilation
-from chronicals.attention.support import HALF_DTYPES, Backend, Spans, Support
+from chronicals.attention.support import HALF_DTYPES, Backend, Mask, Support
 from chronicals.kernels.launch import absent, operator
 
 
@@ -231,19 +231,12 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Ten
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    padding: int = 0,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, padding: int = 0) -> Tensor:
+    spans = mask.spans
     bounds = spans.cu_q, None if spans.are_equal else spans.cu_k, spans.max_q, spans.max_k
-    return _forward(q, k, v, *bounds, scale, window, softcap, sinks, padding)[0]
+    options = mask.scale, mask.window, mask.softcap, mask.sinks
+    out, _ = _forward(q, k, v, *bounds, *options, padding)
+    return out
 
 
 # Width 256 on Blackwell (10, 11) is left out: its backward supports neither softcap nor sinks.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from chronicals.attention.support import Spans
+from chronicals.attention.support import Mask, Spans
 
 MASK_BLOCK = 128
 """Queries and keys of a block of the mask."""
@@ -28,18 +28,6 @@ MAX_CACHED_MASKS = 8
 # fullgraph: when the limit of recompilations is reached, raise instead of falling back to eager
 # mode with the whole score matrix.
 _compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
-
-
-def _run(*tensors: Tensor, **options: Any) -> Any:
-    """Call compiled FlexAttention with numbers as constants.
-
-    Otherwise torch.compile would make scale and softcap inputs when they change, which the kernel
-    does not support.
-    """
-    if torch.compiler.is_compiling():
-        return _compiled(*tensors, **options)
-    with torch._dynamo.config.patch(specialize_float=True):
-        return _compiled(*tensors, **options)
 
 
 _masks: OrderedDict[tuple, tuple[tuple[weakref.ref, ...], tuple[int, ...], BlockMask]] = (
@@ -122,18 +110,10 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
     )
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    _padding: int = 0,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Tensor:
     """Compute attention as ``document_attention`` describes it, by compiled FlexAttention."""
+    softcap = mask.softcap
+    sinks = mask.sinks
 
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None
@@ -141,13 +121,22 @@ def attend(
 
     options: dict[str, Any] = {
         "score_mod": None if softcap is None else capped,
-        "block_mask": block_mask(spans, q.shape[0], k.shape[0], window),
-        "scale": scale,
+        "block_mask": block_mask(mask.spans, q.shape[0], k.shape[0], mask.window),
+        "scale": mask.scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }
+    if sinks is not None:
+        options["return_aux"] = AuxRequest(lse=True)
     q_BHTD, k_BKTD, v_BKTD = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        found = _compiled(q_BHTD, k_BKTD, v_BKTD, **options)
+    else:
+        # Else torch.compile would make scale and softcap inputs when they change, which the kernel
+        # does not support.
+        with torch._dynamo.config.patch(specialize_float=True):
+            found = _compiled(q_BHTD, k_BKTD, v_BKTD, **options)
     if sinks is None:
-        return _run(q_BHTD, k_BKTD, v_BKTD, **options)[0].transpose(0, 1)
-    out, aux = _run(q_BHTD, k_BKTD, v_BKTD, **options, return_aux=AuxRequest(lse=True))
+        return found[0].transpose(0, 1)
+    out, aux = found
     share_BHT = torch.sigmoid(aux.lse - sinks.float()[:, None])
     return (out * share_BHT[..., None]).to(q.dtype)[0].transpose(0, 1)

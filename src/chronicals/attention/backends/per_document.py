@@ -12,43 +12,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.attention.support import Backend, Spans, Support
+from chronicals.attention.support import Backend, Mask, Support
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    _padding: int = 0,
-) -> Tensor:
-    queries = _slices(spans.cu_q, len(q))
-    keys = (
-        queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
-    )
-    for n, (of_q, of_k) in enumerate(zip(queries, keys, strict=True)):
-        if of_q.stop - of_q.start > of_k.stop - of_k.start:
-            key_count = of_k.stop - of_k.start
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, _padding: int = 0) -> Tensor:
+    spans = mask.spans
+    query_counts = _lengths(spans.cu_q, len(q))
+    key_counts = query_counts
+    if not spans.are_equal:
+        key_counts = _lengths(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
+    for n, (queries, keys) in enumerate(zip(query_counts, key_counts, strict=True)):
+        if queries > keys:
             raise ValueError(
-                f"document {n} has {of_q.stop - of_q.start} queries and {key_count} keys; give a key "
-                "for each query"
+                f"document {n} has {queries} queries and {keys} keys; give a key for each query"
             )
-    out = [
-        _one(q[of_q], k[of_k], v[of_k], scale, window, softcap, sinks)
-        for of_q, of_k in zip(queries, keys)
-        if of_q.stop > of_q.start
-    ]
+    # The gradient of a slice is a tensor as long as the whole pack, and there would be one for
+    # each document; the gradient of a split is one concatenation.
+    beyond = len(k) - sum(key_counts)
+    documents = zip(
+        q.split(query_counts),
+        k.split([*key_counts, beyond]),
+        v.split([*key_counts, beyond]),
+    )
+    out = [_one(*document, mask) for document in documents if len(document[0])]
     return torch.cat(out) if out else q.clone()
 
 
-def _slices(
+def _lengths(
     cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", more: bool = False
-) -> list[slice]:
-    """Return the slices of the documents; the host waits for the bounds.
+) -> list[int]:
+    """Return the numbers of tokens of the documents; the host waits for the bounds.
 
     Args:
         cu: int32 ``[N + 1]``.
@@ -58,29 +51,23 @@ def _slices(
         more: whether tokens may follow the last document.
 
     Raises:
-        ValueError: the slices do not cover the tokens, each once.
+        ValueError: the documents do not cover the tokens, each once.
     """
     bounds: list[int] = cu.tolist()
     ends = bool(bounds) and (bounds[-1] == tokens or (more and bounds[-1] < tokens))
     if not ends or bounds[0] != 0 or any(end < start for start, end in zip(bounds, bounds[1:])):
         raise ValueError(f"{name}={bounds}: must rise from 0 to the {tokens} tokens of {of}")
-    return [slice(start, end) for start, end in zip(bounds, bounds[1:])]
+    return [end - start for start, end in zip(bounds, bounds[1:])]
 
 
-def _one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Compute the attention of one document's queries to its keys."""
     q_HQD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
     queries = len(q)
     keys = len(k)
+    window = mask.window
     banded = window is not None and window < keys
-    plain = softcap is not None or sinks is not None
+    plain = mask.softcap is not None or mask.sinks is not None
     seen = None
     # A mask is not needed for one query, which attends to all its keys, nor for equal numbers of
     # queries and keys, for which SDPA has its own causal mask.
@@ -89,7 +76,9 @@ def _one(
     if seen is not None and window is not None and banded:
         seen = seen.triu(keys - queries + 1 - window)
     if plain:
-        return attention_reference(q_HQD, k_KSD, v_KSD, seen, scale, softcap, sinks).transpose(0, 1)
+        return attention_reference(
+            q_HQD, k_KSD, v_KSD, seen, mask.scale, mask.softcap, mask.sinks
+        ).transpose(0, 1)
     causal = seen is None and queries == keys
     out = F.scaled_dot_product_attention(
         q_HQD[None],
@@ -97,7 +86,7 @@ def _one(
         v_KSD[None],
         attn_mask=seen,
         is_causal=causal,
-        scale=scale,
+        scale=mask.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)

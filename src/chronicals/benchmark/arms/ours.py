@@ -20,6 +20,7 @@ from chronicals.benchmark.measurement import (
     Profiler,
     reset_peak,
 )
+from chronicals.benchmark.pairs import PairWork
 from chronicals.benchmark.plan import OUR_FIELDS
 from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.lora.peft_format import ADAPTER_PREFIX
@@ -121,7 +122,7 @@ def ours(work: Work, plan: ArmPlan) -> None:
     states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
     words = ["base in NF4"] if config.quantization else []
     words.append(f"{config.mixed_precision}, optimizer states {states}")
-    if work.reference_policy:
+    if isinstance(work, PairWork) and work.reference_policy:
         words.append(work.reference_policy)
     words += [f"{name}={value}" for name, value in plan.changes.items()]
     collector = Collector(work, plan, ", ".join(words), config.use_fp8)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,7 +97,11 @@ def train_on_pairs(
     if in_16_bit:
         with in_bf16(model):
             rounded_of = Losses(model, work, pair_steps, at_once)
-    masters = Masters(parameters if in_16_bit and not work.adapts else [])
+    masters = dict[Tensor, Tensor]()  # fp32 values of weights that are rounded to bf16
+    if in_16_bit and not work.adapts:
+        masters = {weight: weight.detach().clone() for weight in parameters}
+    for weight in masters:
+        weight.data.copy_(weight.data.bfloat16())
     optimizer = torch.optim.AdamW(
         parameters,
         lr=config.learning_rate,
@@ -133,7 +137,7 @@ def train_on_pairs(
             float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf))
         )
         if len(steps) > 1:  # with a single step, the optimizer's states may not fit
-            with masters.exact():
+            with in_fp32(masters):
                 optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock.mark()
@@ -206,29 +210,19 @@ class Losses:
             yield loss / len(step)
 
 
-class Masters:
-    """Weights that are fp32 while they are updated.
+@contextmanager
+def in_fp32(masters: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Give weights their fp32 values for an update; keep these, and round the weights, at the end.
 
-    At all other times they are rounded to bf16, in fp32.
+    Args:
+        masters: weights, and their fp32 values.
     """
-
-    def __init__(self, weights: Sequence[Tensor]):
-        self.values = {weight: weight.detach().clone() for weight in weights}
-        self._round()
-
-    @contextmanager
-    def exact(self) -> Iterator[None]:
-        """Give the weights their fp32 values for an update; round them again at the end."""
-        for weight, value in self.values.items():
-            weight.data.copy_(value)
-        yield
-        for weight, value in self.values.items():
-            value.copy_(weight.data)
-        self._round()
-
-    def _round(self) -> None:
-        for weight in self.values:
-            weight.data.copy_(weight.data.bfloat16())
+    for weight, value in masters.items():
+        weight.data.copy_(value)
+    yield
+    for weight, value in masters.items():
+        value.copy_(weight.data)
+        weight.data.copy_(value.bfloat16())
 
 
 @contextmanager

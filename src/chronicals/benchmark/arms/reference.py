@@ -69,7 +69,8 @@ def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, str, bool]:
         device().type == "cuda" and weights > torch.cuda.get_device_properties(0).total_memory / 8
     )
     if tight:
-        recompute(model)
+        # Not reentrant, which would need a gradient of the layers' inputs.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     settings = "fp32, sdpa, AdamW"
     if work.adapts:
         model = with_peft(model, work, **plan.changes)
@@ -77,11 +78,6 @@ def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, str, bool]:
         if terms:
             settings += f", products with frozen weights of two in TF32, sums of {terms}"
     return model, settings, tight
-
-
-def recompute(model: Any) -> None:
-    """Enable gradient checkpointing that needs no gradient of the layers' inputs."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 DIVERGENCE_ROWS = 2048

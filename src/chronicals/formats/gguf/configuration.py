@@ -81,7 +81,7 @@ def config_of(file: GGUFFile) -> Any:
     config = AutoConfig.for_model(model_type, **_fields_of(settings, family))
     for name, tensors in BIAS_TENSORS.items():
         if hasattr(config, name):
-            setattr(config, name, any(settings.has(tensor) for tensor in tensors))
+            setattr(config, name, any(tensor in file.tensors for tensor in tensors))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     _check_computed_alike(settings, config, family)
     return config
@@ -104,12 +104,12 @@ def _model_type_of(settings: ArchitectureSettings) -> str:
     ]
     if len(of_architecture) == 1:
         return of_architecture[0]
-    has_experts = bool(settings.get("expert_count"))  # Llama and Mixtral share an architecture
-    return next(
-        model_type
-        for model_type in of_architecture
-        if FAMILIES[model_type].has_experts == has_experts
-    )
+    # Llama and Mixtral share an architecture; a file of Mixtral says how many experts it has.
+    by_experts = {}
+    for model_type in of_architecture:
+        keys = [setting.key for setting in FAMILIES[model_type].settings]
+        by_experts["expert_count" in keys] = model_type
+    return by_experts[bool(settings.get("expert_count"))]
 
 
 def _fields_of(settings: ArchitectureSettings, family: Family) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _fields_of(settings: ArchitectureSettings, family: Family) -> dict[str, Any]
         rope = {"full_attention": rope, "sliding_attention": local}
     fields["rope_parameters"] = rope
     fields["vocab_size"] = settings.file.shape_of("token_embd.weight")[0]
-    fields["tie_word_embeddings"] = not settings.has("output.weight")
+    fields["tie_word_embeddings"] = "output.weight" not in settings.file.tensors
     ids = {name: settings.file.value(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
     fields["bos_token_id"] = ids["bos"]
     fields["pad_token_id"] = ids["pad"]
@@ -153,11 +153,12 @@ def _check_computed_alike(settings: ArchitectureSettings, config: Any, family: F
     """Raise NotExpressible where the configuration has another setting or rotation than the file."""
     class_name = type(config).__name__
     ours = settings_of(config, family_of(config))
-    for key in settings.names():
-        if key in MEANINGLESS_KEYS:
+    prefix = f"{settings.architecture}."
+    for name in settings.file.reader.fields:
+        key = name.removeprefix(prefix)
+        if not name.startswith(prefix) or key in MEANINGLESS_KEYS:
             continue
         value = settings.get(key)
-        name = f"{settings.architecture}.{key}"
         # LongRoPE is recognised by its tensors.
         has_no_effect = value in (0, 0.0, "none", False) or (
             key == "rope.scaling.type" and value == "longrope"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from chronicals.formats.gguf.reader import NotExpressible
@@ -100,11 +101,6 @@ class Family:
             for name, value in self.implied.items()
         }
 
-    @property
-    def has_experts(self) -> bool:
-        """True if models of the family have routed experts."""
-        return any(setting.key == "expert_count" for setting in self.settings)
-
 
 def family_of(config: Any) -> Family:
     """Return the family of a language model's configuration (transformers').
@@ -139,31 +135,23 @@ def family_of(config: Any) -> Family:
 # --- values that llama.cpp computes from others
 
 
-def _full_each(period: int) -> Callable[[Any], list[str]]:
-    """Return a function that gives every ``period``-th layer full attention, others a window."""
-
-    def layer_types(config: Any) -> list[str]:
-        return [
-            "full_attention" if (n + 1) % period == 0 else "sliding_attention"
-            for n in range(config.num_hidden_layers)
-        ]
-
-    return layer_types
+def _full_each(period: int, config: Any) -> list[str]:
+    """Return the layers' types: every ``period``-th has full attention, the others a window."""
+    return [
+        "full_attention" if (n + 1) % period == 0 else "sliding_attention"
+        for n in range(config.num_hidden_layers)
+    ]
 
 
-def _query_scale(largest: int) -> Callable[[Any], int]:
-    """Return a function that computes ``query_pre_attn_scalar``, the width that scales queries.
+def _query_scale(largest: int, config: Any) -> int:
+    """Compute ``query_pre_attn_scalar``, the width that scales queries.
 
     It is the width of a head. In the largest model of a family, which llama.cpp recognises by its
     number of layers, it is the hidden size over the number of heads.
     """
-
-    def query_pre_attn_scalar(config: Any) -> int:
-        if config.num_hidden_layers == largest:
-            return int(config.hidden_size // config.num_attention_heads)
-        return head_dim(config)
-
-    return query_pre_attn_scalar
+    if config.num_hidden_layers == largest:
+        return int(config.hidden_size // config.num_attention_heads)
+    return head_dim(config)
 
 
 def _context_within_window(config: Any) -> int:
@@ -282,7 +270,10 @@ FAMILIES: dict[str, Family] = {
             Setting("final_logit_softcapping", "final_logit_softcapping", float),
         ),
         implied=GELU
-        | {"layer_types": _full_each(2), "query_pre_attn_scalar": _query_scale(largest=46)},
+        | {
+            "layer_types": partial(_full_each, 2),
+            "query_pre_attn_scalar": partial(_query_scale, 46),
+        },
         norm_offset=1.0,
     ),
     "gemma3_text": Family(
@@ -292,8 +283,8 @@ FAMILIES: dict[str, Family] = {
             Setting("final_logit_softcapping", "final_logit_softcapping", float, optional=True),
         ),
         implied={
-            "layer_types": _full_each(6),
-            "query_pre_attn_scalar": _query_scale(largest=62),
+            "layer_types": partial(_full_each, 6),
+            "query_pre_attn_scalar": partial(_query_scale, 62),
             "attn_logit_softcapping": None,
             "use_bidirectional_attention": False,
         },
@@ -347,7 +338,7 @@ FAMILIES: dict[str, Family] = {
             WINDOW,
             Setting("intermediate_size", "expert_feed_forward_length"),
         ),
-        implied={"layer_types": _full_each(2)},
+        implied={"layer_types": partial(_full_each, 2)},
         interleaves_experts=True,
     ),
 }

@@ -121,12 +121,6 @@ class ArchitectureSettings:
         self.file = file
         self.architecture = str(file.value("general.architecture"))
 
-    def names(self) -> list[str]:
-        """Return the keys of all settings of the architecture."""
-        prefix = f"{self.architecture}."
-        keys = self.file.reader.fields
-        return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value; numbers are rounded to the seven digits that fp32 has.
 
@@ -153,10 +147,6 @@ class ArchitectureSettings:
                 "download it again"
             )
         return value
-
-    def has(self, tensor: str) -> bool:
-        """Return whether the file has a tensor."""
-        return tensor in self.file.tensors
 
 
 class NotExpressible(ValueError):

@@ -132,9 +132,9 @@ def rope_parameters(settings: ArchitectureSettings, width: int) -> dict[str, Any
         for name, key in YARN_KEYS.items():
             if settings.get(key) is not None:
                 rope[name] = settings.get(key)
-    if settings.has("rope_freqs.weight"):
+    if "rope_freqs.weight" in settings.file.tensors:
         rope |= _llama3_parameters(settings, rope["rope_theta"], rotated)
-    if settings.has("rope_factors_long.weight"):
+    if "rope_factors_long.weight" in settings.file.tensors:
         rope["rope_type"] = "longrope"
         rope["original_max_position_embeddings"] = settings.need(original_key)
         rope["attention_factor"] = settings.need("rope.scaling.attn_factor")

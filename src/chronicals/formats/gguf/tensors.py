@@ -31,11 +31,6 @@ CACHED_TENSORS = 2
 tensor of the model that is a part of them.
 """
 
-FULL_PRECISION_ROLES = ("ffn_gate_inp", "ffn_gate_inp_shexp", "attn_sinks")
-"""Tensors that are fp32 in every file, as norms, biases and vectors are: routers and attention
-sinks.
-"""
-
 
 @dataclass(frozen=True)
 class TensorPiece:
@@ -54,16 +49,6 @@ class TensorPiece:
     sources: tuple[str, ...]
     forward: Callable[[list[Tensor]], Tensor]
     backward: Callable[[Tensor], list[TensorPart]]
-
-    @property
-    def is_full(self) -> bool:
-        """True if it is fp32 in every file."""
-        role = self.name.split(".")[-2] if "." in self.name else self.name
-        return (
-            len(self.shape) < 2
-            or self.name.endswith((".bias", "_norm.weight"))
-            or role in FULL_PRECISION_ROLES
-        )
 
 
 def pieces_of(
@@ -142,26 +127,20 @@ def _piece_of(
     )
     half = head_dim(config) // 2
 
-    def to_file(x: Tensor) -> Tensor:
-        if offset:
-            return x + offset
+    def changed(x: Tensor, added: float, head: tuple[int, int]) -> Tensor:
+        if added:
+            return x + added
         if reordered:
-            return x.view(-1, 2, half, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+            return x.view(-1, *head, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
         return x
 
-    def from_file(x: Tensor) -> Tensor:
-        if offset:
-            return x - offset
-        if reordered:
-            return x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-        return x
-
+    # A head's rows are two halves in the model, and pairs of neighbours in the file.
     return TensorPiece(
         target,
         shape,
         (name,),
-        lambda sources: to_file(sources[0]),
-        lambda written: [(name, ..., from_file(written))],
+        lambda sources: changed(sources[0], offset, (2, half)),
+        lambda written: [(name, ..., changed(written, -offset, (half, 2)))],
     )
 
 

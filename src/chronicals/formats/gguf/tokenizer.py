@@ -27,6 +27,7 @@ from chronicals.formats.gguf.vocabulary import (
     WITHOUT_MERGED_WORDS,
     Vocabulary,
     read_vocabulary,
+    steps_of,
     unigram_of,
 )
 
@@ -102,12 +103,22 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         )
     notes = _notes(described, (*UNSUPPORTED_FORMS, "Strip"))
     if byte_fallback:
+        # The normalizer or the pre-tokenizer may put a blank in front of a text.
+        steps = [
+            *steps_of(described.get("normalizer"), "normalizers"),
+            *steps_of(described.get("pre_tokenizer"), "pretokenizers"),
+        ]
+        has_space_prefix = any(
+            step["type"] == "Prepend"
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+            for step in steps
+        )
         return Vocabulary(
             model="llama",
             pre="default",
             merges=[],
             scores=[-float(number) for number in range(rows)],
-            space_prefix=_has_space_prefix(described),
+            space_prefix=has_space_prefix,
             notes=notes,
             **common,
         )
@@ -125,31 +136,25 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
 
 def _pre_tokenizer(described: dict[str, Any]) -> str:
     """Return llama.cpp's name of the rules that split a text."""
-    splits = tuple(_splits(described.get("pre_tokenizer")))
-    name = BY_EXPRESSIONS.get(splits)
+    splits: list[str] = []
+    for step in steps_of(described.get("pre_tokenizer"), "pretokenizers"):
+        kind = step["type"]
+        if kind == "ByteLevel" and not step.get("add_prefix_space"):
+            splits += ["words"] if step.get("use_regex", True) else []
+        elif kind == "Digits" and step.get("individual_digits"):
+            splits.append("digits")
+        elif kind == "Split" and "Regex" in step["pattern"] and not step.get("invert"):
+            splits.append(step["pattern"]["Regex"])
+        else:
+            splits.append(json.dumps(step))
+    name = BY_EXPRESSIONS.get(tuple(splits))
     if name is None:
         raise NotExpressible(
-            f"the tokenizer splits texts by {list(splits)}, for which llama.cpp has no name that "
+            f"the tokenizer splits texts by {splits}, for which llama.cpp has no name that "
             "is proved here; export merged weights (--to merged) and convert those with "
             "llama.cpp's own script"
         )
     return name if described["model"].get("ignore_merges") else WITHOUT_MERGED_WORDS.get(name, name)
-
-
-def _splits(step: dict[str, Any] | None) -> list[str]:
-    """Return the rules of a pre-tokenizer in their order, as ``BY_EXPRESSIONS`` names them."""
-    if step is None:
-        return []
-    kind = step["type"]
-    if kind == "Sequence":
-        return [split for inner in step["pretokenizers"] for split in _splits(inner)]
-    if kind == "ByteLevel" and not step.get("add_prefix_space"):
-        return ["words"] if step.get("use_regex", True) else []
-    if kind == "Digits" and step.get("individual_digits"):
-        return ["digits"]
-    if kind == "Split" and "Regex" in step["pattern"] and not step.get("invert"):
-        return [step["pattern"]["Regex"]]
-    return [json.dumps(step)]
 
 
 def _type_of(number: int, by_id: dict[int, str], tokenizer: Any, byte_fallback: bool) -> int:
@@ -190,21 +195,6 @@ def _adds(tokenizer: Any, token: int | None, place: int) -> bool:
     return token is not None and len(ids) > 1 and ids[place] == token
 
 
-def _has_space_prefix(described: dict[str, Any]) -> bool:
-    """Return whether the normalizer or the pre-tokenizer puts a blank in front of a text."""
-    steps = [described.get("normalizer"), described.get("pre_tokenizer")]
-    while steps:
-        step = steps.pop()
-        if step is None:
-            continue
-        steps += step.get("normalizers", []) + step.get("pretokenizers", [])
-        if step["type"] == "Prepend" or (
-            step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
-        ):
-            return True
-    return False
-
-
 def _notes(described: dict[str, Any], unsupported: Iterable[str]) -> list[str]:
     """Describe the steps of the normalizer that llama.cpp does not do."""
     normalizer = json.dumps(described.get("normalizer") or {})
@@ -238,10 +228,12 @@ def tokenizer_of(file: GGUFFile) -> Any:
                     "its id, so it is of another model; take it away, or put the right one there"
                 )
         return tokenizer
+    unused = {number for number, kind in enumerate(vocabulary.types) if kind == UNUSED}
+    used = {text: n for n, text in enumerate(vocabulary.tokens) if n not in unused}
     if vocabulary.model == "gpt2":
-        made = _byte_level(file.path, vocabulary)
+        made = _byte_level(file.path, vocabulary, used)
     elif vocabulary.model == "llama":
-        made = _with_byte_fallback(file.path, vocabulary)
+        made = _with_byte_fallback(file.path, vocabulary, used)
     else:
         raise ValueError(
             f"{file.path}: its tokenizer is of kind {vocabulary.model!r}, which cannot be read "
@@ -250,13 +242,14 @@ def tokenizer_of(file: GGUFFile) -> Any:
     return _with_special_tokens(made, vocabulary)
 
 
-def _ids_in_use(vocabulary: Vocabulary) -> dict[str, int]:
-    unused = {number for number, kind in enumerate(vocabulary.types) if kind == UNUSED}
-    return {text: n for n, text in enumerate(vocabulary.tokens) if n not in unused}
+def _byte_level(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
+    """Make a byte-level BPE (``tokenizers.Tokenizer``) by its merges and its splits.
 
-
-def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
-    """Make a byte-level BPE (``tokenizers.Tokenizer``) by its merges and its splits."""
+    Args:
+        path: of the file, for errors.
+        vocabulary: of the file.
+        ids: of the tokens that are used, by their texts.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = vocabulary.pre
@@ -272,7 +265,7 @@ def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
     splits = expressions[name]
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
     model = models.BPE(
-        vocab=_ids_in_use(vocabulary),
+        vocab=ids,
         merges=merges,
         ignore_merges=pre in WHOLE_WORD_SPLITS,
     )
@@ -289,14 +282,19 @@ def _byte_level(path: Path, vocabulary: Vocabulary) -> Any:
     return made
 
 
-def _with_byte_fallback(path: Path, vocabulary: Vocabulary) -> Any:
-    """Make a BPE with byte fallback (``tokenizers.Tokenizer``) by the scores of its tokens."""
+def _with_byte_fallback(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
+    """Make a BPE with byte fallback (``tokenizers.Tokenizer``) by the scores of its tokens.
+
+    Args:
+        path: of the file, for errors.
+        vocabulary: of the file.
+        ids: of the tokens that are used, by their texts.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     if not vocabulary.scores:
         raise ValueError(f"{path}: has no tokenizer.ggml.scores; {TAKE_TOKENIZER}")
     types = vocabulary.types
-    ids = _ids_in_use(vocabulary)
     normal = {text: number for text, number in ids.items() if types[number] == NORMAL}
     unknown = vocabulary.tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
     # All pairs of tokens that make a token, ordered by the score of the token that they make, then

@@ -78,18 +78,20 @@ class VisionFamily:
 
     Attributes:
         projector: llama.cpp's name.
-        settings: computes those that not all families have, by their keys, from a configuration
-            and its processor.
+        settings: computes those that not all families have, by their keys, from a configuration;
+            raises ``NotExpressible`` for one that llama.cpp computes otherwise.
         expected: values that fields of ``vision_config`` must have, if they are there.
-        check: raises ``NotExpressible`` for a configuration that llama.cpp computes otherwise.
+        expected_of_model: values that fields of the whole configuration must have.
+        enlarged_key: of the size to which the processor enlarges an image before it is cut.
         leaves_out: returns whether images do not go through a tensor, from the configuration and
             the tensor's name.
     """
 
     projector: str
-    settings: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+    settings: Callable[[Any], dict[str, Any]]
     expected: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[Any], None] = lambda config: None
+    expected_of_model: Mapping[str, Any] = field(default_factory=dict)
+    enlarged_key: str | None = None
     leaves_out: Callable[[Any, str], bool] = lambda config, name: False
 
 
@@ -112,8 +114,14 @@ def vision_family_of(config: Any) -> VisionFamily:
             f"{', '.join(VISION_FAMILIES)}. Export merged weights (--to merged) and convert those with "
             "llama.cpp's own script"
         )
-    _refuse_others(config.vision_config, **family.expected)
-    family.check(config)
+    for part, expected in (
+        (config.vision_config, family.expected),
+        (config, family.expected_of_model),
+    ):
+        for name, value in expected.items():
+            configured = getattr(part, name, value)
+            _refuse(configured != value, f"{name}={configured!r}")
+    family.settings(config)
     return family
 
 
@@ -145,19 +153,20 @@ def processor_of(folder: Path) -> dict[str, Any]:
     return processor
 
 
-def vision_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]:
+def vision_settings(config: Any, folder: Path) -> dict[str, Any]:
     """Return all settings of the file, by their keys.
 
     Args:
         config: of a model of images and text.
-        processor: of ``processor_of``.
+        folder: of the model, with the files of its processor.
 
     Raises:
         NotExpressible: the model has no form here.
     """
     family = vision_family_of(config)
+    processor = processor_of(folder)
     part = config.vision_config
-    return {
+    settings = {
         "clip.has_vision_encoder": True,
         "clip.projector_type": family.projector,
         "clip.vision.projection_dim": config.get_text_config().hidden_size,
@@ -170,8 +179,12 @@ def vision_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]
         or part.num_heads,
         "clip.vision.image_mean": processor["image_mean"],
         "clip.vision.image_std": processor["image_std"],
-        **family.settings(config, processor),
+        **family.settings(config),
     }
+    if family.enlarged_key is not None:
+        size = processor.get("size") or {}
+        settings[family.enlarged_key] = size.get("longest_edge", part.image_size)
+    return settings
 
 
 def vision_tensors(config: Any, stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
@@ -317,64 +330,41 @@ def _refuse(wrong: bool, reason: str) -> None:
         )
 
 
-def _refuse_others(part: Any, **expected: Any) -> None:
-    """Refuse a configuration that has another value of a field."""
-    for name, value in expected.items():
-        configured = getattr(part, name, value)
-        _refuse(configured != value, f"{name}={configured!r}")
-
-
-def _full_attention_period(part: Any) -> int | None:
-    """Return n if every n-th layer sees the whole image and the others have windows (Qwen)."""
+def _qwen2_5_vl_settings(config: Any) -> dict[str, Any]:
+    part = config.vision_config
+    # Every n-th layer sees the whole image, the others have windows: llama.cpp takes n alone.
     full = list(part.fullatt_block_indexes)
     period = full[0] + 1 if full else 0
-    return period if period and full == list(range(period - 1, part.depth, period)) else None
-
-
-def _check_qwen2_5_vl(config: Any) -> None:
-    part = config.vision_config
-    _refuse(
-        _full_attention_period(part) is None,
-        f"fullatt_block_indexes={list(part.fullatt_block_indexes)}",
-    )
-
-
-def _qwen2_5_vl_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]:
+    is_regular = period > 0 and full == list(range(period - 1, part.depth, period))
+    _refuse(not is_regular, f"fullatt_block_indexes={full}")
     return {
         "clip.use_silu": True,
-        "clip.vision.n_wa_pattern": _full_attention_period(config.vision_config),
+        "clip.vision.n_wa_pattern": period,
         "clip.vision.attention.layer_norm_epsilon": 1e-6,
-        "clip.vision.spatial_merge_size": config.vision_config.spatial_merge_size,
+        "clip.vision.spatial_merge_size": part.spatial_merge_size,
     }
 
 
-def _check_gemma3(config: Any) -> None:
-    side = config.vision_config.image_size // config.vision_config.patch_size
+def _gemma3_settings(config: Any) -> dict[str, Any]:
+    part = config.vision_config
+    side = part.image_size // part.patch_size
     tokens = math.isqrt(config.mm_tokens_per_image)
     _refuse(
         tokens**2 != config.mm_tokens_per_image or side % tokens > 0,
         f"mm_tokens_per_image={config.mm_tokens_per_image}",
     )
-
-
-def _gemma3_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]:
-    part = config.vision_config
-    side = part.image_size // part.patch_size
     return {
         "clip.use_gelu": True,
         "clip.vision.attention.layer_norm_epsilon": float(part.layer_norm_eps),
-        "clip.vision.projector.scale_factor": side // math.isqrt(config.mm_tokens_per_image),
+        "clip.vision.projector.scale_factor": side // tokens,
     }
 
 
-def _idefics3_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]:
-    part = config.vision_config
-    size = processor.get("size") or {}
+def _idefics3_settings(config: Any) -> dict[str, Any]:
     return {
         "clip.use_gelu": True,
-        "clip.vision.attention.layer_norm_epsilon": float(part.layer_norm_eps),
+        "clip.vision.attention.layer_norm_epsilon": float(config.vision_config.layer_norm_eps),
         "clip.vision.projector.scale_factor": config.scale_factor,
-        "clip.vision.preproc_image_size": size.get("longest_edge", part.image_size),
     }
 
 
@@ -389,23 +379,13 @@ def _layers_of_llava(config: Any) -> int:
     return int(layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer)
 
 
-def _check_llava(config: Any) -> None:
+def _llava_settings(config: Any) -> dict[str, Any]:
+    """Compute the settings of LLaVA; a file that names no activation has CLIP's quick_gelu."""
     part = config.vision_config
-    _refuse_others(
-        config,
-        projector_hidden_act="gelu",
-        vision_feature_select_strategy="default",
-        multimodal_projector_bias=True,
-    )
     _refuse(part.hidden_act not in ("quick_gelu", "gelu"), f"hidden_act={part.hidden_act!r}")
     layer = config.vision_feature_layer
     known = isinstance(layer, int) and 0 < _layers_of_llava(config) <= part.num_hidden_layers
     _refuse(not known, f"vision_feature_layer={layer!r}")
-
-
-def _llava_settings(config: Any, processor: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the settings of LLaVA; a file that names no activation has CLIP's quick_gelu."""
-    part = config.vision_config
     layers = _layers_of_llava(config)
     return {
         "clip.use_gelu": part.hidden_act == "gelu",
@@ -428,6 +408,7 @@ _IDEFICS3 = VisionFamily(
     "idefics3",
     _idefics3_settings,
     expected={"hidden_act": "gelu_pytorch_tanh", "num_channels": 3},
+    enlarged_key="clip.vision.preproc_image_size",
     leaves_out=_without_siglip_head,
 )
 
@@ -442,7 +423,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "in_channels": 3,
             "window_size": QWEN_WINDOW,
         },
-        check=_check_qwen2_5_vl,
     ),
     "gemma3": VisionFamily(
         "gemma3",
@@ -452,7 +432,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "model_type": "siglip_vision_model",
             "num_channels": 3,
         },
-        check=_check_gemma3,
         leaves_out=_without_siglip_head,
     ),
     "smolvlm": _IDEFICS3,
@@ -461,7 +440,11 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "mlp",
         _llava_settings,
         expected={"model_type": "clip_vision_model", "num_channels": 3},
-        check=_check_llava,
+        expected_of_model={
+            "projector_hidden_act": "gelu",
+            "vision_feature_select_strategy": "default",
+            "multimodal_projector_bias": True,
+        },
         leaves_out=_without_later_layers,
     ),
 }

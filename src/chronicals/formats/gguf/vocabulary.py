@@ -203,8 +203,8 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
         )
     if model.get("unk_id") is None:
         raise _other("unk_id=None: llama.cpp takes token 2 for the unknown one")
-    normalizers = list(_steps(described.get("normalizer"), "normalizers"))
-    splitters = list(_steps(described.get("pre_tokenizer"), "pretokenizers"))
+    normalizers = list(steps_of(described.get("normalizer"), "normalizers"))
+    splitters = list(steps_of(described.get("pre_tokenizer"), "pretokenizers"))
     maps = [
         base64.b64decode(step["precompiled_charsmap"])
         for step in normalizers
@@ -227,13 +227,13 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
     )
 
 
-def _steps(step: dict[str, Any] | None, inside: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps one after the other, out of their sequences."""
+def steps_of(step: dict[str, Any] | None, inside: str) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a normalizer or pre-tokenizer in turn, out of their sequences."""
     if step is None:
         return
     if step["type"] == "Sequence":
         for inner in step[inside]:
-            yield from _steps(inner, inside)
+            yield from steps_of(inner, inside)
     else:
         yield step
 

@@ -76,6 +76,11 @@ LLAMA_CPP_KINDS = (
 IMPORTANCE_KINDS = ("iq3_xs", "iq3_xxs", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs")
 """Kinds that it makes only with an importance matrix."""
 
+FULL_PRECISION_ROLES = ("ffn_gate_inp", "ffn_gate_inp_shexp", "attn_sinks")
+"""Tensors that are fp32 in every file, as norms, biases and vectors are: routers and attention
+sinks.
+"""
+
 OF_EXPERTS = "_exps.weight"
 """End of the names of stacked experts in a file."""
 
@@ -138,7 +143,9 @@ def _type_of(piece: TensorPiece, kind: str, config: Any) -> Any:
     """Return the type of a tensor in the file; rows that are no whole blocks are F16."""
     import gguf
 
-    if piece.is_full or kind == "f32":
+    role = piece.name.split(".")[-2] if "." in piece.name else piece.name
+    is_full = len(piece.shape) < 2 or piece.name.endswith((".bias", "_norm.weight"))
+    if is_full or role in FULL_PRECISION_ROLES or kind == "f32":
         return gguf.GGMLQuantizationType.F32
     is_head = piece.name == "output.weight" or (
         piece.name == "token_embd.weight" and config.tie_word_embeddings

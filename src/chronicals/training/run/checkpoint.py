@@ -325,7 +325,7 @@ def _whole_weights(folder: Path, model: Any) -> Mapping[str, Tensor]:
         CheckpointError: the checkpoint belongs to another model.
     """
     with _belonging_to(folder):
-        names = set(StoredStates(folder).names())
+        names = set(StoredStates(folder).names)
         values = {name for name in names if name.endswith(f":{VALUE}")}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and f"{name}:exp_avg" not in names:

@@ -13,7 +13,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, local
 from chronicals.objectives import Objective
-from chronicals.policies.memory_check import ways_to_take_less
+from chronicals.policies.needed_memory import ways_to_take_less
 from chronicals.training.errors import TrainingError
 from chronicals.training.run.resume import how_to_resume
 from chronicals.training.run.run_state import Run

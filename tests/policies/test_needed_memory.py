@@ -10,7 +10,7 @@ from chronicals import ChronicalsConfig
 from chronicals.config import ConfigurationError
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.policies import facts
-from chronicals.policies.memory_check import FILLED, longest_that_fits, refuse_what_cannot_fit
+from chronicals.policies.needed_memory import FILLED, longest_that_fits, refuse_what_cannot_fit
 
 GIB = 2**30
 

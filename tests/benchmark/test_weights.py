@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import made
 import pytest
 import torch
-from peers import trl, unsloth
+from peers import names, trl, unsloth
 from peers.models import load_for_peers
 from peers.names import missing_packages_of
 
@@ -230,8 +230,8 @@ def test_what_contradicts_the_mode_is_named(tmp_path, mode, fields, message):
         plan_work(tmp_path, "tiny", "fixed", mode, fields, None, 2)
 
 
-def test_packages_by_what_is_trained(monkeypatch):
-    monkeypatch.setattr("chronicals.benchmark.processes.find_spec", lambda package: None)
+def test_packages_by_what_is_trained(let_return):
+    let_return(names, find_spec=None)
     assert missing_packages_of("transformers", "full") == ["transformers"]
     assert missing_packages_of("transformers", "lora") == ["transformers", "peft"]
     in_4_bits = ["trl", "datasets", "peft", "bitsandbytes", "accelerate"]
@@ -323,7 +323,7 @@ def test_trl_has_grouped_products_of_frozen_experts(
         else None
     )
     work = planned(tmp_path, mode, model)
-    monkeypatch.setattr(trl, "device", lambda: torch.device("cuda"))
+    let_return(trl, device=torch.device("cuda"))
     let_return(trl, find_spec=True)
     monkeypatch.setattr(
         trl,

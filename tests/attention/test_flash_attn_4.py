@@ -12,7 +12,7 @@ import torch
 from definition import bounds, dense, qkv
 
 from chronicals.attention.backends import flash_attn_4
-from chronicals.attention.support import Spans
+from chronicals.attention.support import Mask, Spans
 
 LENGTHS = [9, 0, 17, 4, 0]
 OPTIONS = [{}, {"window": 5}, {"softcap": 1.5}, {"window": 5, "sinks": True}]
@@ -31,7 +31,7 @@ def gradients_of_definition(q, k, v, cu, dout, sinks=None, **options):
 
 
 @pytest.fixture
-def flash_attn_4_stand_in(monkeypatch):
+def flash_attn_4_stand_in(let_return):
     """Named as in flash_attn.cute.interface 4.0.0b36; a window there is what lies to the left,
     and closed to the right.
     """
@@ -107,7 +107,7 @@ def flash_attn_4_stand_in(monkeypatch):
             place.copy_(gradient)
         return dq, dk, dv, *found[3:]
 
-    monkeypatch.setattr(flash_attn_4, "_kernels", lambda _device: (forward, backward))
+    let_return(flash_attn_4, _kernels=(forward, backward))
 
 
 def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earlier=()):
@@ -128,7 +128,8 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
     cu_k = bounds([a + b for a, b in zip(LENGTHS, earlier, strict=True)]) if earlier else cu
     expected = dense(q, k, v, cu, 0.3, window, softcap, sink, cu_k)
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    found = run(q, k, v, Spans(cu, 17, cu_k, 20 if earlier else 17), 0.3, window, softcap, sink)
+    spans = Spans(cu, 17, cu_k, 20 if earlier else 17)
+    found = run(q, k, v, Mask(spans, 0.3, window, softcap, sink))
     torch.testing.assert_close(found, expected)
     for got, wanted in zip(
         *(torch.autograd.grad(x, leaves, upstream) for x in (found, expected)), strict=True
@@ -152,9 +153,7 @@ def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
     """Part of it would be left out: the backward pass is a kernel, too."""
     q, k, v = (x.requires_grad_() for x in qkv(30)())
     cu = bounds(LENGTHS)
-    found = flash_attn_4.FLASH_ATTENTION_4.attend(
-        q, k, v, Spans(cu, 17, cu, 17), 0.3, None, None, None
-    )
+    found = flash_attn_4.FLASH_ATTENTION_4.attend(q, k, v, Mask(Spans(cu, 17, cu, 17), 0.3))
     with pytest.raises(
         RuntimeError, match="create_graph=True: FlashAttention-4 has no second derivative"
     ):
@@ -185,3 +184,23 @@ def test_flash_attn_4_takes_these_arguments(flash_attn_4_stand_in):
     ):
         asked, there = (list(inspect.signature(function).parameters) for function in (ours, theirs))
         assert set(asked) <= set(there) and asked[:3] == there[:3]
+
+
+def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
+    monkeypatch, let_return, record_calls, set_constants, tmp_path
+):
+    from importlib.metadata import PackageNotFoundError
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    let_return(torch.cuda, get_device_capability=(9, 0))
+    asked = record_calls(torch.cuda, "get_device_capability")
+    set_constants(flash_attn_4, KERNEL_CACHE=tmp_path / "cache")
+    monkeypatch.setattr(flash_attn_4.os, "environ", {})
+    monkeypatch.setattr(flash_attn_4, "version", missing)
+    flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
+    assert not flash_attn_4.os.environ and asked == [(torch.device("cuda", 1),)]
+    let_return(flash_attn_4, version="1.0")
+    flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
+    assert flash_attn_4.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"].endswith("quack-1.0-sm90")

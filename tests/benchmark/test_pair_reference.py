@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_command import run
+from test_benchmark import run
 from test_preference_rows import planned
 
 import chronicals.objectives.dpo
@@ -128,7 +128,7 @@ def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
 
 
 @pytest.mark.slow
-def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatch):
+def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatch, let_return):
     """Its model in this test is PEFT's."""
     pytest.importorskip("trl")
     from peers import unsloth_preference
@@ -141,7 +141,7 @@ def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatc
         sys.modules, "unsloth", SimpleNamespace(PatchDPOTrainer=lambda: patched.append(True))
     )
     model = with_peft(load(work.model, torch.float32), work)
-    monkeypatch.setattr(unsloth_preference, "load", lambda work, recompute: (model, None))
+    let_return(unsloth_preference, load=(model, None))
     found = measured(unsloth_preference.unsloth, work, tmp_path, steps=2)
     assert (
         patched == [True]

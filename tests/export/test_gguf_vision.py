@@ -310,11 +310,11 @@ def test_a_kernel_that_is_not_split_is_found(tmp_path, monkeypatch):
 
 
 def test_mean_and_deviation_swapped_are_found(tmp_path, monkeypatch):
-    right = gguf_vision.projector_settings
+    right = gguf_vision.vision_settings
     saw = []
 
-    def swapped(source):
-        found = right(source)
+    def swapped(config, folder):
+        found = right(config, folder)
         saw.append(1)
         if len(saw) > 1:  # the writer alone
             return found
@@ -323,7 +323,7 @@ def test_mean_and_deviation_swapped_are_found(tmp_path, monkeypatch):
             "clip.vision.image_std": found["clip.vision.image_mean"],
         }
 
-    monkeypatch.setattr(gguf_vision, "projector_settings", swapped)
+    monkeypatch.setattr(gguf_vision, "vision_settings", swapped)
     refused(tmp_path, "gemma3", "settings")
 
 
@@ -353,8 +353,10 @@ def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(
     fault, tmp_path, monkeypatch
 ):
     name, change = WRONG[fault]
-    right = gguf_vision.projector_settings
-    monkeypatch.setattr(gguf_vision, "projector_settings", lambda source: change(right(source)))
+    right = gguf_vision.vision_settings
+    monkeypatch.setattr(
+        gguf_vision, "vision_settings", lambda config, folder: change(right(config, folder))
+    )
     refused(tmp_path, name, SEEN)
 
 

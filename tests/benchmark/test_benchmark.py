@@ -12,6 +12,7 @@ from peers.names import chosen_peers
 from typer.testing import CliRunner
 
 import chronicals
+from chronicals.benchmark import rounds
 from chronicals.benchmark.plan import plan_work
 from chronicals.benchmark.work import SIZE_FIELDS
 from chronicals.cli import benchmark as command
@@ -313,28 +314,25 @@ def test_fields_that_a_benchmark_does_not_take_are_refused(field, tmp_path):
     ],
 )
 def test_a_variant_that_is_no_configuration_is_named_before_anything_runs(
-    tmp_path, monkeypatch, option, changes, message
+    tmp_path, must_not_call, option, changes, message
 ):
-    def measure(*_):
-        raise AssertionError("an arm would run")
-
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", measure)
+    must_not_call(rounds, "measure_row", "an arm would run")
     given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), option, changes]
     done = CliRunner().invoke(app, given)
     assert isinstance(done.exception, ConfigurationError) and message in str(done.exception)
 
 
-def test_the_figures_are_not_written_where_the_bars_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", None)
+def test_the_figures_are_not_written_where_the_bars_are(tmp_path, must_not_call):
+    must_not_call(rounds, "measure_row", "an arm would run")
     done = CliRunner().invoke(
         app, ["benchmark", "--model", "tiny", "--output", str(tmp_path / "row.png")]
     )
     assert isinstance(done.exception, ConfigurationError) and "ends in .json" in str(done.exception)
 
 
-def test_without_a_checkout_the_command_says_how_to_get_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("chronicals.benchmark.rounds.measure_row", None)
-    monkeypatch.setattr("chronicals.cli.benchmark.PEERS_FOLDER", tmp_path)
+def test_without_a_checkout_the_command_says_how_to_get_one(tmp_path, must_not_call, set_constants):
+    must_not_call(rounds, "measure_row", "an arm would run")
+    set_constants(command, PEERS_FOLDER=tmp_path)
     given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), "--against", "trl"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2 and not [*tmp_path.iterdir()]

@@ -12,8 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import present
 from chronicals.policies import Facts, Policy, Stage, decide, register_policy, summary
 from chronicals.policies.exclusions import EXCLUSIONS, Exclusion
-from chronicals.policies.memory_check import ways_to_take_less
-from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.needed_memory import expected_memory, ways_to_take_less
 from chronicals.policies.policy import POLICIES, Remedy
 
 MIB = 2**20

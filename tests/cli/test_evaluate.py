@@ -54,10 +54,9 @@ def within(place, monkeypatch, capsys):
 
     def run(*words):
         monkeypatch.chdir(place)
-        monkeypatch.setattr("sys.argv", ["chronicals", *words])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
-            main()
+            main([*words])
         said = capsys.readouterr()
         return ended.value.code or 0, said.out, said.err
 

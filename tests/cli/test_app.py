@@ -19,9 +19,12 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
+from chronicals import generation
 from chronicals.cli import main
 from chronicals.cli.app import HELP_TABLE_COLUMNS
 from chronicals.config import Recipe
+from chronicals.saving import SavedModel
+from chronicals.training import preparation
 
 pytestmark = pytest.mark.of_file(40)
 
@@ -83,12 +86,11 @@ def within(place, monkeypatch, capsys):
 
     def run(*arguments, typed=""):
         monkeypatch.chdir(place)
-        monkeypatch.setattr(sys, "argv", ["chronicals", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as exit:
-            main()
+            main([*map(str, arguments)])
         said = capsys.readouterr()
         return Ran(exit.value.code, said.out, said.err)
 
@@ -419,16 +421,15 @@ SAID = "d[:key:], d[:x:]\t# :100: [bold]hi[/] [/x] " + "and so on " * 40
 """What rich would make pictures, tags and lines of."""
 
 
-def test_an_answer_is_printed_as_it_is(within, monkeypatch):
-    monkeypatch.setattr(
-        "chronicals.generation.load_trained", lambda *_: types.SimpleNamespace(chats=True)
-    )
-    monkeypatch.setattr("chronicals.generation.answer.generate_answer", lambda *_, **__: SAID)
+def test_an_answer_is_printed_as_it_is(within, let_return):
+    let_return(generation, load_trained=types.SimpleNamespace(chats=True))
+    let_return(generation.answer, generate_answer=SAID)
     assert within("generate", "out", "--prompt", "what?").stdout == SAID + "\n"
     assert within("generate", "out", typed="what?\n").stdout == SAID + "\n"
 
 
-def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):
+def test_quickstart_prints_words_as_they_are(within, let_return, tmp_path):
+    from chronicals.training import quickstart
     from chronicals.training.quickstart import Answer, Quickstart
     from chronicals.training.run.evaluation import Evaluation
 
@@ -438,7 +439,7 @@ def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):
     done = Quickstart(
         3, 1000, score, score, [Answer("what is [x]:key:?", SAID, SAID, SAID)] * 2, result, None
     )
-    monkeypatch.setattr("chronicals.training.quickstart.run_quickstart", lambda *_: done)
+    let_return(quickstart, run_quickstart=done)
     said = within("quickstart", "--folder", tmp_path / "quick [y]").stdout
     assert said.count(f"  {words}\n") == 6 and said.count("what is [x]:key:? (") == 2
     assert f"report {tmp_path}/[x] :100:\n" in said and said.endswith(
@@ -483,19 +484,15 @@ def test_errors_say_what_to_do(within, trained, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-def test_what_the_system_refuses_is_an_error_in_a_line(place, within, monkeypatch):
+def test_what_the_system_refuses_is_an_error_in_a_line(place, within, let_raise):
     (place / "file").touch()
     done = within("train", "recipe.yaml", "--check", "--output-dir", "file/out")
     assert (
         done.code == 1 and done.stderr.strip().splitlines()[-1] == "error file/out: Not a directory"
     )
 
-    def died(*_, **__):
-        raise ChildProcessError(
-            "a process that tokenises was killed; dataset_num_proc=1 needs none"
-        )
-
-    monkeypatch.setattr("chronicals.training.preparation.open_stores", died)
+    why = "a process that tokenises was killed; dataset_num_proc=1 needs none"
+    let_raise(preparation, open_stores=ChildProcessError(why))
     done = within("train", "recipe.yaml", "--check")
     assert (
         done.code == 1
@@ -504,11 +501,9 @@ def test_what_the_system_refuses_is_an_error_in_a_line(place, within, monkeypatc
     )
 
 
-def test_a_model_larger_than_the_card_is_an_error_in_a_line(within, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB")
-
-    monkeypatch.setattr("chronicals.saving.SavedModel.model", full)
+def test_a_model_larger_than_the_card_is_an_error_in_a_line(within, let_raise):
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB")
+    let_raise(SavedModel, model=full)
     done = within("evaluate", "base", "--data", "data.jsonl")
     assert done.code == 1 and done.stderr.strip().endswith(
         "error CUDA out of memory. Tried to allocate 28.00 GiB"
@@ -516,14 +511,8 @@ def test_a_model_larger_than_the_card_is_an_error_in_a_line(within, monkeypatch)
 
 
 @pytest.mark.parametrize("command", [["evaluate", "base"], ["verify", "recipe.yaml"]])
-def test_where_figures_go_is_seen_to_before_the_work(place, within, monkeypatch, command):
-    class Began(ValueError):
-        pass
-
-    def begin(*_):
-        raise Began("the work began")
-
-    monkeypatch.setattr("chronicals.saving.SavedModel.model", begin)
+def test_where_figures_go_is_seen_to_before_the_work(place, within, let_raise, command):
+    let_raise(SavedModel, model=ValueError("the work began"))
     folder = f"figures-of-{command[0]}"
     done = within(*command, "--data", "data.jsonl", "--output", f"{folder}/of/it.json")
     assert "the work began" in done.stderr and (place / folder / "of").is_dir()
@@ -951,23 +940,19 @@ def test_pairs_of_a_quickstart_have_the_answer_of_another_question():
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_a_stopped_quickstart_is_started_again(objective, within, monkeypatch, tmp_path):
+def test_a_stopped_quickstart_is_started_again(objective, within, let_raise, tmp_path):
     """Its runs have no recipe by which ``train --resume`` goes on."""
     from chronicals.config import ChronicalsConfig
+    from chronicals.training import quickstart
     from chronicals.training.errors import Interrupted
     from chronicals.training.run.resume import how_to_resume
 
-    def stop(folder, *_):
-        run = folder if objective == "sft" else folder / "preference"
-        raise Interrupted(
-            f"SIGINT after step 3; {how_to_resume(ChronicalsConfig(output_dir=run).output_dir)}"
-        )
-
-    monkeypatch.setattr(
-        f"chronicals.training.quickstart.run_{'quickstart' if objective == 'sft' else 'preferences'}",
-        stop,
-    )
-    done = within("quickstart", "--folder", tmp_path / "quick", "--objective", objective)
+    folder = tmp_path / "quick"
+    run = folder if objective == "sft" else folder / "preference"
+    resume = how_to_resume(ChronicalsConfig(output_dir=run).output_dir)
+    stopped = Interrupted(f"SIGINT after step 3; {resume}")
+    let_raise(quickstart, run_quickstart=stopped, run_preferences=stopped)
+    done = within("quickstart", "--folder", folder, "--objective", objective)
     assert done.code == 130
     assert (
         done.stderr.strip()
@@ -975,14 +960,10 @@ def test_a_stopped_quickstart_is_started_again(objective, within, monkeypatch, t
     )
 
 
-def test_quickstart_deletes_nothing_but_what_one_wrote(within, monkeypatch, tmp_path):
-    class Began(ValueError):
-        pass
+def test_quickstart_deletes_nothing_but_what_one_wrote(within, let_raise, tmp_path):
+    from chronicals.training import quickstart
 
-    def begin(*_):
-        raise Began("training began")
-
-    monkeypatch.setattr("chronicals.training.quickstart.run_quickstart", begin)
+    let_raise(quickstart, run_quickstart=ValueError("training began"))
     (tmp_path / "untrained").mkdir()
     (tmp_path / "my.jsonl").touch()
     done = within("quickstart", "--folder", tmp_path)

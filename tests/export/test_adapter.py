@@ -6,7 +6,7 @@ import torch
 import gguf_files
 import gguf_models
 import runs
-from chronicals.export import NotProved, export, gguf_adapter
+from chronicals.export import NotProved, adapter, export
 from chronicals.formats.gguf import tensors as gguf_tensors
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import gguf_loading, load_model, load_tokenizer
@@ -88,8 +88,8 @@ def test_a_trained_run(tmp_path):
     ("old", "new", "said"),
     [
         (
-            "laid = piece.forward([b * (scale * len(a) / alpha)])",
-            "laid = b * (scale * len(a) / alpha)",
+            "pair.piece.forward([pair.b * (pair.scale * len(pair.a) / alpha)])",
+            "pair.b * (pair.scale * len(pair.a) / alpha)",
             "what is added",
         ),
         (
@@ -101,8 +101,8 @@ def test_a_trained_run(tmp_path):
     ids=["rows of B not reordered", "another scale"],
 )
 def test_a_planted_fault_is_found(old, new, said, tmp_path, monkeypatch):
-    wrong = mutant(gguf_adapter, old, new).GGUFAdapter.write
-    monkeypatch.setattr(gguf_adapter.GGUFAdapter, "write", wrong)
+    wrong = mutant(adapter, old, new).GGUFAdapter.write
+    monkeypatch.setattr(adapter.GGUFAdapter, "write", wrong)
     path = gguf_files.write(tmp_path, wide(), "q8_0")
     with pytest.raises(NotProved, match=said):
         compared(tmp_path, path)
@@ -110,8 +110,9 @@ def test_a_planted_fault_is_found(old, new, said, tmp_path, monkeypatch):
 
 def test_a_base_that_is_read_wrongly_is_found(tmp_path, monkeypatch):
     """Rows of q and k as they lie in the file: llama.cpp's logits are others."""
-    old = "x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)"
-    monkeypatch.setattr(gguf_loading, "pieces_of", mutant(gguf_tensors, old, "x").pieces_of)
+    old = "changed(written, -offset, (half, 2))"
+    new = "changed(written, -offset, (1, 2 * half))"
+    monkeypatch.setattr(gguf_loading, "pieces_of", mutant(gguf_tensors, old, new).pieces_of)
     path = gguf_files.write(tmp_path, wide(), "q8_0")
     with pytest.raises(NotProved, match="logits beside the trained model's"):
         compared(tmp_path, path)
