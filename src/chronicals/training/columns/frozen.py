@@ -25,7 +25,7 @@ from chronicals.models import (
     present,
 )
 from chronicals.objectives import Objective
-from chronicals.objectives.columns import Columns
+from chronicals.objectives.terms import Columns
 from chronicals.patching import fuse_weights, patch_parts
 from chronicals.policies.facts import why_not_fused
 from chronicals.training.columns.stored_columns import ColumnSource, StoredColumns

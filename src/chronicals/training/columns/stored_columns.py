@@ -1,6 +1,6 @@
 """Columns of the data that are computed once and stored beside the tokens.
 
-An objective declares them (``chronicals/objectives/columns.py``). Files lie in the cache beside the
+An objective declares them (``chronicals/objectives/terms.py``). Files lie in the cache beside the
 token store. Their names are digests of the documents, the model, the settings and the precision, so
 that another run finds them:
 
@@ -32,7 +32,7 @@ from chronicals.data import BatchStream, TokenStore
 from chronicals.data.making.store import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
-from chronicals.objectives.columns import Columns
+from chronicals.objectives.terms import Columns
 from chronicals.training.step.metrics import Moment
 
 logger = logging.getLogger(__name__)
