@@ -155,8 +155,7 @@ def test_unpatched_it_is_theirs_again(folder):
         ),
     ],
 )
-def test_a_layer_that_does_more_is_called(folder, change, reason, caplog, monkeypatch):
-    monkeypatch.setattr("chronicals.patching.fused_weights._said", set())
+def test_a_layer_that_does_more_is_called(folder, change, reason, caplog):
     model = adapted(loaded(folder))
     patch_parts(model, whole_layers=True)
     change(model.model.layers[0].mlp.down_proj.base_layer)

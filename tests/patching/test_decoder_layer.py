@@ -205,21 +205,14 @@ def seeing_what_is_kept(model, batch):
     return found, sum(kept.values())
 
 
-def test_what_nobody_reads_is_not_made_again(monkeypatch):
+def test_what_nobody_reads_is_not_made_again(record_calls):
     """The last product of a layer, unless a norm comes after it, which keeps its outputs."""
     for family, left_out in (("llama", 2), ("gemma2", 0)):
         model = families.build(family)
-        made = []
         fused(model)
         enable_gradient_checkpointing(model, whole_layers=True)
-
-        def count(*given, made=made, usual=Dense.forward):
-            made.append(None)
-            return usual(*given)
-
-        monkeypatch.setattr(Dense, "forward", count)
+        made = record_calls(Dense, "forward")
         families.states_and_gradients(model, families.documents_batch())
-        monkeypatch.undo()
         assert len(made) == 2 * 4 * len(model.get_decoder().layers) - left_out
 
 
@@ -315,9 +308,8 @@ def save_and_load(model, folder):
 
 
 @pytest.mark.parametrize("operation", [move, load, adapt, deep_copy])
-def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
+def test_after_operations_that_move_weights(operation, caplog):
     """They are fused anew, and the result is that of the class."""
-    monkeypatch.setattr(fused_weights, "_said", set())
     model = fused(families.build("llama").double())
     batch = families.documents_batch()
     families.states_and_gradients(model, batch)
@@ -398,9 +390,8 @@ def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):
     model.save_pretrained(tmp_path)
 
 
-def test_norms_of_another_type_keep_the_class_way(monkeypatch, caplog):
+def test_norms_of_another_type_keep_the_class_way(caplog):
     """As Gemma's do where they are trained in fp32 over a base in bf16."""
-    monkeypatch.setattr(fused_weights, "_said", set())
     model = families.build("gemma").bfloat16()
     for name, p in model.named_parameters():
         if "norm" in name:
@@ -519,8 +510,7 @@ def test_transformers_own_hooks_that_look_on_leave_layers_fused():
     ],
     ids=["hook", "dropout", "type"],
 )
-def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplog, monkeypatch):
-    monkeypatch.setattr(fused_weights, "_said", set())
+def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplog):
     model = fused(families.build("llama").double()).train()
     change(model)
     before = decoder_layer.runs[FUSED_LAYER]
@@ -553,8 +543,7 @@ def test_generation_takes_the_class_way():
     assert torch.equal(fused(model).generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
-def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
-    monkeypatch.setattr(fused_weights, "_said", set())
+def test_a_cache_is_filled_by_the_class(caplog):
     model = fused(families.build("llama"))
     batch = families.documents_batch()
     before = decoder_layer.runs[FUSED_LAYER]
@@ -611,8 +600,8 @@ def test_other_layers_keep_their_parts(family):
         ),
         ("attention.scaling", "1.01 * attention.scaling", "attention half"),
         (
-            "x, self._norm_after(self.last(unit, remake, skip_output=skip_output))",
-            "2 * x, self._norm_after(self.last(unit, remake, skip_output=skip_output))",
+            "x, self._norm_after(branch)",
+            "2 * x, self._norm_after(branch)",
             "MLP half",
         ),
         (
@@ -625,13 +614,11 @@ def test_other_layers_keep_their_parts(family):
         ),
     ],
 )
-def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
+def test_a_wrong_half_is_not_taken(old, new, kept, planned_with):
     """The proof on the twin refuses it, and takes the other."""
     wrong = mutant(halves, old, new)
-    for name in ("AttentionHalf", "MLPHalf"):
-        monkeypatch.setattr(decoder_layer, name, getattr(wrong, name))
-    monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
-    monkeypatch.setattr(plan, "_PLANS", {})
+    names = ("AttentionHalf", "MLPHalf", "FusedHalf")
+    planned_with(decoder_layer, **{name: getattr(wrong, name) for name in names})
     found = plan.plan_for(families.build("ministral3"))
     by = decoder_layer.FUSED_MLP if kept == "attention half" else decoder_layer.FUSED_ATTENTION
     assert {form.by for form in found.layers.values()} == {by} and found.reasons == {
@@ -646,9 +633,8 @@ def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
         ("x, branch = mlp(x, branch, request)", "_, branch = mlp(x, branch, request)"),
     ],
 )
-def test_halves_that_are_wrong_together_are_not_taken(old, new, monkeypatch):
-    monkeypatch.setattr(plan, "decoder_layer", mutant(decoder_layer, old, new))
-    monkeypatch.setattr(plan, "_PLANS", {})
+def test_halves_that_are_wrong_together_are_not_taken(old, new, planned_with):
+    planned_with(plan, decoder_layer=mutant(decoder_layer, old, new))
     assert not any(
         form.by == FUSED_LAYER
         for form in plan.plan_for(families.build("ministral3")).layers.values()

@@ -352,12 +352,11 @@ def test_a_shape_that_is_kept_need_not_be_a_width():
 
 
 @pytest.fixture
-def no_twins(monkeypatch):
+def no_twins(planned_with):
     def refuse(cls, config):
         raise ValueError("no twin in this test")
 
-    monkeypatch.setattr(plan, "build_twin", refuse)
-    monkeypatch.setattr(plan, "_PLANS", {})
+    planned_with(plan, build_twin=refuse)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere", "phi"])

@@ -111,7 +111,7 @@ def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and
     assert {entry.reason for entry in report.left if entry.part == MLP_HALF} == {ROUTED_HALF}
 
 
-def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
+def test_sinks_and_biases_of_attention_are_in_its_half(planned_with):
     """gpt-oss's: all its products have biases, and its tables a channel of each pair. Without
     its sinks it is not taken.
     """
@@ -122,9 +122,7 @@ def test_sinks_and_biases_of_attention_are_in_its_half(monkeypatch):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
     wrong = mutant(halves, 'getattr(attention, "sinks", None)', "None")
-    monkeypatch.setattr(decoder_layer, "AttentionHalf", wrong.AttentionHalf)
-    monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
-    monkeypatch.setattr(plan, "_PLANS", {})
+    planned_with(decoder_layer, AttentionHalf=wrong.AttentionHalf, FusedHalf=wrong.FusedHalf)
     assert not plan.plan_for(model).layers
 
 
@@ -268,12 +266,11 @@ def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
         "angles of other pairs",
     ],
 )
-def test_a_wrong_latent_half_is_not_taken(old, new, monkeypatch):
+def test_a_wrong_latent_half_is_not_taken(old, new, planned_with):
     model = build("DeepseekV3", **LATENT, qk_head_dim=18)
     wrong = mutant(halves, old, new)
-    for name in ("LatentHalf", "LatentReads", "FusedHalf", "Unmerged"):
-        monkeypatch.setattr(decoder_layer, name, getattr(wrong, name))
-    monkeypatch.setattr(plan, "_PLANS", {})
+    names = ("LatentHalf", "LatentReads", "FusedHalf", "Unmerged")
+    planned_with(decoder_layer, **{name: getattr(wrong, name) for name in names})
     assert all(form.by == FUSED_MLP for form in plan.plan_for(model).layers.values())
 
 

@@ -10,7 +10,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.patching import lazy_logits, patch_parts
+from chronicals.patching import patch_parts
 from chronicals.patching.lazy_logits import LazyLogits
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "cohere", "granite", "gpt2", "phi", "gpt_oss"]
@@ -347,13 +347,9 @@ def test_nothing_to_train_on_is_not_a_number():
     assert torch.isnan(plain(**inputs).loss) and torch.isnan(patched(**inputs).loss)
 
 
-def test_logits_are_made_only_for_whoever_looks(monkeypatch):
+def test_logits_are_made_only_for_whoever_looks(record_calls):
     _, patched, _ = pair("gemma2")
-    calls = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        "chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1]
-    )
+    calls = record_calls(torch.nn.functional, "linear")
     out = patched(**batch())
     head = patched.get_output_embeddings()
     out.loss.backward()
@@ -535,7 +531,6 @@ def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
     """As loops do that log at their end; gradients through them are not to be had then, as
     unpatched.
     """
-    lazy_logits._warn_of_memory.cache_clear()
     plain, patched, _ = pair(family)
     inputs = batch(rows)
     found = []
@@ -555,17 +550,13 @@ def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
     assert caplog.text.count("let go of it before") == 1
 
 
-def test_a_step_makes_no_logits_that_nobody_holds(monkeypatch):
+def test_a_step_makes_no_logits_that_nobody_holds(record_calls):
     """Nor any of weights that it does not change."""
     _, patched, _ = pair("llama")
     other = torch.nn.Linear(3, 3)
     for parameter in other.parameters():
         parameter.grad = torch.ones_like(parameter)
-    calls = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        "chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1]
-    )
+    calls = record_calls(torch.nn.functional, "linear")
 
     def step(parameters, holds):
         out = patched(**batch())

@@ -13,7 +13,7 @@ import families
 from chronicals import patch_model, unpatch_model
 from chronicals.lora import LoRAConfig, apply_lora, stacked_experts
 from chronicals.models.twin import build_twin, plain_surroundings, twin_config
-from chronicals.patching import experts, fused_weights, patch_parts
+from chronicals.patching import experts, patch_parts
 from chronicals.patching.experts import FUSED_EXPERTS, recognise_experts
 from chronicals.patching.patch import KEPT_EXPERTS, ON_RANKS
 from interpreted import kernels_run
@@ -141,9 +141,8 @@ def test_adapters_take_part_in_the_products(name):
     ("then", "now"),
     [("grouped_mm", "batched_mm"), ("grouped_mm", "eager"), ("eager", "grouped_mm")],
 )
-def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog, monkeypatch):
+def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog):
     """But for what ``generate`` sets for its steps on a card."""
-    monkeypatch.setattr(fused_weights, "_said", set())
     model = build("Qwen3Moe", experts_implementation=then)
     patch_model(model)
     model(**batch())
@@ -237,8 +236,14 @@ def first_four(model):
     return layer
 
 
-@pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
-def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch, must_not_call):
+@pytest.fixture(params=[True, False], ids=["newer", "older"])
+def newer(request, let_return):
+    """Whether transformers is taken for a newer version, which marks the experts of a rank."""
+    let_return(stacked_experts, transformers_before=not request.param)
+    return request.param
+
+
+def test_experts_of_a_rank_are_left_to_the_class(newer, must_not_call):
     """Newer versions of transformers say so of the experts; older ones that the model is
     divided.
     """
@@ -248,7 +253,6 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch, must_not_ca
         setattr(layer, "_is_expert_parallel" if newer else "_is_hooked", True)
         return layer
 
-    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: not newer)
     model = build("Qwen3Moe", num_experts=8)
     other = build("Qwen3Moe", num_experts=8)
     patch_model(model)
@@ -262,9 +266,8 @@ def test_experts_of_a_rank_are_left_to_the_class(newer, monkeypatch, must_not_ca
     ]
 
 
-@pytest.mark.parametrize("newer", [True, False], ids=["newer", "older"])
-def test_a_pruned_layer_is_of_no_rank(newer, monkeypatch):
-    monkeypatch.setattr(stacked_experts, "transformers_before", lambda version: not newer)
+@pytest.mark.usefixtures("newer")
+def test_a_pruned_layer_is_of_no_rank():
     model = build("Qwen3Moe", num_experts=8)
     first_four(model)
     assert patch_model(model).counts()[FUSED_EXPERTS] == len(layers_of(model))

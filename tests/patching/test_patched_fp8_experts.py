@@ -197,21 +197,21 @@ def test_layers_made_again_are_the_same(adapted):
     )
 
 
+class SameUnit(nn.SiLU):
+    """The activation that was proved, of another class."""
+
+
 class TestFrozenWeights:
     """Under adapters."""
 
-    def test_are_quantised_once(self, monkeypatch):
+    def test_are_quantised_once(self, record_calls):
         model = patched("Qwen3Moe", True)
         inputs = batch()
-        made = []
-        usual = FORMAT.fp8_quantize_experts
-        monkeypatch.setattr(
-            FORMAT, "fp8_quantize_experts", lambda *given: made.append(given[1]) or usual(*given)
-        )
+        made = record_calls(FORMAT, "fp8_quantize_experts")
         run_experts_in_fp8(model)
         for _ in range(2):
             loss_and_gradients(model, **inputs)
-        assert made == ["both"] * 2 * len(layers_of(model))
+        assert [given[1] for given in made] == ["both"] * 2 * len(layers_of(model))
 
     def test_are_quantised_again_once_written_to(self):
         """Into the memory that graphs read."""
@@ -262,7 +262,8 @@ class TestFrozenWeights:
         run_experts_in_fp8(model)
         assert offload_frozen_experts(model) == 0
 
-    def test_that_wait_are_brought_where_the_class_computes(self, monkeypatch):
+    def test_that_wait_are_brought_where_the_class_computes(self):
+        """As it does with another activation than was proved, whatever this one computes."""
         model = patched("Qwen3Moe")
         inputs = batch()
         model.requires_grad_(False)
@@ -270,43 +271,31 @@ class TestFrozenWeights:
         expected = loss_and_gradients(model, **inputs)
         run_experts_in_fp8(model)
         offload_frozen_experts(model)
-        monkeypatch.setattr(
-            sys.modules["chronicals.patching.experts"], "_needs_class", lambda *given: True
-        )
+        for layer in layers_of(model):
+            layer.act_fn = SameUnit()
         assert_same(expected, loss_and_gradients(model, **inputs), 1e-5)
 
 
-def test_trained_weights_are_quantised_at_each_use(monkeypatch):
+def test_trained_weights_are_quantised_at_each_use(record_calls):
     """By columns with the scales of the forward pass."""
     model = patched("Qwen3Moe")
     inputs = batch()
-    made = []
-    usual = FORMAT.fp8_quantize_experts
-
-    def quantize(w, layout, scale):
-        made.append((layout, scale is not None))
-        return usual(w, layout, scale)
-
-    monkeypatch.setattr(FORMAT, "fp8_quantize_experts", quantize)
+    made = record_calls(FORMAT, "fp8_quantize_experts")
     run_experts_in_fp8(model)
     loss_and_gradients(model, **inputs)
     products = 2 * len(layers_of(model))
-    assert made == [("rows", False)] * products + [("columns", True)] * products
+    found = [(layout, scale is not None) for _, layout, scale in made]
+    assert found == [("rows", False)] * products + [("columns", True)] * products
 
 
-def test_x_is_quantised_once_a_token(monkeypatch):
+def test_x_is_quantised_once_a_token(record_calls):
     """Not once for each of its experts; so is dy."""
     model = patched("Qwen3Moe")
     inputs = batch()
-    rows = []
-    usual = FUSED.fp8_quantize
-    monkeypatch.setattr(
-        FUSED,
-        "fp8_quantize",
-        lambda x, scaling: rows.append((len(x), scaling)) or usual(x, scaling),
-    )
+    quantised = record_calls(FUSED, "fp8_quantize")
     run_experts_in_fp8(model)
     loss_and_gradients(model, **inputs)
+    rows = [(len(x), scaling) for x, scaling in quantised]
     assert rows == [(inputs["input_ids"].numel(), "row")] * 2 * len(layers_of(model))
 
 

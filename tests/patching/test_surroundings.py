@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.models import PresentedModel, attention_seam
-from chronicals.patching import decoder_layer, lazy_mask, patch_parts
+from chronicals.patching import decoder_layer, patch_parts
 from chronicals.patching.lazy_logits import LazyLogits
 
 
@@ -336,30 +336,30 @@ def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_what_fsdp_casts_is_not_made(implementation, monkeypatch):
+def test_what_fsdp_casts_is_not_made(implementation):
     """Neither the mask nor the logits; afterwards both are in the other dtype."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 
     plain = families.build("llama", attn_implementation=implementation)
-    made = []
     patched = copy.deepcopy(plain)
     patch_model(patched)
-    kept = lazy_mask._made
     masks = []
-    monkeypatch.setattr(lazy_mask, "_made", lambda given: (made.append(1), kept(given))[1])
+    given = []
     rows = inputs() | {"attention_mask": (torch.arange(9) < torch.tensor([[9], [6]])).long()}
     for model in (plain, patched):
-        hook = model.model.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: masks.append(
-                _cast_fp_tensor(torch.bfloat16, kwargs["attention_mask"])
-            ),
-            with_kwargs=True,
-        )
+
+        def cast(_layer, _args, kwargs):
+            given.append(kwargs["attention_mask"])
+            masks.append(_cast_fp_tensor(torch.bfloat16, kwargs["attention_mask"]))
+
+        hook = model.model.layers[0].register_forward_pre_hook(cast, with_kwargs=True)
         out = model(**rows)
         hook.remove()
     logits = _cast_fp_tensor(torch.bfloat16, out.logits)
     torch.is_complex(masks[1]), torch.numel(masks[1]), torch.is_complex(logits), torch.numel(logits)
-    assert not made and logits.promise.result is None and logits.dtype == torch.bfloat16
+    for mask in (given[1], masks[1]):
+        assert not mask.documents.tensor.cache_info().misses
+    assert logits.promise.result is None and logits.dtype == torch.bfloat16
     assert torch.equal(masks[1] * 1, masks[0] * 1) and masks[1].dtype == masks[0].dtype
     torch.testing.assert_close(logits * 1, out.logits.bfloat16() * 1)
 

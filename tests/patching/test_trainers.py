@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from chronicals import patch_model
-from chronicals.patching import attention, loss
+from chronicals.patching import attention
 
 STEPS = 4
 
@@ -19,7 +19,6 @@ def logged(trainer) -> list[float]:
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_trl_sft(packing, tmp_path, caplog):
     """Losses, token accuracy and evaluation of a real SFT run, whose loss is TRL's own."""
-    loss._warn_of_trl.cache_clear()
     Dataset = pytest.importorskip("datasets").Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -28,11 +28,11 @@ def document_attention(
     max_seqlen_q: int,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
     backend: str | None = None,
     flash: bool = True,
     padding: int = 0,
@@ -50,10 +50,10 @@ def document_attention(
             the same tokens. A document has at least as many keys as queries, and its last query is
             at its last key (bottom-right alignment, as in FlashAttention).
         max_seqlen_k: upper bound on the keys of a document; required with ``cu_seqlens_k``.
+        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
         scale: factor on the scores, ``D ** -0.5`` by default.
         window: a token attends to itself and the ``window - 1`` before it.
         softcap: scores become ``softcap · tanh(score / softcap)``.
-        sinks: ``[H]``, the logit of an extra key without a value, one for each head.
         backend: one of ``BACKENDS``; chosen by ``choose_backend`` if None.
         flash: if False, no FlashAttention backend is chosen.
         padding: values to leave free behind the heads of each token of the output; backends that

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.linear_head import Rows
-from chronicals.models.linear import register_layer_with_rows
+from chronicals.models.linear import LAYERS_WITH_ROWS
 
 TrainedTokenIds = Sequence[int] | Mapping[str, Sequence[int]]
 """Token ids of the input embedding, or lists of them by the ends of the paths of both layers."""
@@ -109,7 +109,7 @@ class TrainedTokens(nn.Module):
         return torch.where((self.ascending[place] == x)[..., None], rows, y)
 
 
-register_layer_with_rows(TrainedTokens)
+LAYERS_WITH_ROWS.add(TrainedTokens)
 
 
 def trained_tokens(model: nn.Module) -> Iterator[tuple[str, TrainedTokens]]:

@@ -72,22 +72,17 @@ def check_exists(name: str) -> None:
         raise ValueError(f"there is no such folder here, and as a hub name: {error}") from None
     except HfHubHTTPError:
         return
-    except OSError as error:
-        raise ValueError(_unreachable(error)) from None
     except Exception as error:
-        # The hub's client raises errors of its HTTP library, which depends on its version:
-        # requests, httpx, httpx2.
-        if not type(error).__module__.startswith(("httpx", "requests")):
+        # The hub's client raises OSError or errors of its HTTP library, which depends on its
+        # version: requests, httpx, httpx2.
+        of_http = type(error).__module__.startswith(("httpx", "requests"))
+        if not of_http and not isinstance(error, OSError):
             raise
-        raise ValueError(_unreachable(error)) from None
-
-
-def _unreachable(error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        "there is no such folder here, and the hub cannot be reached to look for the name "
-        f"there ({reason})"
-    )
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            "there is no such folder here, and the hub cannot be reached to look for the name "
+            f"there ({reason})"
+        ) from None
 
 
 def is_reward_model(config: Any) -> bool:

@@ -62,6 +62,16 @@ Rounding errors in a router would change which experts are chosen.
 """
 
 
+TRANSPOSED = "Conv1D"
+"""Name of the class of linear layers with weight ``[in, out]``, as in GPT-2."""
+
+NO_LAYERS = (
+    "quantization='nf4': {} has no list of decoder layers with plain linear layers, so nothing "
+    "would be quantised; leave it out"
+)
+"""Error text, with the class of the model."""
+
+
 def has_4bit_layers(model: nn.Module) -> bool:
     """Return True if linear layers were quantised to 4 bits, here or by bitsandbytes."""
     return any(layer.recipe is not None for _, layer in packed_layers(model))
@@ -98,27 +108,32 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
             adapters.
     """
     layers = _named_layers(model, form)
-    experts = _named_experts(model, form)
+    experts = stacked_experts(model, form)
     _check_bare(experts)
     if form is None and not layers and not has_4bit_layers(model):
-        raise _no_layers(model)
+        raise ValueError(NO_LAYERS.format(type(model).__name__))
     for path, layer in layers.items():
         weight = layer.weight.detach()
-        matrix = weight.t() if _is_transposed(layer) else weight
+        matrix = weight.t() if type(layer).__name__ == TRANSPOSED else weight
         quantised = _kind_of(path, form).quantise(matrix).to(weight.dtype)
         if watch is not None:
             watch(path, matrix, quantised)
         setattr(model, QUANTISED_FROM, weight.dtype)
         model.set_submodule(path, quantised.layer(layer.bias).train(layer.training))
-    _quantise_experts(model, experts, form)
+    if experts:
+        quantise_experts(model, form)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
     _report(model)
     return len(layers)
 
 
-def quantise_experts(model: Any) -> int:
-    """Quantise only the stacked experts of the decoder layers to NF4, in place, and freeze them.
+def quantise_experts(model: Any, form: BaseFormat | None = None) -> int:
+    """Quantise only the stacked experts of the decoder layers, in place, and freeze them.
+
+    Args:
+        model: a causal language model without adapters on its experts.
+        form: the experts to quantise, and their formats; by default all, to NF4.
 
     Returns:
         The number of modules that were quantised.
@@ -126,22 +141,16 @@ def quantise_experts(model: Any) -> int:
     Raises:
         ValueError: there are no stacked experts, or they have adapters.
     """
-    found = stacked_experts(model)
+    found = stacked_experts(model, form)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no stacked experts: nothing would be quantised"
         )
     _check_bare(found)
-    _quantise_experts(model, found)
-    return len(found)
-
-
-def _quantise_experts(
-    model: Any, found: Mapping[str, nn.Module], form: BaseFormat | None = None
-) -> None:
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
         model.set_submodule(path, PackedExperts.of(module, _kind_of(path, form).quantise))
+    return len(found)
 
 
 def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
@@ -152,27 +161,12 @@ def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
     return {
         path: module
         for path, module in named.items()
-        if type(module) is nn.Linear or _is_transposed(module)
+        if type(module) is nn.Linear or type(module).__name__ == TRANSPOSED
     }
-
-
-def _named_experts(model: Any, form: BaseFormat | None) -> dict[str, nn.Module]:
-    """Return the stacked experts to quantise by path."""
-    found = stacked_experts(model)
-    return (
-        found
-        if form is None
-        else {path: module for path, module in found.items() if form.kind_of(path)}
-    )
 
 
 def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
     return (None if form is None else form.kind_of(path)) or FourBits()
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """Return True for a linear layer with weight ``[in, out]``, as in GPT-2."""
-    return type(layer).__name__ == "Conv1D"
 
 
 def _check_bare(experts: Iterable[str]) -> None:
@@ -185,13 +179,18 @@ def _check_bare(experts: Iterable[str]) -> None:
         raise ValueError(f"{wrapped}: has adapters; quantise experts before they are attached")
 
 
-def stacked_experts(model: Any) -> dict[str, nn.Module]:
-    """Return the modules in decoder layers with stacked 16- or 32-bit experts, by path."""
+def stacked_experts(model: Any, form: BaseFormat | None = None) -> dict[str, nn.Module]:
+    """Return the modules in decoder layers with stacked 16- or 32-bit experts, by path.
+
+    With ``form`` only those that it quantises.
+    """
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {
         path: module
         for path, module in model.named_modules()
-        if id(module) in inside and can_be_packed(module)
+        if id(module) in inside
+        and can_be_packed(module)
+        and (form is None or form.kind_of(path) is not None)
     }
 
 
@@ -243,13 +242,6 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
         and id(module) in inside
         and not any(part in ROUTERS for part in path.split("."))
     }
-
-
-def _no_layers(model: Any) -> ValueError:
-    return ValueError(
-        f"quantization='nf4': {type(model).__name__} has no list of decoder layers with plain "
-        "linear layers, so nothing would be quantised; leave it out"
-    )
 
 
 def _report(model: Any) -> None:
@@ -334,14 +326,15 @@ def _classes() -> Any:
             form = self.quantization_config.form
             named = _named_layers(model, form)
             self.left = {
-                f"{path}.weight" for path, layer in named.items() if not _is_transposed(layer)
+                f"{path}.weight"
+                for path, layer in named.items()
+                if type(layer).__name__ != TRANSPOSED
             }
             if not self.left and form is None:
-                raise _no_layers(model)
-            self.stacks = _Stacks(
-                {} if self.quantization_config.take is not None else _named_experts(model, form),
-                form,
-            )
+                raise ValueError(NO_LAYERS.format(type(model).__name__))
+            takes_layers = self.quantization_config.take is not None
+            experts = {} if takes_layers else stacked_experts(model, form)
+            self.stacks = _Stacks(experts, form)
             self.left |= self.stacks.names
             return model
 

@@ -1,7 +1,7 @@
 """Reads linear layers, and the output head of a causal language model, as tensors and numbers.
 
-Classes of adapted layers are not named here. Each registers a function that reads its adapter
-(``register_adapter_reader``). PEFT's classes are recognised by name, so that PEFT need not be
+Classes of adapted layers are not named here. Each enters a function that reads its adapter into
+``ADAPTER_READERS``. PEFT's classes are recognised by name, so that PEFT need not be
 installed.
 
 A loss takes a ``Head`` instead of a raw weight, so that scale, softcap and bias come with it. A
@@ -47,20 +47,11 @@ class ReadLinear(NamedTuple):
 AdapterReader = Callable[[Any], tuple[Adapter | None, bool]]
 """A function of a layer that returns its adapter, or None, and True if the adapter is on."""
 
-_READERS: dict[type, AdapterReader] = {}
-"""Readers by class of the adapted layer."""
+ADAPTER_READERS: dict[type, AdapterReader] = {}
+"""Readers by class, whose layers add an adapter to their ``base_layer``.
 
-
-def register_adapter_reader(kind: type, reader: AdapterReader) -> None:
-    """Register a class of layers for ``read_linear``.
-
-    Subclasses are not included, since they may compute more.
-
-    Args:
-        kind: a class whose layers add an adapter to their ``base_layer``.
-        reader: reads that adapter.
-    """
-    _READERS[kind] = reader
+Subclasses are not included, since they may compute more.
+"""
 
 
 def _read_peft_adapter(layer: Any) -> tuple[Adapter | None, bool]:
@@ -98,7 +89,7 @@ def read_linear(layer: Any) -> ReadLinear:
     """
     adapter = None
     on = False
-    reader = _READERS.get(type(layer))
+    reader = ADAPTER_READERS.get(type(layer))
     if reader is None and f"{type(layer).__module__}.{type(layer).__qualname__}" in PEFT_LAYERS:
         reader = _read_peft_adapter
     if reader is not None:
@@ -170,6 +161,14 @@ LOGIT_SCALES: dict[str, Callable[[float], float]] = {
 """Configuration fields that scale the logits, and the factor as a function of the field."""
 
 
+LAYERS_WITH_ROWS: set[type] = set()
+"""Classes, without their subclasses, of layers that train some rows of a frozen table.
+
+Such a layer has a frozen ``base_layer``, and ``rows``: a ``Rows`` that replaces some of its rows,
+or None.
+"""
+
+
 def read_head(model: Any) -> Head:
     """Return the current head of a causal language model.
 
@@ -182,7 +181,7 @@ def read_head(model: Any) -> Head:
     try:
         output = model.get_output_embeddings()
         rows = None
-        if type(output) in _LAYERS_WITH_ROWS:
+        if type(output) in LAYERS_WITH_ROWS:
             rows = output.rows
             output = output.base_layer
         layer, adapter, _ = read_linear(output)
@@ -203,17 +202,3 @@ def read_head(model: Any) -> Head:
             scale *= factor(value)
     softcap = getattr(config, "final_logit_softcapping", None)
     return Head(layer.weight, layer.bias, scale, softcap, adapter, rows)
-
-
-_LAYERS_WITH_ROWS: set[type] = set()
-"""Classes of layers that train some rows of a frozen table."""
-
-
-def register_layer_with_rows(kind: type) -> None:
-    """Register a class of layers, without its subclasses, for ``read_head``.
-
-    Args:
-        kind: a class whose layers have a frozen ``base_layer``, and ``rows``: a ``Rows`` that
-            replaces some of its rows, or None.
-    """
-    _LAYERS_WITH_ROWS.add(kind)

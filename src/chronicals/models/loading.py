@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from chronicals.config.values import lasting
 from chronicals.formats.gguf.configuration import config_of
@@ -29,8 +31,6 @@ from chronicals.models.four_bits import (
     quantise_layers,
     quantising_while_reading,
 )
-from chronicals.models.fp8_blocks import METHOD as IN_FP8
-from chronicals.models.fp8_blocks import dequantising
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.rows import STORED_ROWS, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
@@ -40,6 +40,8 @@ from chronicals.versions import check_versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Dtype of the weights by ``mixed_precision``.
@@ -52,6 +54,18 @@ BASE_ROWS = "_chronicals_base_rows"
 
 RUNS_ON = "_chronicals_runs_on"
 """Attribute of a model: the device that it will run on, while its weights are still elsewhere."""
+
+IN_FP8 = "fp8"
+"""``quant_method`` of checkpoints in FP8 with a scale a block (``weight_scale_inv``).
+
+DeepSeek V3's are of this kind.
+"""
+
+FP8_BLOCK = (128, 128)
+"""Rows and columns of such a block if the configuration does not say."""
+
+NO_FOLDER = "there is no such folder here, and as a hub name: "
+"""Beginning of an error about a name that was looked up on the hub."""
 
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
 """Part of an error about a safetensors file that cannot be read."""
@@ -97,8 +111,9 @@ def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool)
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        where = "" if Path(name).is_dir() else NO_FOLDER
         raise ValueError(
-            f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}"
+            f"model={str(name)!r}: {where}no {what} could be loaded: {error}"
         ) from error
 
 
@@ -108,11 +123,6 @@ def without_field(error: Exception) -> str:
     It is for a model that another field names.
     """
     return re.sub(r"""^model=('[^'\n]*'|"[^"\n]*"): """, "", str(error))
-
-
-def _where(name: str | Path) -> str:
-    """Return the beginning of an error about a name that was looked up on the hub, else ""."""
-    return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
 def load_model(
@@ -173,13 +183,14 @@ def load_model(
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization, form)
         elif quantization_of(config).get("quant_method") == IN_FP8:
-            options |= dequantising(config, load_without_weights(name, trust_remote_code))
+            options |= _dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
         if quantization_of(config).get("quant_method") == IN_FP8:
             # transformers below 5.21 would apply the inverse conversion when the model is saved.
             vars(model).pop("_weight_conversions", None)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
+        where = "" if Path(name).is_dir() else NO_FOLDER
+        raise ValueError(f"model={str(name)!r}: {where}cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise ValueError(
             f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}"
@@ -383,6 +394,52 @@ def _quantising(
             )
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     return {"quantization_config": quantising_while_reading(watch, form=form)}
+
+
+def _dequantising(config: Any, model: Any) -> dict[str, Any]:
+    """Return arguments of ``from_pretrained`` that dequantise FP8 blocks to 16 bit.
+
+    By default transformers does so only on machines without an FP8 GPU; with one it uses layers
+    of its own, which this package does not support.
+
+    Args:
+        config: a configuration with a ``quantization_config`` of method ``fp8``.
+        model: the model on the meta device.
+
+    Raises:
+        ValueError: a weight is not a whole number of blocks, so that transformers would infer
+            another block size.
+    """
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    described = quantization_of(config)
+    kept = described.get("modules_to_not_convert") or described.get("ignored_layers") or []
+    block = described.get("weight_block_size", FP8_BLOCK)
+    for path, module in model.named_modules() if block else ():
+        if module is model.get_output_embeddings() or not should_convert_module(path, list(kept)):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            is_stack = parameter.ndim == 3
+            if not is_stack and not (isinstance(module, nn.Linear) and parameter.ndim == 2):
+                continue
+            rows, columns = parameter.shape[-2:]
+            if is_stack and name == "gate_up_proj":
+                rows //= 2  # gate and up of an expert are two tensors in the files
+            if any(size > of and size % of for size, of in zip((rows, columns), block)):
+                raise ValueError(
+                    f"{path}.{name} is {[rows, columns]} in FP8 with a scale of each {block[0]} x "
+                    f"{block[1]}, which transformers dequantises only where such blocks fill a "
+                    "weight; take a checkpoint in 16 bit"
+                )
+    logger.info(
+        "its weights are in FP8 with scales of blocks; they are dequantised as they are read"
+    )
+    return {
+        "quantization_config": FineGrainedFP8Config(
+            dequantize=True, modules_to_not_convert=kept or None
+        )
+    }
 
 
 def _auto_class(config: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -131,7 +132,8 @@ def attend_one_by_one(model: Any) -> None:
     attention_seam.install_seam(model, WITHOUT_MASKS)
     for module in modules:
         vars(module)[INSTALLED] = ReplacedForward(vars(module).get("forward"))
-        module.forward = MethodType(_one_by_one(module.forward), module)
+        by_documents = partial(_one_by_one, module.forward)
+        module.forward = MethodType(by_documents, module)
 
 
 def attend_whole(model: Any) -> None:
@@ -149,30 +151,25 @@ def attend_whole(model: Any) -> None:
     attention_seam.remove_seam(model, WITHOUT_MASKS)
 
 
-def _one_by_one(own: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Return a forward that calls ``own``, that of an attention module, for each document."""
-
-    def forward(self: nn.Module, *args: Any, **options: Any) -> tuple:
-        documents = options.pop(DOCUMENTS, None)
-        if documents is None:
-            return own(*args, **options)
-        options = {name: value for name, value in options.items() if name not in BOUNDS}
-        tokens = documents[-1][1]
-        window = getattr(self, "sliding_window", None)
-        found = []
-        for number, (start, end) in enumerate(documents):
-            given = [_of_document(value, number, start, end, tokens) for value in args]
-            named = {
-                name: _of_document(value, number, start, end, tokens)
-                for name, value in options.items()
-            }
-            states = named["hidden_states"] if "hidden_states" in named else given[0]
-            named["attention_mask"] = causal_mask(states, window)
-            found.append(own(*given, **named))
-        output, *rest = zip(*found)
-        return torch.cat(output, 1), *map(PerDocument, rest)
-
-    return forward
+def _one_by_one(own: Callable[..., tuple], module: nn.Module, *args: Any, **options: Any) -> tuple:
+    """Call ``own``, the forward of an attention module, for each document."""
+    documents = options.pop(DOCUMENTS, None)
+    if documents is None:
+        return own(*args, **options)
+    options = {name: value for name, value in options.items() if name not in BOUNDS}
+    tokens = documents[-1][1]
+    window = getattr(module, "sliding_window", None)
+    found = []
+    for number, (start, end) in enumerate(documents):
+        given = [_of_document(value, number, start, end, tokens) for value in args]
+        named = {
+            name: _of_document(value, number, start, end, tokens) for name, value in options.items()
+        }
+        states = named["hidden_states"] if "hidden_states" in named else given[0]
+        named["attention_mask"] = causal_mask(states, window)
+        found.append(own(*given, **named))
+    output, *rest = zip(*found)
+    return torch.cat(output, 1), *map(PerDocument, rest)
 
 
 def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> Any:

@@ -125,7 +125,16 @@ def _prove(cls: Any, config: Any) -> Packability:
             has_twin=False,
         )
     head_proved = _head_is_understood(twin)
-    if not _is_causal(twin):
+    # The model is causal if another last token leaves all earlier hidden states unchanged.
+    ids = _documents(twin)[2][None]
+    other = ids.clone()
+    other[0, -1] = FIRST_TOKEN + (ids[0, -1] == FIRST_TOKEN)
+    with torch.no_grad():
+        before, after = (
+            twin.get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0, :-1]
+            for x in (ids, other)
+        )
+    if not _distance(before, after) <= _TOLERANCE:
         return Packability(
             False, head_proved, "its hidden states depend on later tokens", causal=False
         )
@@ -233,19 +242,6 @@ def _documents(twin: Any) -> list[Tensor]:
         torch.randint(FIRST_TOKEN, size, (length,), generator=generator)
         for length in DOCUMENT_LENGTHS
     ]
-
-
-@torch.no_grad()
-def _is_causal(twin: Any) -> bool:
-    """Return True if changing the last token leaves all earlier hidden states unchanged."""
-    ids = _documents(twin)[2][None]
-    other = ids.clone()
-    other[0, -1] = FIRST_TOKEN + (ids[0, -1] == FIRST_TOKEN)
-    first, second = (
-        twin.get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0, :-1]
-        for x in (ids, other)
-    )
-    return bool(_distance(first, second) <= _TOLERANCE)
 
 
 def _embedding_gradient(twin: Any, states: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def check_positions(model: Any, longest: int) -> None:
         ValueError: it has fewer.
     """
     model = within_adapters(model)
-    stated = _stated(model)
-    if stated is None or longest <= stated:
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(stated, int) or not 0 < stated < longest:
         return
     found = (
         f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), "
@@ -57,8 +57,8 @@ def last_position(model: Any, longest: int) -> int | None:
     twin can be built.
     """
     model = within_adapters(model)
-    stated = _stated(model)
-    if stated is None or longest <= stated:
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(stated, int) or not 0 < stated < longest:
         return None
     try:
         config = twin_config(model.config)
@@ -74,8 +74,3 @@ def last_position(model: Any, longest: int) -> int | None:
     except (IndexError, RuntimeError, ValueError):
         return stated
     return None
-
-
-def _stated(model: Any) -> int | None:
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return stated if isinstance(stated, int) and stated > 0 else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -100,32 +101,13 @@ def _documents_only(
     if shared_keys is not None:
         k_TKD = gather_keys(k_TKD, shared_keys)
         v_TKD = gather_keys(v_TKD, shared_keys)
-
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_q: Tensor,
-        max_q: int,
-        cu_k: Tensor | None,
-        max_k: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return document_attention(
-            q,
-            k,
-            v,
-            cu_q,
-            max_q,
-            cu_k,
-            max_k,
-            scale=scaling,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            flash=flash,
-        )
-
+    attend = partial(
+        document_attention,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        flash=flash,
+    )
     of_heads = () if s_aux is None else (s_aux,)
     if split_documents is not None:
         return attend_split(attend, q_THD, k_TKD, v_TKD, split_documents, *of_heads)[None], None

@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -178,7 +179,8 @@ def first_difference(one: Any, other: Any) -> str | None:
 
 def _compared(tokenizer: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Yield names of the compared properties, each with a function that computes it."""
-    yield "special tokens", _special_ids
+    kinds = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
+    yield "special tokens (bos, eos, unk, pad)", attrgetter(*kinds)
     yield "ids of special tokens", lambda own: sorted(own.all_special_ids)
     yield "number of tokens", len
     marks = " ".join(tokenizer.all_special_tokens)
@@ -187,33 +189,24 @@ def _compared(tokenizer: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         bare = {"add_special_tokens": False}
         ids = _outcome(partial(_encoded, text, "input_ids", bare), tokenizer)
         if isinstance(ids, list):
-            yield f"what {text[:20]!r} is decoded to", partial(_decoded, ids)
+            for skipped in (False, True):
+                decoded = methodcaller("decode", ids, skip_special_tokens=skipped)
+                yield f"what {text[:20]!r} is decoded to", decoded
             if getattr(tokenizer, "is_fast", False):
                 asked = {"return_offsets_mapping": True}
                 places = partial(_encoded, text, "offset_mapping", asked)
                 yield f"places of {text[:20]!r}", places
-    yield "chat template", lambda own: own.chat_template
-    if tokenizer.chat_template is not None:
-        yield "a rendered chat", partial(_rendered, False)
-        yield "a rendered prompt", partial(_rendered, True)
-
-
-def _special_ids(tokenizer: Any) -> dict[str, int | None]:
-    return {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    yield "chat template", attrgetter("chat_template")
+    if tokenizer.chat_template is None:
+        return
+    for what, prompt in (("chat", False), ("prompt", True)):
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        rendered = methodcaller("apply_chat_template", _CONVERSATION, **options)
+        yield f"a rendered {what}", rendered
 
 
 def _encoded(text: str, entry: str, options: dict[str, bool], tokenizer: Any) -> Any:
     return tokenizer(text, **options)[entry]
-
-
-def _decoded(ids: list[int], tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True)]
-
-
-def _rendered(prompt: bool, tokenizer: Any) -> Any:
-    return tokenizer.apply_chat_template(
-        _CONVERSATION, tokenize=False, add_generation_prompt=prompt
-    )
 
 
 def _outcome(compute: Callable[[Any], Any], tokenizer: Any) -> Any:

@@ -150,7 +150,18 @@ class Layers:
             for field in PERIODS
             if isinstance(fields.get(field), int) and fields[field] > 0
         ]
-        return cls(count, per_layer, indices, _bounds(fields, count), overrides, math.lcm(*periods))
+        numbers = {
+            field: value
+            for field, value in fields.items()
+            if isinstance(value, int) and not isinstance(value, bool)
+        }
+        bounds = {field: numbers[field] for field in FIRST if field in numbers}
+        bounds |= {field: numbers[field] + 1 for field in FIRST_INCLUSIVE if field in numbers}
+        bounds |= {field: count - numbers[field] for field in LAST if field in numbers}
+        sections = [field for field in LAYER_SECTIONS if field in numbers]
+        for place, field in enumerate(sections):
+            bounds[field] = sum(numbers[before] for before in sections[: place + 1])
+        return cls(count, per_layer, indices, bounds, overrides, math.lcm(*periods))
 
     def type_of(self, index: int) -> tuple:
         """Return the kind of a layer, without its sizes."""
@@ -180,8 +191,18 @@ class Layers:
         Layers in between are added until each kept layer has a new index of the same kind.
         """
         types = [self.type_of(index) for index in range(self.count)]
-        wanted = _first_of_each(types) + self._sharing(types)
-        for index in _first_of_each([self.kind_of(index) for index in range(self.count)]):
+        wanted = [types.index(kind) for kind in dict.fromkeys(types)]
+        # Of layers that share a module, the first two of the kind are kept.
+        for entries in self.per_layer.values():
+            for kind in SHARING:
+                wanted += [index for index, entry in enumerate(entries) if entry == kind][:2]
+        # The last layer of each type before those of LAST hands its keys and values on to them.
+        for field in LAST:
+            before = types[: self.bounds.get(field, 0)]
+            wanted += [len(before) - 1 - before[::-1].index(kind) for kind in set(before)]
+        kinds = [self.kind_of(index) for index in range(self.count)]
+        for kind in dict.fromkeys(kinds):
+            index = kinds.index(kind)
             if index not in wanted and len(wanted) < MAX_LAYERS:
                 wanted.append(index)
         if any(entries and isinstance(entries[0], str) for entries in self.per_layer.values()):
@@ -195,22 +216,6 @@ class Layers:
                 kept.append(kept[-1] + 1 if kept else 0)
             kept.append(index)
         return kept
-
-    def _sharing(self, types: list[tuple]) -> list[int]:
-        """Return the indices of layers that share a module, or keys and values, with later layers.
-
-        For shared modules the first two layers of the kind are returned, for shared keys and values
-        the last layer of each type that hands them on.
-        """
-        found = []
-        for entries in self.per_layer.values():
-            for kind in SHARING:
-                found += [index for index, entry in enumerate(entries) if entry == kind][:2]
-        for field in LAST:
-            # The last of these layers of each type shares its keys and values.
-            before = types[: self.bounds.get(field, 0)]
-            found += [len(before) - 1 - before[::-1].index(kind) for kind in set(before)]
-        return found
 
 
 def cut_layers(config: Any, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -265,26 +270,6 @@ def settable(config: Any, name: str) -> bool:
     return not isinstance(owner, property) or owner.fset is not None
 
 
-def _bounds(fields: dict[str, Any], count: int) -> dict[str, int]:
-    """Return by field the number of layers before those of another kind."""
-    numbers = {
-        field: value
-        for field, value in fields.items()
-        if isinstance(value, int) and not isinstance(value, bool)
-    }
-    bounds = {field: numbers[field] for field in FIRST if field in numbers}
-    bounds |= {field: numbers[field] + 1 for field in FIRST_INCLUSIVE if field in numbers}
-    bounds |= {field: count - numbers[field] for field in LAST if field in numbers}
-    sections = [field for field in LAYER_SECTIONS if field in numbers]
-    for place, field in enumerate(sections):
-        bounds[field] = sum(numbers[before] for before in sections[: place + 1])
-    return bounds
-
-
 def _is_size(entries: Sequence[Any]) -> bool:
     """Return True if the entries are sizes or counts; entries that are all 0 or 1 are switches."""
     return any(isinstance(entry, int | float) and entry not in (0, 1) for entry in entries)
-
-
-def _first_of_each(kinds: list[tuple]) -> list[int]:
-    return [kinds.index(kind) for kind in dict.fromkeys(kinds)]

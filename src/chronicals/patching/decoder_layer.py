@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,9 @@ QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 LATENT = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))
 """Children of latent attention: for queries or their latent, and for that of keys and values."""
 
+INNER_NORMS = ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm")
+"""Children of attention that norm heads, and the latents of latent attention."""
+
 ARRANGEMENTS: tuple[tuple[tuple[str | None, str | None], tuple[str | None, str | None]], ...] = (
     (
         ("input_layernorm", "post_attention_layernorm"),
@@ -100,19 +103,6 @@ class Anatomy:
     def by(self) -> str:
         """Name of what replaces the layer's forward; empty if neither half is fused."""
         return _fused_halves(self.attention, self.mlp)
-
-    def only(self, attention: bool, mlp: bool, interleaved: bool) -> Anatomy:
-        """Return the anatomy with these halves only.
-
-        Args:
-            attention: fuse this half, if its form is known.
-            mlp: fuse this half, likewise.
-            interleaved: the rotation pairs neighbouring channels.
-        """
-        reads = None
-        if attention and self.attention is not None:
-            reads = replace(self.attention, interleaved=interleaved)
-        return Anatomy(self.norms, reads, self.mlp if mlp else None)
 
 
 def _fused_halves(attention: object | None, mlp: object | None) -> str:
@@ -170,11 +160,11 @@ def _read_attention(
     attention: nn.Module, reads: Callable[[nn.Module | None], Any], half_tables: bool
 ) -> AttentionReads | None:
     """Return how attention is read, by the names of its children; None if it has others."""
-
-    def norm_reads(name: str) -> RMSNormReads | None:
+    norms: dict[str, RMSNormReads] = {}
+    for name in INNER_NORMS:
         norm = reads(getattr(attention, name, None))
-        return norm if isinstance(norm, RMSNormReads) else None
-
+        if isinstance(norm, RMSNormReads):
+            norms[name] = norm
     products = None
     for names in (*QUERY_KEY_VALUE, *LATENT):
         children = [getattr(attention, name, None) for name in (*names, *OUTPUT_PROJECTION)]
@@ -184,13 +174,13 @@ def _read_attention(
     if products is None:
         return None
     if products in QUERY_KEY_VALUE:
-        q_norm = norm_reads("q_norm")
-        k_norm = norm_reads("k_norm")
-        head_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        head_norms = None
+        if "q_norm" in norms and "k_norm" in norms:
+            head_norms = (norms["q_norm"], norms["k_norm"])
         return AttentionReads(products, head_norms, half_tables=half_tables)
     has_query_latent = products == LATENT[0]
-    query_norm = norm_reads("q_a_layernorm") if has_query_latent else None
-    key_value_norm = norm_reads("kv_a_layernorm")
+    query_norm = norms.get("q_a_layernorm") if has_query_latent else None
+    key_value_norm = norms.get("kv_a_layernorm")
     if key_value_norm is None or (has_query_latent and query_norm is None):
         return None
     return LatentReads(
@@ -288,9 +278,17 @@ def _run(
     longest = inputs.get("max_length_q")
     if args or bounds is None or longest is None:
         return class_forward(layer, hidden_states, *args, **inputs)
-    try:
-        _check_input(layer, hidden_states, inputs)
-    except Unmerged as reason:
+    reason = ""
+    given = [name for name in (*CACHES, "attention_mask") if inputs.get(name) is not None]
+    if given:
+        reason = f"it was given {given[0]}"
+    elif len(hidden_states) != 1:
+        reason = "its input is not one row"
+    elif torch.is_autocast_enabled(hidden_states.device.type):
+        reason = "it runs under autocast"
+    elif layer.training and _has_dropout(layer):
+        reason = "it has dropout"
+    if reason:
         say_once(f"{type(layer).__name__} runs part by part: {reason}")
         return class_forward(layer, hidden_states, **inputs)
     halves: list[Any] = []
@@ -378,14 +376,14 @@ def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        options["flash"] = flash
+        attend_one = partial(document_attention, flash=flash, **options)
         of_heads = [] if sinks is None else [sinks]
         if split is not None:  # without padding behind heads, which would have to be sent, too
-            return attend_split(partial(_attend, options), q, k, v, split, *of_heads)
+            return attend_split(attend_one, q, k, v, split, *of_heads)
         if shared_keys is not None:
             k = gather_keys(k, shared_keys)
             v = gather_keys(v, shared_keys)
-        return _attend({**options, "padding": padding}, q, k, v, *bounds, *of_heads)
+        return attend_one(q, k, v, *bounds, *of_heads, padding=padding)
 
     tables = _tables(inputs)
     assert tables is not None
@@ -403,34 +401,6 @@ def _tables(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     if isinstance(tables, Tensor) and tables.is_complex():
         return tables.real, tables.imag
     return tables if isinstance(tables, tuple) else None
-
-
-def _attend(
-    options: Mapping[str, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    max_q: int,
-    cu_k: Tensor | None,
-    max_k: int | None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Call ``document_attention`` with the positional arguments of ``attend_split``."""
-    return document_attention(q, k, v, cu_q, max_q, cu_k, max_k, sinks=sinks, **options)
-
-
-def _check_input(layer: Any, x: Tensor, inputs: Mapping[str, Any]) -> None:
-    """Raise Unmerged if the inputs ask for something that the fused layer does not do."""
-    for name in (*CACHES, "attention_mask"):
-        if inputs.get(name) is not None:
-            raise Unmerged(f"it was given {name}")
-    if len(x) != 1:
-        raise Unmerged("its input is not one row")
-    if torch.is_autocast_enabled(x.device.type):
-        raise Unmerged("it runs under autocast")
-    if layer.training and _has_dropout(layer):
-        raise Unmerged("it has dropout")
 
 
 def _has_dropout(layer: Any) -> bool:

@@ -21,9 +21,10 @@ from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
-from chronicals.patching.fp8_experts import device_of_waiting, format_of
+from chronicals.patching.fp8_experts import IN_FP8, format_of
 from chronicals.patching.fused_weights import say_once
 from chronicals.patching.gated_mlps import Uncalled
+from chronicals.quantization import FP8Experts
 from chronicals.quantization.experts import TAKES_STACKS, as_class
 
 FUSED_EXPERTS = "fused experts"
@@ -189,10 +190,22 @@ def _forward(
         the weights then.
     """
     _warn_of_another_implementation(module)
-    if not _needs_class(module, hidden_states) and not uncalled.changed(module):
+    # no grouped product takes weights of other classes or dtypes
+    weights = [getattr(module, name) for name in _PRODUCTS]
+    plain = all(
+        type(weight) in (Tensor, nn.Parameter) and weight.dtype in _DTYPES for weight in weights
+    )
+    autocast = torch.is_autocast_enabled(hidden_states.device.type)
+    needs_class = is_parallel(module) or not plain or autocast
+    if not needs_class and not uncalled.changed(module):
         experts, shares = (*routed, *named.values())
         return _compute(gate_of, module, hidden_states, experts, shares, factors, stacks)
-    device = device_of_waiting(module) if stacks is None else None
+    device = None
+    if stacks is None:
+        formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
+        # weights in host memory, for which FP8 multiplies, wait for the device of their products
+        waiting = (in_fp8.waits_for for in_fp8 in formats.values())
+        device = next((place for place in waiting if place is not None), None)
     if factors is not None:
         if device is not None:
             raise ValueError(
@@ -217,14 +230,9 @@ IMPLEMENTATION = "_chronicals_experts_implementation"
 """Attribute of a patched module: transformers' implementation of its experts at that time."""
 
 
-def implementation_of(module: Any) -> str | None:
-    """Return the implementation of experts that the configuration names now, or None."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
-
-
 def _warn_of_another_implementation(module: Any) -> None:
     """Warn once if another implementation was set since patching, except by ``generate``."""
-    now = implementation_of(module)
+    now = getattr(getattr(module, "config", None), "_experts_implementation", None)
     then = vars(module).get(IMPLEMENTATION, now)  # a twin has none
     if (
         now != then
@@ -235,12 +243,3 @@ def _warn_of_another_implementation(module: Any) -> None:
             f"experts_implementation={now!r}: set after patch_model and without effect on "
             f"{type(module).__name__}, which runs as {FUSED_EXPERTS}; call unpatch_model first"
         )
-
-
-def _needs_class(module: Any, x: Tensor) -> bool:
-    """Return whether the class's own forward has to run: no grouped product takes such weights."""
-    weights = [getattr(module, name) for name in _PRODUCTS]
-    plain = all(
-        type(weight) in (Tensor, nn.Parameter) and weight.dtype in _DTYPES for weight in weights
-    )
-    return is_parallel(module) or not plain or torch.is_autocast_enabled(x.device.type)

@@ -129,18 +129,21 @@ def drops(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) and bool(module.p)
 
 
-def as_called(module: nn.Module, forward: Forward) -> Callable:
+def as_called(
+    module: nn.Module, forward: Forward, changed: Callable[[nn.Module], bool] | None = None
+) -> Callable:
     """Return ``forward`` for callers that may name its argument.
 
-    A call with more arguments runs the class's own forward.
+    A call with more arguments runs the class's own forward, and so does a module that ``changed``.
     """
     name = list(inspect.signature(type(module).forward).parameters)[1]
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:
-            return forward(module, args[0])
-        if not args and len(kwargs) == 1 and name in kwargs:
-            return forward(module, kwargs[name])
+        if changed is None or not changed(module):
+            if len(args) == 1 and not kwargs:
+                return forward(module, args[0])
+            if not args and len(kwargs) == 1 and name in kwargs:
+                return forward(module, kwargs[name])
         return type(module).forward(module, *args, **kwargs)
 
     return called

@@ -141,15 +141,6 @@ def offload_frozen_experts(model: nn.Module) -> int:
     return moved
 
 
-def device_of_waiting(module: Any) -> torch.device | None:
-    """Return the device of the products of a module whose weights are in host memory, or None."""
-    formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
-    for experts in formats.values():
-        if experts.waits_for is not None:
-            return experts.waits_for
-    return None
-
-
 @torch.no_grad()
 def experts_in_16_bit(model: nn.Module) -> None:
     """Let experts multiply by their own weights again, which leave host memory."""

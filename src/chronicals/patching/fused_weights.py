@@ -43,7 +43,9 @@ DEVICES = "_chronicals_devices"
 Those are in it whose weights are in host memory.
 """
 
-_said: set[str] = set()
+
+SAID: set[str] = set()
+"""Warnings that were given already; empty it to be told again."""
 
 
 class Unmerged(ValueError):
@@ -61,6 +63,9 @@ class Group:
         linears: the plain layers.
         adapters: adapter of each layer, or None.
         merged: their weights as one.
+        dtype: dtype of x and of the outputs.
+        padding: number of padding columns that x and the gradient of the outputs should be made
+            with.
         amax, gradient_amax: cells for the largest absolute value of x and of the outputs' gradient,
             if the product runs in a format that asks for them; else None.
 
@@ -99,19 +104,11 @@ class Group:
         if not any(ranks):
             ranks = ranks_on_or_off  # adapters that are off keep their padding
         self.merged = _merged(owner, names, self.linears, tuple(ranks))
+        self.dtype: torch.dtype = self.merged.base.dtype
+        self.padding = self.merged.padding.columns if any(self.adapters) else 0
         wants_amax = self.merged.base.wants_amax
         self.amax = Amax() if wants_amax else None
         self.gradient_amax = Amax() if wants_amax else None
-
-    @property
-    def padding(self) -> int:
-        """Number of padding columns that x and the gradient of the outputs should be made with."""
-        return self.merged.padding.columns if any(self.adapters) else 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of x and of the outputs."""
-        return self.merged.base.dtype
 
     def amaxes(self, rows: int) -> tuple[Amax | None, Amax | None]:
         """Return the cells for x ``[rows, in]`` and for the gradient, for kernels that make these.
@@ -232,10 +229,14 @@ def _merged(
             merged = MergedWeights.in_place(weights[0], biases[0], product_format)
         elif packed:
             merged = MergedWeights.packed(packed, biases, ranks)
-            _move_into(merged, weights, biases)
         else:
             merged = MergedWeights.fused(weights, biases, ranks, product_format, device)
-            _move_into(merged, weights, biases)
+        if not stays_in_place:  # the parameters get their data in the storage
+            for weight, place in zip(weights, merged.storage.places):
+                weight.data = place
+            if merged.bias is not None:
+                for bias, place in zip(biases, merged.bias.split(merged.sizes)):
+                    bias.data = place
     cache[names] = merged
     return merged
 
@@ -250,18 +251,6 @@ def are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:
         and len({tensor.untyped_storage().data_ptr() for tensor in present}) == 1
         and ends[:-1] == [tensor.storage_offset() for tensor in present[1:]]
     )
-
-
-def _move_into(
-    merged: MergedWeights, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> None:
-    """Let the parameters have their data in the storage of ``merged``."""
-    for weight, place in zip(weights, merged.storage.places):
-        weight.data = place
-    if merged.bias is not None:
-        for bias, place in zip(biases, merged.bias.split(merged.sizes)):
-            assert bias is not None
-            bias.data = place
 
 
 def use_format(owner: nn.Module, names: tuple[str, ...], product_format: ProductFormat) -> None:
@@ -369,6 +358,6 @@ def row_norms(model: nn.Module) -> Iterator[RowNorms]:
 
 def say_once(message: str) -> None:
     """Log a warning the first time that it is given."""
-    if message not in _said:
-        _said.add(message)
+    if message not in SAID:
+        SAID.add(message)
         logger.warning(message)

@@ -135,8 +135,7 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
             x = torch.randn(2, 5, width)
             try:
                 if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
-                    guarded = partial(_if_unchanged, forward, uncalled)
-                    return Form(by, as_called(module, guarded), reads)
+                    return Form(by, as_called(module, forward, uncalled.changed), reads)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None
@@ -161,33 +160,35 @@ def _candidates(
         if len(first) == 2 and first[0].out_features != first[1].out_features:
             continue
         for by, activate in GATES.items():
-            reads = GatedMLPReads(names[:-1], names[-1], ACTIVATIONS[by], uncalled)
+            *inputs, last = names
+            reads = GatedMLPReads(tuple(inputs), last, ACTIVATIONS[by], uncalled)
             if len(first) == 2:
-                gate, up, last = names
-                yield by, width, partial(_by_three, gate, up, last, activate), reads
+                yield by, width, partial(_gated, reads.first, last, activate, True), reads
             else:
-                both, last = names
                 by = f"{by}, merged"
-                yield by, width, partial(_by_two, both, last, activate, True), reads
-                yield by, width, partial(_by_two, both, last, activate, False), None
+                yield by, width, partial(_gated, reads.first, last, activate, True), reads
+                yield by, width, partial(_gated, reads.first, last, activate, False), None
 
 
-def _if_unchanged(forward: Forward, uncalled: Uncalled, module: nn.Module, x: Tensor) -> Tensor:
-    """Run ``forward`` if the uncalled parts are those that were proved, else the class's own."""
-    return type(module).forward(module, x) if uncalled.changed(module) else forward(module, x)
-
-
-def _by_three(
-    gate: str, up: str, down: str, activate: GatedUnit, module: nn.Module, x: Tensor
+def _gated(
+    first: tuple[str, ...],
+    down: str,
+    activate: GatedUnit,
+    gate_first: bool,
+    module: nn.Module,
+    x: Tensor,
 ) -> Tensor:
-    """Run a gated MLP with the children ``gate``, ``up`` and ``down``."""
-    return getattr(module, down)(activate(getattr(module, gate)(x), getattr(module, up)(x)))
+    """Run a gated MLP by its linear children.
 
-
-def _by_two(
-    both: str, down: str, activate: GatedUnit, gate_first: bool, module: nn.Module, x: Tensor
-) -> Tensor:
-    """Run a gated MLP with the children ``both``, of which gate is the first half or not."""
-    halves = getattr(module, both)(x).chunk(2, -1)
-    gate, up = halves if gate_first else halves[::-1]
-    return getattr(module, down)(activate(gate, up))
+    Args:
+        first: names of gate and up, or of the merged layer.
+        down: name of the last layer.
+        activate: the gated unit.
+        gate_first: False if up comes before gate.
+        module: the MLP.
+        x: its input.
+    """
+    outputs = [getattr(module, name)(x) for name in first]
+    gate, up = outputs if len(first) == 2 else outputs[0].chunk(2, -1)
+    unit = activate(gate, up) if gate_first else activate(up, gate)
+    return getattr(module, down)(unit)

@@ -279,32 +279,25 @@ class AttentionHalf(FusedHalf):
             steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
             factors = 1 + beta * torch.log1p(steps)
             q = q * factors[:, None, None].to(q.dtype)
+        # the window of the module, or of its configuration, which may be for some layers only
+        types = getattr(attention.config, "layer_types", None)
+        if hasattr(attention, "sliding_window"):
+            window = attention.sliding_window
+        elif types and types[attention.layer_idx] != "sliding_attention":
+            window = None
+        else:
+            window = getattr(attention.config, "sliding_window", None)
         attended = tokens.attend(
             q,
             k,
             v,
             scale=attention.scaling,
-            window=self._window(),
+            window=window,
             softcap=getattr(attention, "attn_logit_softcapping", None),
             sinks=getattr(attention, "sinks", None),
             padding=self.last.padding,
         )
         return x, self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
-
-    def _window(self) -> int | None:
-        """Return how many tokens a query sees, itself included; None if it sees all.
-
-        The module says it, or else its configuration, which may name a window for some layers only.
-        """
-        attention = self.attention
-        config = self.attention.config
-        if hasattr(attention, "sliding_window"):
-            window: int | None = attention.sliding_window
-            return window
-        types = getattr(config, "layer_types", None)
-        if types and types[attention.layer_idx] != "sliding_attention":
-            return None
-        return getattr(config, "sliding_window", None)
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.

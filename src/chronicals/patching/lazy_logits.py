@@ -13,7 +13,6 @@ smaller than the weight, they are computed instead.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,9 +24,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
+from chronicals.patching.fused_weights import say_once
 from chronicals.patching.lazy_mask import METADATA_FUNCTIONS
-
-logger = logging.getLogger(__name__)
 
 _ATTRIBUTES = (
     "shape",
@@ -130,7 +128,7 @@ class Promise:
             originals = (self.hidden, self.weight, self.bias)
             self.marks = tuple(None if x is None else _Mark.of(x) for x in originals)
         if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
-            _watch_optimizers()
+            _watch_once(_keep_before_step)
             _open_promises.add(self)
 
     @property
@@ -146,7 +144,9 @@ class Promise:
             RuntimeError: a source was changed since, or is sharded again.
         """
         if self.result is None or self.step_samples:
-            self._check()
+            reason = self._why_not()
+            if reason:
+                raise RuntimeError(reason)
             self.step_samples = ()
         if self.result is None:
             self.graph = x, _ = self._compute(self.records and self.copies is None)
@@ -188,7 +188,9 @@ class Promise:
                     "gradients through logits are asked for after an optimizer changed the head's "
                     "weights"
                 )
-            self._check()
+            reason = self._why_not()
+            if reason:
+                raise RuntimeError(reason)
             self.graph = self._compute(self.records)
         return torch.autograd.grad(
             *self.graph, upstream, retain_graph=True, create_graph=torch.is_grad_enabled()
@@ -234,11 +236,6 @@ class Promise:
             for x, mark in zip(self._current, self.marks)
         )
 
-    def _check(self) -> None:
-        reason = self._why_not()
-        if reason:
-            raise RuntimeError(reason)
-
     def _why_not(self, compared: bool = True) -> str:
         """Return why the logits can no longer be computed; empty if they can.
 
@@ -275,9 +272,8 @@ _open_promises: weakref.WeakSet[Promise] = weakref.WeakSet()
 """Promises of trained weights whose logits are still referenced."""
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_keep_before_step)
+_watch_once = functools.cache(register_optimizer_step_pre_hook)
+"""Registers a hook for the steps of all optimizers; a second call changes nothing."""
 
 
 def _keep_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -300,16 +296,11 @@ def _keep_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if changed & {id(promise.weight), id(promise.bias)}
     ]
     if any([promise.keep(changed, copy) for promise in concerned]):
-        _warn_of_memory()
-
-
-@functools.cache
-def _warn_of_memory() -> None:
-    logger.warning(
-        "the output of a patched model is still held when its optimizer steps, so a copy of its "
-        "head's weights is kept, or its logits where they are smaller: let go of it before (del "
-        "outputs) where nobody reads them afterwards"
-    )
+        say_once(
+            "the output of a patched model is still held when its optimizer steps, so a copy of "
+            "its head's weights is kept, or its logits where they are smaller: let go of it "
+            "before (del outputs) where nobody reads them afterwards"
+        )
 
 
 class _Mark(NamedTuple):
@@ -362,12 +353,6 @@ class LazyLogits(Tensor):
         """Return lazy logits at the head's place in autograd's graph."""
         return _Promised.apply(promise, *(promise.sources if promise.records else ()))
 
-    @property
-    def written(self) -> bool:
-        """True if somebody may have written to the logits since they were computed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.promise.result is not None and (self.is_inference() or self._version > 0)
-
     def computed(self) -> Tensor:
         """Return the logits as a plain tensor, a view of these."""
         self.promise.values()
@@ -385,7 +370,9 @@ class LazyLogits(Tensor):
 
         (s, c) stands for ``c · tanh(s · x / c)``, and (s, None) for ``s · x``.
         """
-        if self.written:
+        with torch._C.DisableTorchFunctionSubclass():
+            may_be_written = self.is_inference() or self._version > 0
+        if self.promise.result is not None and may_be_written:
             return None
         before = 1.0
         after = 1.0

@@ -93,21 +93,22 @@ class Documents:
 
     def cast(self, dtype: torch.dtype) -> Documents:
         """Return the documents with masks in another dtype."""
-        padding = self.padding and replace(self.padding, mask=_cast(self.padding.mask, dtype))
-        return replace(
-            self, padding=padding, mask=_cast(self.mask, dtype), tensor=_cast(self.tensor, dtype)
+        padding = self.padding
+        if padding is not None:
+            mask = functools.cache(functools.partial(_cast, padding.mask, dtype))
+            padding = replace(padding, mask=mask)
+        makers: Any = (
+            functools.cache(functools.partial(_cast, make, dtype))
+            for make in (self.mask, self.tensor)
         )
+        mask, tensor = makers
+        return replace(self, padding=padding, mask=mask, tensor=tensor)
 
 
 def _cast(make: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """Return a cached function that makes the mask of ``make`` in ``dtype``."""
-
-    @functools.cache
-    def cast() -> Tensor | None:
-        mask = make()
-        return None if mask is None else mask.to(dtype)
-
-    return cast
+    """Return the mask of ``make`` in ``dtype``; None if it makes none."""
+    mask = make()
+    return None if mask is None else mask.to(dtype)
 
 
 class LazyMask(Tensor):

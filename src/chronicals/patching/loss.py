@@ -8,8 +8,6 @@ outputs) is the model's own. ``.logits`` of the result are computed when somebod
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -22,9 +20,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from chronicals.batch import IGNORED
 from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.linear_cross_entropy import mean_of
+from chronicals.patching.fused_weights import say_once
 from chronicals.patching.lazy_logits import LazyLogits, Promise, autocast_type
-
-logger = logging.getLogger(__name__)
 
 LOSS_PART = "loss"
 """Name of the loss in the report and in a plan."""
@@ -70,7 +67,10 @@ class LossSeam:
                 "show it one (CUDA_VISIBLE_DEVICES), or call unpatch_model"
             )
         if kwargs.get(TRL_ARGUMENT):
-            _warn_of_trl()
+            say_once(
+                "TRL computes the loss by a fused head of its own: linear_cross_entropy is not "
+                "used, the other kernels are"
+            )
         self.active = (
             any(kwargs.get(name) is not None for name in LABELS)
             and not torch.compiler.is_compiling()
@@ -82,14 +82,6 @@ class LossSeam:
 
     def __deepcopy__(self, memo: dict) -> LossSeam:
         return memo.setdefault(id(self), LossSeam())
-
-
-@functools.cache
-def _warn_of_trl() -> None:
-    logger.warning(
-        "TRL computes the loss by a fused head of its own: linear_cross_entropy is not used, the "
-        "other kernels are"
-    )
 
 
 def head_of(model: Any) -> nn.Module | None:

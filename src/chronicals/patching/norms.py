@@ -170,7 +170,8 @@ def recognise_gated_norm(module: nn.Module) -> Form | None:
     inputs = [x, 3e-3 * x, 30.0 * x]
     own = _of_one_tensor(type(module).forward)
     with random_numbers(module):
-        for forward in _gated_candidates(module, vectors[0]):
+        for epsilon, gate_first in itertools.product(epsilons(module), (False, True)):
+            forward = partial(_gated_norm, vectors[0], epsilon, gate_first)
             try:
                 if is_proved(module, _of_one_tensor(forward), inputs, own):
                     return Form(GATED_NORM, _gated_as_called(forward, names))
@@ -179,19 +180,24 @@ def recognise_gated_norm(module: nn.Module) -> Form | None:
     return None
 
 
-def _gated_candidates(module: nn.Module, weight: str) -> Iterator[Gated]:
-    """Yield forwards that the module may compute; ``weight`` is the name of its vector."""
-    for epsilon in epsilons(module):
+def _gated_norm(
+    weight: str, epsilon: Epsilon, gate_first: bool, module: Any, x: Tensor, gate: Tensor
+) -> Tensor:
+    """Return ``norm(silu(gate) · x)`` or, unless ``gate_first``, ``silu(gate) · norm(x)``.
 
-        def gated_after(module: Any, x: Tensor, gate: Tensor, epsilon: Any = epsilon) -> Tensor:
-            normed = fused_rmsnorm(x, getattr(module, weight), epsilon(module, x))
-            return fused_swiglu(gate, normed.to(gate.dtype)).to(x.dtype)
-
-        def gated_before(module: Any, x: Tensor, gate: Tensor, epsilon: Any = epsilon) -> Tensor:
-            gated = fused_swiglu(gate, x.to(gate.dtype))
-            return fused_rmsnorm(gated, getattr(module, weight), epsilon(module, x)).to(x.dtype)
-
-        yield from (gated_after, gated_before)
+    Args:
+        weight: name of the norm's vector.
+        epsilon: reads its epsilon.
+        gate_first: the gate is applied before the norm.
+        module: the norm.
+        x: its input.
+        gate: its other input.
+    """
+    if gate_first:
+        gated = fused_swiglu(gate, x.to(gate.dtype))
+        return fused_rmsnorm(gated, getattr(module, weight), epsilon(module, x)).to(x.dtype)
+    normed = fused_rmsnorm(x, getattr(module, weight), epsilon(module, x))
+    return fused_swiglu(gate, normed.to(gate.dtype)).to(x.dtype)
 
 
 def _of_one_tensor(forward: Callable[..., Tensor]) -> Callable[[Any, Tensor], Tensor]:

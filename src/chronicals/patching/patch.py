@@ -267,7 +267,9 @@ def _replace(
         module.forward = MethodType(form.forward, module)
         report.replaced.append(Replaced(path, part, form.by))
         if form.by == experts.FUSED_EXPERTS:
-            vars(module)[experts.IMPLEMENTATION] = experts.implementation_of(module)
+            config = getattr(module, "config", None)
+            implementation = getattr(config, "_experts_implementation", None)
+            vars(module)[experts.IMPLEMENTATION] = implementation
 
 
 def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:

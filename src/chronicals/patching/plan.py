@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -100,7 +100,8 @@ class PatchPlan:
 LossAndGradients = tuple[float, dict[str, Tensor]]
 """A loss, and gradients by the names of the parameters."""
 
-_PLANS: dict[tuple[type, str], PatchPlan] = {}
+PLANS: dict[tuple[type, str], PatchPlan] = {}
+"""Plans by class and configuration; empty it to have them made anew."""
 
 
 def plan_for(model: Any) -> PatchPlan:
@@ -113,13 +114,13 @@ def plan_for(model: Any) -> PatchPlan:
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return _plan_from_shells(model, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
-    plan = _PLANS.get(key)
+    plan = PLANS.get(key)
     # a forward, or a function that it calls, may have been replaced since the proof
     if plan is None or any(
         (cls.forward, *functions_beside(cls.forward)) != code for cls, code in plan.code.items()
     ):
         with plain_surroundings():
-            plan = _PLANS[key] = _plan_from_twin(type(model), config)
+            plan = PLANS[key] = _plan_from_twin(type(model), config)
         classes = (type(model), *(kind[0] for kind in plan.seen if kind))
         plan.code = {cls: (cls.forward, *functions_beside(cls.forward)) for cls in classes}
     if NO_TWIN in plan.seen.values():
@@ -223,10 +224,13 @@ def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
     tried = []
     for fuses_attention, fuses_mlp in ((True, True), (True, False), (False, True)):
         for interleaved in (False, True):
-            chosen = {
-                key: anatomy.only(fuses_attention, fuses_mlp, interleaved)
-                for key, anatomy in anatomies.items()
-            }
+            chosen = {}
+            for key, anatomy in anatomies.items():
+                reads = anatomy.attention if fuses_attention else None
+                if reads is not None:
+                    reads = replace(reads, interleaved=interleaved)
+                mlp = anatomy.mlp if fuses_mlp else None
+                chosen[key] = replace(anatomy, attention=reads, mlp=mlp)
             forms = {
                 key: Form(anatomy.by, partial(decoder_layer.run_layer, anatomy))
                 for key, anatomy in chosen.items()

@@ -34,7 +34,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
-from chronicals.data.packs.loader import plan_epoch
+from chronicals.data.packs.packing import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.kernels.adamw import join_master
