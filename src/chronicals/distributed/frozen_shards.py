@@ -233,7 +233,7 @@ class FrozenRows(PackedWeight):
     @property
     def label(self) -> str:
         """The format of the rows and this rank's share, for ``print(model)``."""
-        return f"{self.here.short_label}, 1/{self.unit.gathers.count} of the rows here"
+        return f"{self.here.label}, 1/{self.unit.gathers.count} of the rows here"
 
     @classmethod
     def base(
