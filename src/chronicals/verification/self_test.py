@@ -45,10 +45,9 @@ from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.linear_distillation import (
     Divergence,
-    LinearHead,
     linear_distillation_reference,
 )
-from chronicals.kernels.linear_head import Adapter
+from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
