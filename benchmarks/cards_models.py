@@ -174,7 +174,7 @@ def dealt(step: Any, ranks: Any) -> Any:
     import numpy as np
 
     from chronicals.data.packs.dealing import part_of
-    from chronicals.data.packs.parts import SPLIT
+    from chronicals.data.packs.strategies import SPLIT
 
     if ranks.context is None:
         return step

@@ -33,8 +33,8 @@ from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore, build_store, plan_packs
 from chronicals.data.packs.assembly import ENTRIES_FACT
-from chronicals.data.packs.packing import STRATEGIES
 from chronicals.data.packs.step_memory import StepMemory
+from chronicals.data.packs.strategies import STRATEGIES
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 
 SEQUENCES = 1_000_000

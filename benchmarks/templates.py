@@ -19,6 +19,7 @@ sys.path[:0] = [
     str(ROOT / "benchmarks"),
 ]
 
+from data.test_public_templates import PUBLIC, with_family  # noqa: E402
 from page_text import laid_out  # noqa: E402
 
 from chronicals.data import TemplateError, Tokenizer  # noqa: E402
@@ -35,7 +36,6 @@ from data.stock_templates import (  # noqa: E402  the tests' own tables
     twin,
     with_template,
 )
-from data.test_public_templates import PUBLIC, with_family  # noqa: E402
 
 INTRODUCTION = """\
 # Chat templates
@@ -174,7 +174,7 @@ def line(name: str) -> str:
             found |= differences(name, row)
     try:
         tokenizer = with_template(shipped(name))
-        stop = f"`{tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).stop_token())}`".replace(
+        stop = f"`{tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).template.stop)}`".replace(
             "|", "\\|"
         )
     except TemplateError:

@@ -128,7 +128,7 @@ def one_step(
     if column is not None:
         store = store.with_column("reference", column)
     stream = BatchStream(store, config, tiny.tokenizer().pad_token_id, epochs=1, shuffle=False)
-    assert stream.steps_in_all == 1, "all rows must be one step"
+    assert stream.left(None) == 1, "all rows must be one step"
     gradients: dict[str, torch.Tensor] = {}
     model = model or tiny.llama()
 

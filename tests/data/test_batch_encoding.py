@@ -243,7 +243,7 @@ def test_an_answer_that_merges_with_its_opening_is_refused_alike():
 
 def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
     tokenizer, records = merging()
-    broken = mutant(batch_encoding, "row.ids[place : place + len(ids)].tolist() == ids", "True")
+    broken = mutant(batch_encoding, "row.ids[place:start].tolist() != ids", "False")
     monkeypatch.setattr(batch_encoding, "BatchEncoder", broken.BatchEncoder)
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tokenizer), records)

@@ -13,7 +13,7 @@ from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 
 FILLER = 1_000_000
 SHARINGS = [(2, 2), (2, 1), (4, 4), (4, 1), (4, 2)]

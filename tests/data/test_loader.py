@@ -3,7 +3,9 @@ position decide.
 """
 
 import dataclasses
+import functools
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -31,6 +33,8 @@ from chronicals.data import (
 from chronicals.data.packs import loader as loader_module
 from chronicals.data.packs import step_memory
 from chronicals.data.packs.assembly import ENTRY_SHARES, WIDTH_BUCKETS
+from chronicals.data.packs.loader import prefetch
+from chronicals.data.packs.packing import plan_epoch
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""
@@ -165,7 +169,7 @@ def test_shapes_never_change_but_for_a_few_numbers_of_entries(make_store, width,
     store = make_store(45, longest)
     stream = BatchStream(store, config(width), FILLER, epochs=3)
     batches = [
-        batch for step in stream.steps(count=stream.steps_in_all + 2) for batch in step.batches
+        batch for step in stream.steps(count=stream.left(None) + 2) for batch in step.batches
     ]
     names = ("input_ids", "targets", "position_ids")
     assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
@@ -251,7 +255,7 @@ def test_counts_are_of_the_whole_step(make_store, batch, accumulation, ranks):
     everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
     total = 0
     for shares in zip(
-        *(stream.steps(count=everyone[0].steps_in_all + 1) for stream in everyone), strict=True
+        *(stream.steps(count=everyone[0].left(None) + 1) for stream in everyone), strict=True
     ):
         batches = [b for step in shares for b in step.batches]
         assert [len(step.batches) for step in shares] == [accumulation] * ranks
@@ -276,7 +280,7 @@ def test_a_step_holds_the_same_documents_however_it_is_shared(make_store):
         everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
         assert {stream.packs_a_step for stream in everyone} == {8}
         steps = list(
-            zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True)
+            zip(*(stream.steps(count=stream.left(None)) for stream in everyone), strict=True)
         )
         found.append(
             [(sorted(of_step(shares)), shares[0].counts, shares[0].state) for shares in steps]
@@ -346,9 +350,7 @@ def test_attention_costs_micro_batches_and_ranks_alike(
 def test_every_document_comes_once_an_epoch(make_store, batch, accumulation, ranks, epochs):
     store = make_store(90, 30)
     everyone = streams(store, config(40, batch, accumulation), ranks, epochs=epochs)
-    steps = list(
-        zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True)
-    )
+    steps = list(zip(*(stream.steps(count=stream.left(None)) for stream in everyone), strict=True))
     seen = [n for shares in steps for n in of_step(shares)]
     assert sorted(seen) == sorted(list(range(90)) * epochs)
     assert of_step(steps[-1]), "the last step is not for nothing"
@@ -369,7 +371,7 @@ def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
     store = make_store(30, 30)
     (stream,) = streams(store, config(40, 2, 3), epochs=2)
     packs = 2 * len(stream.plan)
-    last = stream.steps_in_all
+    last = stream.left(None)
     steps = list(stream.steps(count=last + 3))
     assert (last - 1) * 6 < packs <= last * 6
     assert sum(step.counts["documents"] for step in steps[:last]) == 60
@@ -388,7 +390,7 @@ def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
 def test_an_endless_stream_goes_on(make_store):
     store = make_store(20, 30)
     (stream,) = streams(store, config(40, 1, 1))
-    assert stream.steps_in_all is None
+    assert stream.left(None) is None
     assert len(stream) == stream.steps_an_epoch == len(stream.plan)
     steps = list(stream.steps(count=5 * len(stream.plan)))
     assert sorted(of_step(steps)) == sorted(list(range(20)) * 5)
@@ -402,7 +404,7 @@ def test_an_endless_stream_goes_on(make_store):
 def test_steps_from_a_position_are_the_tail_of_all_steps(make_store):
     store = make_store(60, 30)
     (stream,) = streams(store, config(40, 2, 2), epochs=3)
-    steps = list(stream.steps(count=stream.steps_in_all + 1))
+    steps = list(stream.steps(count=stream.left(None) + 1))
     for done in (0, 1, stream.steps_an_epoch, len(steps) - 1):
         position = steps[done - 1].state if done else 0
         (fresh,) = streams(store, config(40, 2, 2), epochs=3)
@@ -692,3 +694,153 @@ def test_objective_and_share_of_masked_rows_come_from_the_configuration(tmp_path
         rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, gate={"masked_row": 0.7})
     )
     assert np.array_equal(loader.store.targets, [2])
+
+
+# --- tasks computed before they are asked for
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_results_come_in_order_and_so_many_are_asked_for_before():
+    taken = []
+
+    def tasks():
+        for number in range(9):
+            taken.append(number)
+            yield functools.partial(int, number)
+
+    results = prefetch(tasks(), 3)
+    assert next(results) == 0
+    assert taken == [0, 1, 2, 3]
+    assert list(results) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert not threads()
+
+
+def test_an_error_comes_in_the_place_of_its_result():
+    results = prefetch([lambda: 1, lambda: 1 // 0, lambda: 2], 2)
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert not threads()
+
+
+def test_closing_waits_for_the_task_that_runs_and_drops_the_others():
+    began = threading.Event()
+    go_on = threading.Event()
+    done = []
+
+    def slow():
+        began.set()
+        go_on.wait(10)
+        done.append("slow")
+
+    results = prefetch([int, slow, lambda: done.append("dropped")], 2)
+    next(results)
+    began.wait(10)
+    threading.Timer(0.05, go_on.set).start()
+    results.close()
+    assert done == ["slow"]
+    assert not threads()
+
+
+# --- packs in the order of the data
+
+
+TOKENIZER = tiny.tokenizer()
+
+SETTINGS = {
+    "max_seq_length": 64,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "packing_strategy": "in-order",
+}
+
+
+@pytest.fixture(scope="module")
+def numbered_store(tmp_path_factory):
+    """Of a file of rows whose lengths go up and down; each says its number."""
+    folder = tmp_path_factory.mktemp("in-order")
+    rows = [{"text": f"{number} " + "the answer " * (number * 7 % 11)} for number in range(150)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return build_store(str(folder / "rows.jsonl"), Tokenizer(TOKENIZER), 64, folder)
+
+
+def numbers_said(batch) -> list[int]:
+    """What the documents of a Batch say, in the order in which they stand there."""
+    bounds = batch.cu_seqlens.tolist()
+    texts = [TOKENIZER.decode(batch.input_ids[first:end]) for first, end in zip(bounds, bounds[1:])]
+    return [int(text.split()[0]) for text in texts if text[:1].isdigit()]
+
+
+def trained_in_order(numbered_store, state=None, count=None, ranks=1, **changes):
+    """Numbers of the documents of each step, as its micro-batches and ranks take them; and the
+    state after it.
+    """
+    config = ChronicalsConfig(**{**SETTINGS, **changes})
+    streams = [
+        BatchStream(numbered_store, config, epochs=2, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    count = streams[0].left(state) if count is None else count
+    for together in zip(*(stream.steps(state, count) for stream in streams), strict=True):
+        batches = [
+            batch
+            for micro in zip(*(step.batches for step in together), strict=True)
+            for batch in micro
+        ]
+        yield [number for batch in batches for number in numbers_said(batch)], together[0].state
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_sequence_packing": False}, {"max_documents": 3}], ids=str
+)
+def test_a_whole_epoch_is_in_the_order_of_the_file(numbered_store, ranks, changes):
+    order = [
+        number
+        for step, _ in trained_in_order(numbered_store, ranks=ranks, **changes)
+        for number in step
+    ]
+    assert order == [*range(150), *range(150)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_goes_on_where_it_was(numbered_store, ranks):
+    """Also on the other number of ranks."""
+    (_, state), *_ = reversed(list(trained_in_order(numbered_store, count=2, ranks=ranks)))
+    before = [
+        number
+        for step, _ in trained_in_order(numbered_store, count=2, ranks=ranks)
+        for number in step
+    ]
+    assert before == list(range(len(before)))
+    for others in (1, 2):
+        after = [
+            number
+            for step, _ in trained_in_order(numbered_store, state, ranks=others)
+            for number in step
+        ]
+        assert [*before, *after] == [*range(150), *range(150)]
+
+
+def test_nothing_of_it_depends_on_the_seed(numbered_store):
+    first, second = (list(trained_in_order(numbered_store, count=2, seed=seed)) for seed in (1, 2))
+    assert first == second
+
+
+def test_other_strategies_are_shuffled(numbered_store):
+    order = [
+        number
+        for step, _ in trained_in_order(numbered_store, packing_strategy="best-fit")
+        for number in step
+    ]
+    assert sorted(order[:150]) == list(range(150)) and order[:150] != list(range(150))
+
+
+def test_parts_of_packs_keep_it_too(numbered_store):
+    config = ChronicalsConfig(**SETTINGS, pack_parts=2)
+    assert [number for pack in plan_epoch(numbered_store, config) for number in pack] == list(
+        range(150)
+    )

@@ -1,5 +1,5 @@
 """Machine code is kept between processes, and never after any source that it was compiled from
-has changed.
+has changed; another process makes that of a run's data, and the run finds it.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import chronicals
+from chronicals import precompilation
 from chronicals.data.packs import compiled, machine_code
 
 SOURCE = Path(chronicals.__file__).parent
@@ -95,7 +96,7 @@ def test_all_that_numba_compiles_is_kept_in_this_way():
     assert {
         "data/packs/assembly.py",
         "data/packs/packing.py",
-        "data/packs/balancing.py",
+        "data/packs/strategies.py",
         "batch.py",
     } <= covered
 
@@ -149,3 +150,41 @@ def test_machine_code_that_cannot_be_saved_does_not_end_the_run(tmp_path):
     )
     assert done.stdout.split() == ["-300"], done.stderr
     assert done.stderr.count("machine code is not kept") == 1
+
+
+STARTED_RUN = """
+from numba.core import event
+from chronicals import precompilation
+from chronicals.data.packs import machine_code
+if {starts}:
+    precompilation.start_precompilation(machine_code.COMPILING_MODULE, [], machine_code.facts())
+with event.install_recorder("numba:compile") as compiled:
+    machine_code.main()
+print(sum(made.is_start for _, made in compiled.buffer))
+"""
+
+
+def test_another_process_compiles_and_the_run_waits_for_it(tmp_path):
+    source = str(Path(precompilation.__file__).parent.parent)
+    place = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
+        "PYTHONPATH": source,
+    }
+    place.pop("LOCAL_RANK", None)
+
+    def compiled(starts):
+        found = subprocess.check_output(
+            [sys.executable, "-c", STARTED_RUN.format(starts=starts)], env=place, text=True
+        )
+        return int(found.split()[0])
+
+    assert compiled(starts=True) == 0
+    assert compiled(starts=False) == 0, "the machine code is there for whoever comes next"
+
+
+def test_the_facts_tell_sources_and_places_apart(monkeypatch):
+    before = machine_code.facts()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "elsewhere")
+    assert machine_code.facts() != before and machine_code.source_hash() in before

@@ -10,10 +10,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import plan_packs
-from chronicals.data.packs.packing import STRATEGIES
+from chronicals.data import SequencePacker, plan_packs
+from chronicals.data.packs.packing import plan_parts
+from chronicals.data.packs.strategies import SPLIT, STRATEGIES
 
 CASES = [  # documents, width, distribution
     (1, 1, "uniform"),
@@ -267,3 +269,270 @@ def test_other_threads_run_while_a_plan_is_made():
         done.set()
         thread.join()
     assert within >= 5, f"a thread ran {within} times in the middle of {took:.3f} s"
+
+
+# --- packs in parts
+
+
+MIXES = {
+    "any": lambda: np.random.randint(1, 97, 150),
+    "short": lambda: np.random.randint(1, 20, 150),
+    "all split": lambda: np.random.randint(49, 97, 60),
+    "full": lambda: np.random.choice([96, 48, 24], 60),
+    "one": lambda: np.array([96]),
+    "none": lambda: np.zeros(0, np.int64),
+}
+
+
+def faults_in_parts(plan, lengths, width, parts, limit):
+    """What is wrong with a plan in parts."""
+    found = []
+    part_width = width // parts
+    if sorted(plan.documents) != list(range(len(lengths))) or len(plan.part_of) != len(lengths):
+        found.append("not a partition")
+    for pack, first, end in zip(plan, plan.offsets, plan.offsets[1:]):
+        used = np.zeros(parts, int)
+        held = np.zeros(parts, int)
+        part_of = plan.part_of[first:end]
+        for length, part in zip(lengths[pack], part_of):
+            if (part == SPLIT) != (length > part_width):
+                found.append("split and fits, or whole and does not")
+            used[slice(None) if part == SPLIT else part] += (
+                2 * -(-length // (2 * parts)) if part == SPLIT else length
+            )
+            held[slice(None) if part == SPLIT else part] += 1
+        if used.max() > part_width:
+            found.append("too wide")
+        if limit is not None and (held.max() > limit // parts or len(pack) > limit):
+            found.append("too many documents")
+        if not len(pack):
+            found.append("an empty pack")
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("limit", [None, 4, 9])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_plan_is_a_partition_within_its_parts(mix, parts, limit, strategy):
+    lengths = MIXES[mix]()
+    plan = plan_parts(lengths, 96, limit, strategy, None, parts)
+    assert (
+        not faults_in_parts(plan, lengths, 96, parts, limit)
+        and plan.tokens == lengths.sum()
+        and plan.parts == parts
+    )
+
+
+def test_a_wrong_plan_in_parts_is_found_by_what_is_checked():
+    lengths = np.array([96, 30, 30, 10, 10])
+    plan = plan_parts(lengths, 96, None, "best-fit", None, 2)
+    plan.part_of[:] = 0
+    assert set(faults_in_parts(plan, lengths, 96, 2, 2)) >= {
+        "split and fits, or whole and does not",
+        "too wide",
+        "too many documents",
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_packs_of_one_part_are_those_of_plan_packs(strategy):
+    lengths = MIXES["any"]()
+    one = plan_parts(lengths, 96, 5, strategy, None, 1)
+    plain = plan_packs(lengths, 96, 5, strategy)
+    assert (
+        one.documents.tolist() == plain.documents.tolist()
+        and one.offsets.tolist() == plain.offsets.tolist()
+    )
+    assert one.part_of is None and one.parts == 1
+
+
+def costs(plan, lengths):
+    """Of each part of each pack, the squared lengths of its whole documents."""
+    found = np.zeros((len(plan), plan.parts), int)
+    for number, (first, end) in enumerate(zip(plan.offsets, plan.offsets[1:])):
+        for document, part in zip(plan.documents[first:end], plan.part_of[first:end]):
+            if part != SPLIT:
+                found[number, part] += lengths[document] ** 2
+    return found
+
+
+def test_parts_are_dealt_evenly():
+    """Best fit has both documents of 24 in one part, and six of 8 in the other."""
+    lengths = np.array([24, 24, 8, 8, 8, 8, 8, 8])
+    plan = plan_parts(lengths, 96, None, "best-fit", None, 2)
+    assert costs(plan, lengths).tolist() == [[24**2 + 3 * 8**2] * 2]
+
+
+def test_new_parts_share_a_pack_with_their_like():
+    """Of parts with one, three and many documents, those that cost as much are together."""
+    lengths = np.array([48] * 4 + [16] * 12 + [4] * 24)
+    plan = plan_parts(lengths, 96, None, "best-fit", None, 2)
+    found = costs(plan, lengths)
+    assert (found.max(1) == found.min(1)).all() and plan.fill == 1.0
+
+
+def test_in_order_nothing_is_sorted():
+    lengths = MIXES["any"]()
+    assert plan_parts(lengths, 96, None, "in-order", None, 2).documents.tolist() == list(
+        range(len(lengths))
+    )
+
+
+def test_in_order_a_split_document_counts_beside_those_before_it():
+    """6, the long one and 7 would be three in the first part, of which two may be."""
+    plan = plan_parts(np.array([6, 57, 7]), 96, 4, "in-order", None, 2)
+    assert plan.part_of.tolist() == [0, SPLIT, 1] and len(plan) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_items_are_whole_and_lie_in_one_part(strategy):
+    lengths = np.random.randint(1, 17, 120)
+    items = np.arange(0, 121, 3)
+    plan = plan_parts(lengths, 96, None, strategy, items, 2)
+    assert not faults_in_parts(plan, lengths, 96, 2, None)
+    place = np.empty(120, int)
+    place[plan.documents] = np.arange(120)
+    for first in items[:-1]:
+        assert (np.diff(place[first : first + 3]) == 1).all()
+        assert len({plan.part_of[place[first + n]] for n in range(3)}) == 1
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(
+        ValueError, match=r"max_seq_length=98: packs in 2 parts .* need a multiple of 4"
+    ):
+        plan_parts(np.array([5]), 98, None, "best-fit", None, 2)
+    with pytest.raises(
+        ValueError,
+        match="item 1 has 60 tokens in 2 documents, which one process must have: at most .* = 48",
+    ):
+        plan_parts(np.array([5, 6, 30, 30]), 96, None, "best-fit", np.array([0, 2, 4]), 2)
+    with pytest.raises(ValueError, match="max_documents=1: 2 parts of a pack must hold 1 each"):
+        plan_parts(np.array([5]), 96, 1, "best-fit", None, 2)
+    with pytest.raises(ValueError, match="must be between 1 and max_seq_length=96"):
+        plan_parts(np.array([5, 97]), 96, None, "best-fit", None, 2)
+    with pytest.raises(ValueError, match="no such strategy"):
+        plan_parts(np.array([5]), 96, None, "worst-fit", None, 2)
+
+
+# --- rows packed without a store
+
+
+def token_rows(count, longest):
+    """Documents that no token is shared between, with a random part masked."""
+    rows = []
+    start = 1000
+    for _ in range(count):
+        ids = list(range(start, start + random.randint(1, longest)))
+        start = ids[-1] + 1
+        rows.append({"input_ids": ids, "labels": [random.choice([token, -100]) for token in ids]})
+    return rows
+
+
+@pytest.mark.parametrize("width", [1, 7, 32])
+def test_packed_rows_hold_every_document_once_and_apart(width):
+    rows = token_rows(40, width)
+    packer = SequencePacker(width, padding_token_id=7)
+    packed = packer.pack(rows)
+    by_first = {row["input_ids"][0]: row for row in rows}
+    for row in packed:
+        assert set(row) == {"input_ids", "labels", "position_ids", "sequence_ids"}
+        assert {len(column) for column in row.values()} == {width}
+        ids = row["sequence_ids"]
+        at = 0
+        number = 0
+        while at < width and ids[at] != SequencePacker.PADDING:
+            document = by_first.pop(row["input_ids"][at])
+            span = slice(at, at + len(document["input_ids"]))
+            assert row["input_ids"][span] == document["input_ids"]
+            assert row["labels"][span] == [-100, *document["labels"][1:]]
+            assert row["position_ids"][span] == list(range(len(document["input_ids"])))
+            assert ids[span] == [number] * len(document["input_ids"])
+            at = span.stop
+            number = number + 1
+        tail = width - at
+        assert row["input_ids"][at:] == [7] * tail
+        assert row["labels"][at:] == [-100] * tail
+        assert ids[at:] == [SequencePacker.PADDING] * tail
+    assert not by_first
+    assert packer.original_tokens == sum(len(row["input_ids"]) for row in rows)
+    assert packer.packed_tokens == len(packed) * width
+    assert packer.efficiency == packer.original_tokens / packer.packed_tokens
+    assert len(packed) == len(plan_packs([len(row["input_ids"]) for row in rows], width))
+
+
+def test_rows_without_labels_are_trained_but_for_their_first_token():
+    (row,) = SequencePacker(8).pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    assert row["input_ids"] == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert row["labels"] == [-100, 6, 7, -100, 9, -100, -100, -100]
+    assert row["sequence_ids"] == [0, 0, 0, 1, 1, -1, -1, -1]
+
+
+def test_longer_documents_are_cut_counted_and_warned_about(caplog):
+    packer = SequencePacker(4)
+    (row,) = packer.pack([{"input_ids": [1, 2, 3, 4, 5, 6]}])
+    assert row["input_ids"] == [1, 2, 3, 4]
+    assert row["labels"] == [-100, 2, 3, 4]
+    assert packer.truncated_documents == 1
+    assert "1 documents were cut at max_seq_length=4" in caplog.text
+
+
+def test_counts_describe_the_last_packing_only(caplog):
+    packer = SequencePacker(4)
+    packer.pack([{"input_ids": [1, 2, 3, 4, 5, 6]}] * 3)
+    caplog.clear()
+    packer.pack([{"input_ids": [1, 2]}])
+    assert (packer.original_tokens, packer.packed_tokens, packer.efficiency) == (2, 4, 0.5)
+    assert packer.truncated_documents == 0
+    assert not caplog.records
+
+
+def test_nothing_packed_is_nothing():
+    packer = SequencePacker(4)
+    assert packer.pack([]) == []
+    assert (packer.original_tokens, packer.packed_tokens, packer.efficiency) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("row", [{"input_ids": []}, {"input_ids": [1, 2], "labels": [1]}])
+def test_rows_that_cannot_be_packed_are_named(row):
+    with pytest.raises(ValueError, match="row 1: "):
+        SequencePacker(4).pack([{"input_ids": [1]}, row])
+
+
+def test_a_width_below_one_is_refused():
+    with pytest.raises(ValueError, match="max_seq_length=0"):
+        SequencePacker(0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_mask_lets_a_position_see_its_own_document_alone(causal):
+    packer = SequencePacker(17)
+    packed = packer.pack(token_rows(12, 15))
+    ids = [
+        *(row["sequence_ids"] for row in packed),
+        [0] * 6 + [1] * 3 + [SequencePacker.PADDING] * 8,
+    ]
+    mask = packer.create_attention_mask(torch.tensor(ids), causal=causal)
+    assert mask.dtype == torch.bool
+    assert mask.shape == (len(ids), 1, 17, 17)
+    for row, allowed in zip(ids, mask[:, 0].tolist()):
+        for query in range(17):
+            for key in range(17):
+                together = row[query] == row[key] != SequencePacker.PADDING and (
+                    key <= query or not causal
+                )
+                assert allowed[query][key] == (together or query == key)
+    assert mask.any(-1).all()
+    assert torch.equal(mask, packer.create_attention_mask(ids, causal=causal))
+
+
+def test_the_mask_is_causal_unless_asked_otherwise():
+    packer = SequencePacker(5)
+    assert torch.equal(
+        packer.create_attention_mask([0, 0, 0, 1, -1]),
+        packer.create_attention_mask([[0, 0, 0, 1, -1]]),
+    )
+    assert torch.equal(
+        packer.create_attention_mask([0] * 5)[0, 0], torch.ones(5, 5, dtype=torch.bool).tril()
+    )

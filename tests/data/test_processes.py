@@ -259,7 +259,7 @@ def test_whoever_waits_for_a_process_learns_that_it_died():
         several._free.put(Dying())
         several._free.put(Dying())
         with pytest.raises(ChildProcessError, match="killed"):
-            list(several._by_others(chunks_of(rows)))
+            list(several.encoded(chunks_of(rows)))
 
 
 def test_what_a_process_said_last_is_said(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import Chat, Trained, generate, generate_answer, load_trained
-from chronicals.generation.answer import computing_dtype
+from chronicals.generation.answer import Stream, computing_dtype
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run.evaluation import evaluate_data
 from comparison import equal
@@ -63,7 +63,7 @@ def test_answers_and_stops(overfitted, place):
         [{"role": "user", "content": QUESTION}], generation=True
     )
     produced = generate(trained, ids, max_new_tokens=200)
-    assert produced[-1] == Tokenizer(trained.tokenizer).stop_token()
+    assert produced[-1] == Tokenizer(trained.tokenizer).template.stop
     assert produced.count(produced[-1]) == 1
 
 
@@ -472,3 +472,34 @@ def test_a_model_of_plain_text_has_no_system_prompt_and_no_turns():
         Chat(trained, "be brief")
     chat = Chat(trained, max_new_tokens=5)
     assert chat.ask("one") == chat.ask("one") and chat.messages == []
+
+
+# --- parts of an answer
+
+
+def handed_on(texts, stop_strings=()):
+    parts = []
+    stream = Stream(parts.append, stop_strings)
+    seen = []
+    for text in texts[:-1]:
+        stream(text)
+        seen.append("".join(parts))
+    stream.end(texts[-1])
+    return seen, "".join(parts)
+
+
+def test_parts_come_as_they_are_made_and_join_to_the_text():
+    assert handed_on(["a", "a b", "a b c", "a b c."]) == (["a", "a b", "a b c"], "a b c.")
+
+
+def test_half_a_character_waits_for_its_rest():
+    assert handed_on(["na\ufffd", "na\u00ef", "na\u00efve"]) == (["na", "na\u00ef"], "na\u00efve")
+
+
+def test_a_character_that_never_comes_is_shown_at_the_end():
+    assert handed_on(["a\ufffd", "a\ufffd"]) == (["a"], "a\ufffd")
+
+
+@pytest.mark.parametrize("said, text", [(["a U", "a Use"], "a Use"), (["a U", "a User"], "a")])
+def test_what_may_become_a_stop_string_waits(said, text):
+    assert handed_on([*said, text], ["User:"]) == (["a"] * len(said), text)

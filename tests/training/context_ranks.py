@@ -27,7 +27,7 @@ from chronicals.attention import attend_split, document_attention
 from chronicals.attention import context as context_module
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
 from chronicals.patching import patch_parts

@@ -13,7 +13,7 @@ import tiny
 from chronicals.models import load_model
 from chronicals.quantization import Linear4bit
 from chronicals.training.run.callbacks import read_metrics
-from chronicals.training.step import precision
+from chronicals.training.step import optimizer
 from comparison import equal
 
 ROUNDING = 2.0**-11
@@ -95,8 +95,8 @@ def checkpoints(folder):
 def overflowing(folder, place, monkeypatch, steps, **changes):
     """A run that begins with a scale under which gradients exceed fp16, and doubles it after two
     good steps; whether each was skipped."""
-    monkeypatch.setattr(precision, "START_SCALE", 2.0**26)
-    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
+    monkeypatch.setattr(optimizer, "START_SCALE", 2.0**26)
+    monkeypatch.setattr(optimizer, "GROWTH_INTERVAL", 2)
     given = {
         **GIVEN,
         "save_steps": 1,

@@ -133,7 +133,7 @@ def show(
 
     from chronicals.data import DataError, Tokenizer, build_store
     from chronicals.data.making.opening import log_report
-    from chronicals.data.packs.loader import plan_epoch
+    from chronicals.data.packs.packing import plan_epoch
     from chronicals.data.reading.gate import check_shares
     from chronicals.data.tokens.chat_templates import with_chat_template
     from chronicals.objectives import build_objective

@@ -152,7 +152,7 @@ def _check_data(
     from rich.markup import escape
     from rich.table import Table
 
-    from chronicals.data.packs.loader import plan_epoch
+    from chronicals.data.packs.packing import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
     from chronicals.training.preparation import open_stores, rows_needed
     from chronicals.training.run.length import fit_batch, fit_learning_rate

@@ -6,7 +6,7 @@ The tokenisation is the same, and an answer ends with the stop token that was tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,78 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
-from chronicals.generation.ending import Ending, Stream
 from chronicals.generation.sampling import Sampling
 from chronicals.models import in_evaluation, input_device, last_position
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
+
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Output of a decoder for an incomplete character, whose last bytes are in the next token."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Tokens and strings that end an answer.
+
+    Attributes:
+        tokenizer: tokenizer of transformers.
+        tokens: ids of stop tokens, special or not.
+        strings: stop strings.
+    """
+
+    tokenizer: Any
+    tokens: list[int]
+    strings: list[str]
+
+    def text(self, produced: list[int]) -> str:
+        """Return the text of token ids up to the first stop token or stop string, stripped."""
+        stops = (place for place, token in enumerate(produced) if token in self.tokens)
+        last = next(stops, len(produced))
+        text = self.tokenizer.decode(produced[:last], skip_special_tokens=True)
+        end = min(
+            (text.find(string) for string in self.strings if string in text), default=len(text)
+        )
+        return text[:end].strip()
+
+    def has_string(self, produced: list[int]) -> bool:
+        """Return whether the last tokens contain a stop string, perhaps one of special tokens."""
+        if not self.strings:
+            return False
+        # a character has at most 4 bytes, a token at least one
+        count = 4 * max(map(len, self.strings)) + 8
+        text = self.tokenizer.decode(produced[-count:], skip_special_tokens=False)
+        return any(string in text for string in self.strings)
+
+
+class Stream:
+    """Pass on the new part of a growing text at each call; the parts, joined, are the text.
+
+    Args:
+        say: called with each part.
+        stop_strings: strings that end the text and are not part of it. An end of the text that may
+            begin one is held back.
+    """
+
+    def __init__(self, say: Callable[[str], None], stop_strings: Sequence[str] = ()):
+        self.say = say
+        self.stop_strings = stop_strings
+        self.said = 0
+
+    def __call__(self, text: str) -> None:
+        """Pass on the new part of ``text``, the text so far without white space at its ends."""
+        held = 0  # characters at the end of the text that are the beginning of a stop string
+        for stop in self.stop_strings:
+            for length in range(held + 1, min(len(stop), len(text)) + 1):
+                if text.endswith(stop[:length]):
+                    held = length
+        self.end(text[: len(text) - held].rstrip().rstrip(REPLACEMENT_CHARACTER).rstrip())
+
+    def end(self, text: str) -> None:
+        """Pass on all of ``text`` that was not passed on yet, if there is any."""
+        if len(text) > self.said:
+            self.say(text[self.said :])
+            self.said = len(text)
 
 
 @dataclass(frozen=True)
@@ -220,6 +286,14 @@ def generate(
         pad_token_id=padding if padding is not None else (stops or [0])[0],
         max_time=seconds,
     )
+
+    def ends(ids_so_far: Tensor, _: Any, **kwargs: Any) -> Tensor:
+        """Call ``each``, and stop after a complete stop string."""
+        produced = ids_so_far[0, len(ids) :].tolist()
+        if each is not None:
+            each(produced)
+        return torch.tensor([ending.has_string(produced)], device=ids_so_far.device)
+
     inputs = torch.tensor([ids], device=input_device(model))
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with (
@@ -233,34 +307,12 @@ def generate(
             generation_config=config,
             attention_mask=torch.ones_like(inputs),
             logits_processor=[_refuse_non_finite],
-            stopping_criteria=_after_each(ending, len(ids), each),
+            stopping_criteria=[ends] if ending.strings or each is not None else [],
         )
     produced = out[0, len(ids) :].tolist()
     if len(produced) == limit < max_new_tokens and produced[-1] not in stops:
         logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
     return produced
-
-
-def _after_each(
-    ending: Ending, begin: int, each: Callable[[list[int]], None] | None
-) -> list[Callable[..., Tensor]]:
-    """Return stopping criteria for transformers' ``generate``.
-
-    They call ``each`` and stop after a complete stop string.
-
-    Args:
-        ending: stop strings of the answer.
-        begin: number of tokens of the prompt.
-        each: called with all new token ids; None for none.
-    """
-
-    def ends(ids: Tensor, _: Any, **kwargs: Any) -> Tensor:
-        produced = ids[0, begin:].tolist()
-        if each is not None:
-            each(produced)
-        return torch.tensor([ending.has_string(produced)], device=ids.device)
-
-    return [ends] if ending.strings or each is not None else []
 
 
 def _refuse_non_finite(_: Tensor, scores: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from chronicals.attention import attend_split
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.dealing import rank_share
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 from chronicals.distributed import (
     EmbeddingInShards,
     Gathers,
@@ -115,7 +115,15 @@ def traffic(
         sent = _of_passes(model, config, among, stay)
         found = {name: sent[name] for name in found}
         found["reduce_scatter"] += sent["all_to_all"]
-        found["embedding"] = _of_embedding(model, config, among)
+        if not trains_layers(model) and not why_embedding_stays_whole(model, among):
+            tokens = config.batch_size * config.max_seq_length // context
+            with counted_among(among) as sent:
+                rows, width = embedding_table(model).shape
+                table = nn.Embedding(rows, width, dtype=PRODUCT_TYPES[config.mixed_precision])
+                divided = EmbeddingInShards(table, 0, among, torch.device("cpu"))
+                divided.equal_lengths = True
+                divided(torch.zeros(tokens, dtype=torch.int64))
+            found["embedding"] = micro_batches * sum(sent.values())
     if config.sharding != DIVIDE_WEIGHTS or not trains_layers(model):
         with counted_among(ranks) as sent:
             _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
@@ -258,20 +266,6 @@ class _Asking(torch.autograd.Function):
         if ctx.again:
             ctx.unit.gathers.of(ctx.unit)
         return dy, None, None
-
-
-def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
-    """Return the bytes of all micro-batches for a divided frozen embedding."""
-    if trains_layers(model) or why_embedding_stays_whole(model, among):
-        return 0.0
-    tokens = config.batch_size * config.max_seq_length // config.context_parallel
-    with counted_among(among) as sent:
-        rows, width = embedding_table(model).shape
-        table = nn.Embedding(rows, width, dtype=PRODUCT_TYPES[config.mixed_precision])
-        divided = EmbeddingInShards(table, 0, among, torch.device("cpu"))
-        divided.equal_lengths = True
-        divided(torch.zeros(tokens, dtype=torch.int64))
-        return config.gradient_accumulation_steps * sum(sent.values())
 
 
 def _of_attention(

@@ -23,7 +23,7 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import TokenStore
 from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 from chronicals.distributed import WAITING, Mesh
 from chronicals.model_shape import ModelShape
 from chronicals.models import (

@@ -29,10 +29,9 @@ from chronicals.data.kinds.messages import (
 from chronicals.data.kinds.prompt_fields import (
     PROMPT_FIELDS,
     OtherPromptError,
-    holds,
+    holds_question,
     prompt_in,
     prompt_names,
-    question_in,
     shared_messages,
     without_repetition,
 )
@@ -73,59 +72,50 @@ def sides_of(
 ) -> list[RowRecord]:
     """Return rows of prompt and completion, the chosen one first.
 
-    Of a ranked list they are the best answer and the worst.
+    Of a ranked list they are the first answers of the extreme scores.
 
     Raises:
-        DataError: as ``completion_rows`` and ``best_and_worst``.
+        DataError: as ``completion_rows``; there is not one finite score for each of at least two
+            answers, or all scores are equal.
     """
     if record.get("chosen") is None or record.get("rejected") is None:
-        record = best_and_worst(record, where)
+        ranked = (RANKED_ANSWERS, RANKED_SCORES)
+        columns = []
+        for name in ranked:
+            value = record[name]
+            items = list_items(parsed_json(value) if isinstance(value, str) else value)
+            if items is None:
+                raise DataError(
+                    f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type"
+                )
+            columns.append(items)
+        answers, scores = columns
+        if len(answers) != len(scores):
+            raise DataError(
+                f"{where}: {len(answers)} {RANKED_ANSWERS} and {len(scores)} {RANKED_SCORES}",
+                "unusable_scores",
+            )
+        if len(answers) < 2:
+            raise DataError(
+                f"{where}: {RANKED_ANSWERS} has {len(answers)}, of which no pair can be made",
+                "unusable_scores",
+            )
+        for number, score in enumerate(scores, 1):
+            if not isinstance(score, Real) or not math.isfinite(score):
+                raise DataError(
+                    f"{where}: score {number} is {score!r}, not a finite number", "unusable_scores"
+                )
+        if max(scores) == min(scores):
+            raise DataError(
+                f"{where}: all {len(scores)} {RANKED_SCORES} are {scores[0]}", "tied_scores"
+            )
+        best = answers[scores.index(max(scores))]
+        worst = answers[scores.index(min(scores))]
+        others = {name: value for name, value in record.items() if name not in ranked}
+        record = {**others, "chosen": best, "rejected": worst}
     answers = {name: record[name] for name in PAIR_FIELDS}
     others = {name: value for name, value in record.items() if name not in PAIR_FIELDS}
     return completion_rows(others, answers, where, note_prompt_field)
-
-
-def best_and_worst(record: RowRecord, where: str) -> RowRecord:
-    """Return the row with ``chosen`` and ``rejected``: the first answers of the extreme scores.
-
-    Raises:
-        DataError: there is not one finite score for each of at least two answers, or all scores are
-            equal.
-    """
-    ranked = (RANKED_ANSWERS, RANKED_SCORES)
-    columns = []
-    for name in ranked:
-        value = record[name]
-        items = list_items(parsed_json(value) if isinstance(value, str) else value)
-        if items is None:
-            raise DataError(
-                f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type"
-            )
-        columns.append(items)
-    answers, scores = columns
-    if len(answers) != len(scores):
-        raise DataError(
-            f"{where}: {len(answers)} {RANKED_ANSWERS} and {len(scores)} {RANKED_SCORES}",
-            "unusable_scores",
-        )
-    if len(answers) < 2:
-        raise DataError(
-            f"{where}: {RANKED_ANSWERS} has {len(answers)}, of which no pair can be made",
-            "unusable_scores",
-        )
-    for number, score in enumerate(scores, 1):
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise DataError(
-                f"{where}: score {number} is {score!r}, not a finite number", "unusable_scores"
-            )
-    if max(scores) == min(scores):
-        raise DataError(
-            f"{where}: all {len(scores)} {RANKED_SCORES} are {scores[0]}", "tied_scores"
-        )
-    others = {name: value for name, value in record.items() if name not in ranked}
-    best = answers[scores.index(max(scores))]
-    worst = answers[scores.index(min(scores))]
-    return {**others, "chosen": best, "rejected": worst}
 
 
 def completion_rows(
@@ -192,9 +182,7 @@ def _divided(
     chats = [answer for answer in answers if isinstance(answer, list)]
     all_chats = len(chats) == len(answers)
     shared = chats[0][: shared_messages(chats)] if all_chats else []
-    if shared and (
-        not names or any(holds(shared, question_in(name, record, where)) for name in names)
-    ):
+    if shared and (not names or any(holds_question(shared, name, record, where) for name in names)):
         return shared, [chat[len(shared) :] for chat in chats]
     if len(names) > 1:
         raise DataError(

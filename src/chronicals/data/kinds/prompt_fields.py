@@ -82,26 +82,29 @@ def prompt_in(name: str, record: RowRecord, where: str) -> Any:
     return prompt
 
 
-def question_in(name: str, record: RowRecord, where: str) -> list[Any]:
-    """Return the messages that a possible prompt field asks.
+def holds_question(messages: list[Any], name: str, record: RowRecord, where: str) -> bool:
+    """Return whether the question in a possible prompt field is a contiguous part of ``messages``.
 
-    Of a conversation these are the messages before its answer.
+    Of a conversation it is the messages before its answer. Nothing asked is part of all messages.
 
     Raises:
         DataError: a field is of the wrong type.
     """
-    if name == "instruction":
-        return question_messages(record, where)
     value = record[name]
     if name in CONVERSATION_FIELDS:
         value = conversation_in(value, name, where)
-    messages = listed_messages(value)
-    if isinstance(messages, list):
-        answered = messages and role_of(messages[-1]) == "assistant"
-        return messages[:-1] if answered else messages
-    if isinstance(messages, str) and not messages.strip():
-        return []
-    return [{"role": "user", "content": messages}]
+    question = question_messages(record, where) if name == "instruction" else listed_messages(value)
+    if isinstance(question, list):
+        if question and role_of(question[-1]) == "assistant":
+            question = question[:-1]
+    elif isinstance(question, str) and not question.strip():
+        question = []
+    else:
+        question = [{"role": "user", "content": question}]
+    spoken = comparable(messages)
+    asked = comparable(question)
+    starts = range(len(spoken) - len(asked) + 1)
+    return any(spoken[start : start + len(asked)] == asked for start in starts)
 
 
 class OtherPromptError(ValueError):
@@ -134,14 +137,6 @@ def _with_other_fields(message: Any) -> Any:
         if name not in usual and not is_missing(value)
     }
     return comparable([message]), others
-
-
-def holds(messages: list[Any], question: list[Any]) -> bool:
-    """Return whether ``question`` is a contiguous part of ``messages``; True if it is empty."""
-    spoken = comparable(messages)
-    asked = comparable(question)
-    starts = range(len(spoken) - len(asked) + 1)
-    return any(spoken[start : start + len(asked)] == asked for start in starts)
 
 
 def without_repetition(

@@ -78,20 +78,12 @@ class NormalRow(NamedTuple):
 
     Attributes:
         kind: ``chat``, ``completion``, ``text`` or ``tokens``.
-        record: as ``normalise`` returns it.
+        record: ``messages`` (and ``tools``), ``prompt`` and ``completion`` (both texts, or both
+            messages), ``text``, or ``input_ids`` (with ``labels`` and ``attention_mask``).
     """
 
     kind: str
     record: RowRecord
-
-    @classmethod
-    def of(cls, record: RowRecord, kind: str, where: str) -> NormalRow:
-        """Return a row of ``kind``, one of ``DOCUMENT_KINDS``, in its normal form.
-
-        Raises:
-            DataError: as ``normalise``.
-        """
-        return cls("chat" if kind in CHAT_KINDS else kind, normalise(record, kind, where))
 
 
 def plain_row(record: RowRecord, where: str) -> RowRecord:
@@ -129,7 +121,7 @@ def plain_row(record: RowRecord, where: str) -> RowRecord:
         empty_label = name == "label" and isinstance(value, str) and not value.strip()
         if empty_label or is_missing(value):
             blank.append(name)
-    if blank and _kind_with(non_null_fields(fields).difference(blank)) not in (None, "prompt"):
+    if blank and kind_with(non_null_fields(fields).difference(blank)) not in (None, "prompt"):
         fields |= dict.fromkeys(blank)
     return fields
 
@@ -172,30 +164,31 @@ def known_kind(record: Any, wanted: Collection[str] = ()) -> str | None:
     if not is_object(record):
         return None
     names = non_null_fields(record)
-    kind = kind_among(names, wanted) or _kind_with(names)
+    kind = kind_with(names, frozenset(wanted)) or kind_with(names)
     if kind == "completion" and not isinstance(record.get("prompt"), (str, NoneType)):
         return "chat"  # its prompt is a list of messages
     return kind
 
 
-def kind_among(fields: Collection[str], wanted: Collection[str]) -> str | None:
-    """Return the first of the ``wanted`` kinds that the fields identify, or None."""
-    return _kind_with(frozenset(fields), frozenset(wanted)) if wanted else None
-
-
 @functools.lru_cache
-def _kind_with(names: frozenset[str], wanted: frozenset[str] | None = None) -> str | None:
+def kind_with(names: frozenset[str], wanted: frozenset[str] | None = None) -> str | None:
+    """Return the first kind that fields of these names identify, or None.
+
+    Args:
+        names: of the fields.
+        wanted: kinds that are tried; by default the usual ones.
+    """
     for kind, fields in KIND_FIELDS if wanted is None else REQUESTED_KIND_FIELDS:
         if fields <= names and (wanted is None or kind in wanted):
             return kind
     return None
 
 
-def normalise(record: RowRecord, kind: str, where: str) -> RowRecord:
+def normalise(record: RowRecord, kind: str, where: str) -> NormalRow:
     """Return the row in the form in which its ``kind`` is encoded.
 
-    The form is ``messages`` (and ``tools``), ``prompt`` and ``completion`` (both texts, or both
-    messages), ``text``, or ``input_ids`` (with ``labels`` and ``attention_mask``).
+    Fields of an instruction are Alpaca's (Taori et al., 2023): instruction, input and output;
+    LLaMA-Factory adds system and history.
 
     Raises:
         DataError: a field is missing or of the wrong type, or the kind is none of
@@ -204,13 +197,13 @@ def normalise(record: RowRecord, kind: str, where: str) -> RowRecord:
     if kind in UNTRAINED_KINDS:
         raise DataError(f"{where}: {UNTRAINED_KINDS[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
-        return record
+        return NormalRow(kind, record)
     if kind in ("completion", "chat"):
         pair = pair_of(record)
         if pair:
             record = {**record, "prompt": record[pair[0]], "completion": record[pair[1]]}
     if kind == "completion":
-        return record
+        return NormalRow(kind, record)
     try:
         tools = (
             read_json(record["tools"], "tools", where) if is_filled(record.get("tools")) else None
@@ -220,19 +213,23 @@ def normalise(record: RowRecord, kind: str, where: str) -> RowRecord:
         elif not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
         if kind == "instruction":
-            return {"messages": _instruction_messages(record, where), "tools": tools}
+            messages = list[Message]()
+            if is_filled(record.get("system")):
+                content = _text(record["system"], "system", where)
+                messages.append({"role": "system", "content": content})
+            name = "output" if record.get("output") is not None else "response"
+            answer = {"role": "assistant", "content": _text(record[name], name, where)}
+            messages += [*question_messages(record, where), answer]
+            return NormalRow("chat", {"messages": messages, "tools": tools})
         for name in CONVERSATION_FIELDS:
             if record.get(name) is not None:
                 listed = conversation_in(record[name], name, where)
-                messages = normal_messages(listed, name, where)
-                return {"messages": _after_system(record, messages, where), "tools": tools}
+                messages = _after_system(record, normal_messages(listed, name, where), where)
+                return NormalRow("chat", {"messages": messages, "tools": tools})
         prompt = normal_messages(record["prompt"], "prompt", where)
         completion = normal_messages(record["completion"], "completion", where)
-        return {
-            "prompt": _after_system(record, prompt, where),
-            "completion": completion,
-            "tools": tools,
-        }
+        prompt = _after_system(record, prompt, where)
+        return NormalRow("chat", {"prompt": prompt, "completion": completion, "tools": tools})
     except RecursionError:
         raise DataError(
             f"{where}: holds objects nested too deeply to be read", "wrong_type"
@@ -244,20 +241,6 @@ def _after_system(record: RowRecord, messages: list[Message], where: str) -> lis
     if not is_filled(record.get("system")) or messages[0]["role"] in SYSTEM_ROLES:
         return messages
     return [{"role": "system", "content": _text(record["system"], "system", where)}, *messages]
-
-
-def _instruction_messages(record: RowRecord, where: str) -> list[Message]:
-    """Return the messages of an instruction and its answer.
-
-    Fields are Alpaca's (Taori et al., 2023): instruction, input and output; LLaMA-Factory adds
-    system and history.
-    """
-    messages = []
-    if is_filled(record.get("system")):
-        messages.append({"role": "system", "content": _text(record["system"], "system", where)})
-    name = "output" if record.get("output") is not None else "response"
-    answer = {"role": "assistant", "content": _text(record[name], name, where)}
-    return [*messages, *question_messages(record, where), answer]
 
 
 def question_messages(record: RowRecord, where: str) -> list[Message]:

@@ -68,7 +68,7 @@ class Marks:
         if inner.chat_template is not None:
             # Without a stop token, every conversation will be refused with the reason.
             with contextlib.suppress(TemplateError):
-                stops.add(tokenizer.stop_token())
+                stops.add(tokenizer.template.stop)
         added = {str(token) for token in inner.added_tokens_decoder.values() if token.special}
         names = added | set(inner.all_special_tokens)
         written = sorted((re.escape(name) for name in names if len(name) > 1), reverse=True)

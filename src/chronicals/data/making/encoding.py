@@ -151,8 +151,12 @@ class ChunkEncoder:
         """
         drafts = recognised.drafts
         index = {(draft.row, draft.side): at for at, draft in enumerate(drafts)}
-        usable = [row for row, side in index if side == 0 and _has_target(tokens[index[row, side]])]
-        wanting = {row for row in usable if not _has_target(tokens[index[row, MISMATCHED_SIDE]])}
+        has_target = [
+            not isinstance(row_tokens, DataError) and bool(row_tokens[1].any())
+            for row_tokens in tokens
+        ]
+        usable = [row for (row, side), at in index.items() if side == 0 and has_target[at]]
+        wanting = {row for row in usable if not has_target[index[row, MISMATCHED_SIDE]]}
         if not wanting:
             return tokens
         others = nearest_other_prompts([recognised.judged[row] for row in usable])
@@ -201,10 +205,6 @@ class ChunkEncoder:
             recognised.left_out[row] = "identical_answers"
             return []
         return fitted
-
-
-def _has_target(tokens: TokenArrays | DataError) -> bool:
-    return not isinstance(tokens, DataError) and bool(tokens[1].any())
 
 
 def _items(

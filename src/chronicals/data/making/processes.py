@@ -113,29 +113,13 @@ class TokenizingProcesses:
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """Yield each chunk and its documents, as ``ChunkEncoder.encoded`` does.
 
-        This process begins, and hands over when the first of the others is ready.
+        This process begins, and hands over when the first of the others is ready. It then makes
+        only what the others cannot read.
 
         Raises:
             ChildProcessError: a process has died.
         """
         yield from self.encoder.encoded(self._until_helped(chunks))
-        yield from self._by_others(chunks)
-
-    def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Yield chunks until another process is free to take the next one."""
-        letters = 0
-        asked = self.count < 2
-        for chunk in chunks:
-            letters += chunk.letters
-            if not asked and (letters >= LETTERS_ALONE or self.expected >= BYTES_FOR_HELP):
-                asked = True
-                self._threads.submit(self._start)
-            yield chunk
-            if not self._free.empty() and frame_of_chunk(chunk):
-                return
-
-    def _by_others(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Yield chunks and their documents, made by the others as far as they can read them."""
         waiting: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
 
         def first_waiting() -> tuple[Chunk, Encoded]:
@@ -156,6 +140,19 @@ class TokenizingProcesses:
         while waiting:
             yield first_waiting()
 
+    def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield chunks until another process is free to take the next one."""
+        letters = 0
+        asked = self.count < 2
+        for chunk in chunks:
+            letters += chunk.letters
+            if not asked and (letters >= LETTERS_ALONE or self.expected >= BYTES_FOR_HELP):
+                asked = True
+                self._threads.submit(self._start)
+            yield chunk
+            if not self._free.empty() and frame_of_chunk(chunk):
+                return
+
     def _ask(self, frame: Frame) -> Encoded:
         process = self._free.get()
         try:
@@ -169,10 +166,39 @@ class TokenizingProcesses:
     # --- the start of the others, in a thread beside what this process does
 
     def _start(self) -> None:
+        """Write the tokenizer and the settings that the worker reads, and start it."""
         try:
+            import transformers
+
             self._folder = tempfile.TemporaryDirectory(prefix="chronicals-")
             folder = Path(self._folder.name)
-            self._describe(folder)
+            tokenizer = self.encoder.tokenizer
+            inner = tokenizer.tokenizer
+            kind = type(inner)
+            changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
+            if (
+                getattr(transformers, kind.__name__, None) is not kind
+                or not calls_rust_only(inner)
+                or changed
+            ):
+                raise TypeError(
+                    f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
+                    "would read it"
+                )
+            inner.save_pretrained(folder)
+            settings = {
+                "class": kind.__name__,
+                "fingerprint": tokenizer.fingerprint(),
+                "width": self.encoder.width,
+                "overlong": self.encoder.overlong,
+                "train_on": tokenizer.train_on,
+                "train_on_roles": sorted(tokenizer.train_on_roles),
+                "train_on_turns": tokenizer.train_on_turns,
+                "completions_as_chat": tokenizer.completions_as_chat,
+                "kinds": sorted(tokenizer.kinds),
+                "train_after_stop": tokenizer.train_after_stop,
+            }
+            (folder / WORKER_SETTINGS).write_text(json.dumps(settings))
             with self._changing:
                 if self._ended:
                     return
@@ -181,38 +207,6 @@ class TokenizingProcesses:
                 self._threads.submit(self._welcome, process)
         except Exception as error:  # a user's tokenizer may raise anything when it is saved
             self._doubt(f"{type(error).__name__}: {error}")
-
-    def _describe(self, folder: Path) -> None:
-        """Write the tokenizer and the settings that the worker reads."""
-        import transformers
-
-        tokenizer = self.encoder.tokenizer
-        inner = tokenizer.tokenizer
-        kind = type(inner)
-        changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
-        if (
-            getattr(transformers, kind.__name__, None) is not kind
-            or not calls_rust_only(inner)
-            or changed
-        ):
-            raise TypeError(
-                f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
-                "would read it"
-            )
-        inner.save_pretrained(folder)
-        settings = {
-            "class": kind.__name__,
-            "fingerprint": tokenizer.fingerprint(),
-            "width": self.encoder.width,
-            "overlong": self.encoder.overlong,
-            "train_on": tokenizer.train_on,
-            "train_on_roles": sorted(tokenizer.train_on_roles),
-            "train_on_turns": tokenizer.train_on_turns,
-            "completions_as_chat": tokenizer.completions_as_chat,
-            "kinds": sorted(tokenizer.kinds),
-            "train_after_stop": tokenizer.train_after_stop,
-        }
-        (folder / WORKER_SETTINGS).write_text(json.dumps(settings))
 
     def _welcome(self, process: _Process) -> None:
         """Make a process free to use, if it has read the same tokenizer."""
@@ -245,9 +239,18 @@ class _Program:
     def __init__(self, folder: Path, count: int):
         self._log = folder / "said.log"
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            questions = [_pipe(theirs, ours) for _ in range(count)]
-            answers = [_pipe(ours, theirs) for _ in range(count)]
-            pipes = [(question[0], answer[1]) for question, answer in zip(questions, answers)]
+            # Of each process: file descriptors of the pipes that it has, and of those that we have.
+            pipes = []
+            our_pipes = []
+            for _ in range(count):
+                question_in, question_out = os.pipe()
+                theirs.callback(os.close, question_in)
+                ours.callback(os.close, question_out)
+                answer_in, answer_out = os.pipe()
+                ours.callback(os.close, answer_in)
+                theirs.callback(os.close, answer_out)
+                pipes.append((question_in, answer_out))
+                our_pipes.append((question_out, answer_in))
             one_thread = {
                 "RAYON_NUM_THREADS": "1",
                 "OMP_NUM_THREADS": "1",
@@ -269,8 +272,8 @@ class _Program:
                 )
             ours.pop_all()
         self.processes = [
-            _Process(self, os.fdopen(question[1], "wb"), os.fdopen(answer[0], "rb"))
-            for question, answer in zip(questions, answers, strict=True)
+            _Process(self, os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
+            for questions, answers in our_pipes
         ]
 
     def last_words(self) -> str:
@@ -298,14 +301,6 @@ class _Program:
             process.answers.close()
             with contextlib.suppress(BrokenPipeError):  # it did not read all that was written
                 process.questions.close()
-
-
-def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
-    """Return both ends of a new pipe, each closed with the stack of its side."""
-    read, write = os.pipe()
-    readers.callback(os.close, read)
-    writers.callback(os.close, write)
-    return read, write
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,10 +35,11 @@ from chronicals.data.kinds.rows import (
     EXPECTED_FIELDS,
     NormalRow,
     as_instruction,
-    kind_among,
     kind_of,
+    kind_with,
     known_kind,
     non_null_fields,
+    normalise,
     pair_of,
     plain_row,
     texts_of,
@@ -236,7 +237,11 @@ class Recogniser:
     def _normal(
         self, kind: str, record: RowRecord, place: str, findings: _RowFindings
     ) -> NormalRow:
-        """Return one document of a row in the form in which it is encoded."""
+        """Return one document of a row in the form in which it is encoded; count what is odd in it.
+
+        Raises:
+            DataError: an answer is empty, or a conversation has none.
+        """
         if kind == "completion":
             pair = pair_of(record)
             if pair is not None and pair[0] != "prompt":
@@ -253,45 +258,35 @@ class Recogniser:
             forms[kind] = forms.get(kind, 0) + 1
         for name in unread_fields(record, kind):
             findings.note("unread_field", f"{place}: {name}")
-        normal = NormalRow.of(record, kind, place)
+        normal = normalise(record, kind, place)
         if self.tokenizer.train_on != "answers":
             return normal
-        self._check_answers(normal, place, findings)
+        if normal.kind == "chat":
+            messages, prompt_messages = messages_of(normal.record)
+            roles = self.tokenizer.train_on_roles
+            turns = self.tokenizer.train_on_turns
+            answered = check_answers(messages, prompt_messages, place)
+            if not answered and not trained_messages(
+                messages, prompt_messages, roles, turns, place
+            ):
+                raise DataError(
+                    f"{place}: no message of the assistant among {len(messages) - prompt_messages}",
+                    "no_assistant_turn",
+                )
+            for rule in conversation_oddities(messages):
+                findings.note(rule, place)
         if kind == "completion":
-            if self.tokenizer.tokenizer.chat_template is not None:
-                findings.note("plain_completion", place)
             prompt = normal.record["prompt"]
             completion = normal.record["completion"]
+            if isinstance(completion, str) and not completion.strip():
+                raise DataError(f"{place}: completion is empty", "empty_answer")
+            if self.tokenizer.tokenizer.chat_template is not None:
+                findings.note("plain_completion", place)
             if isinstance(prompt, str) and isinstance(completion, str):
                 words = prompt.split(None, REPEATED_PROMPT_WORDS)
                 if completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS:
                     findings.note("repeated_prompt", place)
         return normal
-
-    def _check_answers(self, normal: NormalRow, place: str, findings: _RowFindings) -> None:
-        """Count what is odd in a conversation.
-
-        Raises:
-            DataError: an answer is empty, or there is none.
-        """
-        kind, record = normal
-        if kind == "completion":
-            completion = record["completion"]
-            if isinstance(completion, str) and not completion.strip():
-                raise DataError(f"{place}: completion is empty", "empty_answer")
-        if kind != "chat":
-            return
-        messages, prompt = messages_of(record)
-        roles = self.tokenizer.train_on_roles
-        turns = self.tokenizer.train_on_turns
-        answered = check_answers(messages, prompt, place)
-        if not answered and not trained_messages(messages, prompt, roles, turns, place):
-            raise DataError(
-                f"{place}: no message of the assistant among {len(messages) - prompt}",
-                "no_assistant_turn",
-            )
-        for rule in conversation_oddities(messages):
-            findings.note(rule, place)
 
     def _add_mismatched(self, recognised: RecognisedChunk) -> None:
         """Add to each judged answer a document of its prompt with the answer to another prompt.
@@ -324,10 +319,10 @@ class Recogniser:
         if kind == "completion" and self.tokenizer.completions_as_chat:
             kind = "instruction"
             record = as_instruction(record)
-        return NormalRow.of(record, kind, place)
+        return normalise(record, kind, place)
 
 
-def refuse_halves(record: RowRecord, where: str, kinds: Collection[str]) -> None:
+def refuse_halves(record: RowRecord, where: str, kinds: frozenset[str]) -> None:
     """Refuse a row that has one of the two fields of a pair, if the objective takes pairs.
 
     Raises:
@@ -336,7 +331,7 @@ def refuse_halves(record: RowRecord, where: str, kinds: Collection[str]) -> None
     if (
         PREFERENCE not in kinds
         or not is_object(record)
-        or kind_among(non_null_fields(record), kinds)
+        or kind_with(non_null_fields(record), kinds)
     ):
         return
     for fields, words in _FIELDS_OF_PAIRS:
@@ -370,15 +365,15 @@ def refuse_other_kind(kind: str, record: RowRecord, where: str, kinds: Collectio
         for wanted in sorted(kinds)
     ]
     taken = f"the objective takes {', '.join(named)}"
-    row_kind = kind_among(non_null_fields(record), (PREFERENCE, JUDGED)) or kind
+    row_kind = kind_with(non_null_fields(record), frozenset((PREFERENCE, JUDGED))) or kind
     for wanted in sorted(kinds):
         if (wanted, row_kind) in _OTHER_OBJECTIVES:
             raise DataError(
                 f"{where}: {_OTHER_OBJECTIVES[wanted, row_kind]}; {taken}", "unusable_kind"
             )
     if JUDGED in kinds and record.get("label") is None:
-        with_label = {*non_null_fields(record), "label"}
-        if kind_among(with_label, (JUDGED,)) is not None:
+        with_label = non_null_fields(record) | {"label"}
+        if kind_with(with_label, frozenset((JUDGED,))) is not None:
             label_of(record, where)  # raises
     if kind in DOCUMENT_KINDS:
         raise DataError(f"{where}: is of kind {kind}; {taken}", "unusable_kind")

@@ -54,6 +54,12 @@ PIECE_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd factor that distinguishes the pieces of a row, whose hash is the same."""
 
 
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return ``starts[i] … starts[i] + counts[i] - 1`` for each i, one behind the other, int64."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class TargetColumn:
     """Values of the targets of some documents.
@@ -89,9 +95,7 @@ class TargetColumn:
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
         """Return the rows of these documents' targets, one behind the other, int64."""
-        counts = self.counts[documents]
-        before = np.cumsum(counts) - counts
-        return np.repeat(self.starts[documents] - before, counts) + np.arange(counts.sum())
+        return ranges(self.starts[documents], self.counts[documents])
 
     def laid(self, documents: np.ndarray, is_target: np.ndarray) -> np.ndarray:
         """Return the values at the targets of a Batch, zero elsewhere, ``[T, ...]``.

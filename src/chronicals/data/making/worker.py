@@ -179,21 +179,6 @@ def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
     )
 
 
-def tokenizer_in(folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a folder."""
-    import transformers
-
-    return Tokenizer(
-        getattr(transformers, settings["class"]).from_pretrained(folder),
-        settings["train_on"],
-        settings["train_on_roles"],
-        settings["train_on_turns"],
-        settings["completions_as_chat"],
-        settings["kinds"],
-        settings["train_after_stop"],
-    )
-
-
 def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
     """Answer each chunk with its documents until there are no more chunks.
 
@@ -212,12 +197,35 @@ def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
 
 
 def forked(pipes: list[Pipes], serving: Callable[[Pipes], None]) -> int:
-    """Fork a process for each pair of pipes, and wait for all of them.
+    """Fork a process for each pair of pipes, which holds no other's open, and wait for all of them.
 
     Returns:
         The status of the first process that failed, or 128 and the number of its signal; else 0.
     """
-    processes = {_fork(pipes, own, serving) for own in pipes}
+    parent = os.getpid()
+    processes = set[int]()
+    for own in pipes:
+        process = os.fork()
+        if process:
+            processes.add(process)
+            continue
+        end_with_parent(parent)
+        status = 1
+        try:
+            for pair in pipes:
+                if pair != own:
+                    os.close(pair[0])
+                    os.close(pair[1])
+            # A thread allocates in an arena of its own. The heap, full of holes since the tokenizer
+            # was read, is not written to, so the processes go on sharing its pages.
+            with ThreadPoolExecutor(1) as beside:
+                beside.submit(serving, own).result()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
     # SIGTERM goes to the whole group; this process must stay to see the others end.
     signal.signal(signal.SIGTERM, lambda *_: None)
     for pipe in itertools.chain(*pipes):
@@ -233,31 +241,6 @@ def forked(pipes: list[Pipes], serving: Callable[[Pipes], None]) -> int:
     return 128 + os.WTERMSIG(failed) if os.WIFSIGNALED(failed) else os.WEXITSTATUS(failed)
 
 
-def _fork(pipes: list[Pipes], own: Pipes, serving: Callable[[Pipes], None]) -> int:
-    """Return the number of a new process that serves its own pipes, and holds no other's open."""
-    parent = os.getpid()
-    process = os.fork()
-    if process:
-        return process
-    end_with_parent(parent)
-    status = 1
-    try:
-        for pair in pipes:
-            if pair != own:
-                os.close(pair[0])
-                os.close(pair[1])
-        # A thread allocates in an arena of its own. The heap, full of holes since the tokenizer was
-        # read, is not written to, so the processes go on sharing its pages.
-        with ThreadPoolExecutor(1) as beside:
-            beside.submit(serving, own).result()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
 def tokenise_for_parent() -> None:
     """Read the tokenizer, divide, and serve; the arguments are the command's."""
     end_with_parent(os.getppid())
@@ -270,7 +253,17 @@ def tokenise_for_parent() -> None:
         chunks, out = pair.split(":")
         pipes.append((int(chunks), int(out)))
     settings = json.loads((folder / WORKER_SETTINGS).read_text())
-    tokenizer = tokenizer_in(folder, settings)
+    import transformers
+
+    tokenizer = Tokenizer(
+        getattr(transformers, settings["class"]).from_pretrained(folder),
+        settings["train_on"],
+        settings["train_on_roles"],
+        settings["train_on_turns"],
+        settings["completions_as_chat"],
+        settings["kinds"],
+        settings["train_after_stop"],
+    )
     same = tokenizer.fingerprint() == settings["fingerprint"]
     width = settings["width"]
     encoder = ChunkEncoder(tokenizer, width, settings["overlong"], WORKER_ROWS_AT_ONCE)

@@ -79,20 +79,12 @@ class StepSizes(NamedTuple):
     filler: int
 
     @property
-    def tokens(self) -> int:
-        """Positions in a micro-batch."""
-        return self.packs * self.width
-
-    @property
-    def bounds(self) -> int:
-        """Room for the bounds of a micro-batch."""
-        return ENTRY_SHARES * self.share + 1
-
-    @property
     def bytes(self) -> int:
         """Memory of a step."""
         # three columns of int64, and bounds of int32
-        return self.batches * (3 * 8 * self.tokens + 4 * self.bounds)
+        return self.batches * (
+            3 * 8 * self.packs * self.width + 4 * (ENTRY_SHARES * self.share + 1)
+        )
 
 
 @compiled(nogil=True)

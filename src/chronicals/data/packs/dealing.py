@@ -8,7 +8,7 @@ The micro-batch is assembled whole, T tokens, as one process would have it. Of c
     rank 1         S₂ S₃  B  filler                 (S₁ S₂ if keys are gathered)
 
 Two chunks of every split document come first, then the documents that lie whole in the rank's parts
-of the packs (``parts.py``), then filler of its own. The filler of the micro-batch is not dealt.
+of the packs (``packing.py``), then filler of its own. The filler of the micro-batch is not dealt.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, Context, SharedKeys, SplitDocuments
+from chronicals.data.making.store import ranges
 from chronicals.data.packs.assembly import FILLER_DOCUMENT, width_bucket
 from chronicals.data.packs.packing import PackPlan
-from chronicals.data.packs.parts import SPLIT
+from chronicals.data.packs.strategies import SPLIT
 
 NOBODY = -2
 """Rank number of filler, which no rank gets."""
@@ -153,12 +154,6 @@ def rank_share(
         longest,
         split_documents,
     )
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return ``starts[i] … starts[i] + counts[i] - 1`` for each i, one behind the other, int64."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)
 
 
 def _split_documents(

@@ -4,7 +4,8 @@ It is divided over steps, micro-batches and ranks. The stream is a function of t
 the plan's packs in the order of generator (seed, e). A position in it is the number of packs
 consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row,
 so its documents depend on that product alone. The cost of packs decides which micro-batch and rank
-takes which of them (``balancing``). After the last epoch the stream goes on with empty packs, which
+takes which of them. Micro-batches are sorted by cost, so that ranks that wait for each other hold
+neighbours. After the last epoch the stream goes on with empty packs, which
 count nothing.
 """
 
@@ -24,21 +25,20 @@ import numpy as np
 
 from chronicals.batch import Batch, Context
 from chronicals.config import ChronicalsConfig
-from chronicals.data.making.documents import SHARED_COLUMN
+from chronicals.data.making.documents import MISMATCHED_SIDE, SHARED_COLUMN, UNJUDGED
 from chronicals.data.making.opening import open_store
-from chronicals.data.making.store import TokenStore
+from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN, TokenStore
 from chronicals.data.packs.assembly import (
     ENTRY_SHARES,
     WIDTH_BUCKETS,
     PackedDocuments,
     StepSizes,
 )
-from chronicals.data.packs.balancing import PackSums, balanced_packs
 from chronicals.data.packs.dealing import Dealing
-from chronicals.data.packs.packing import PackPlan
-from chronicals.data.packs.parts import IN_ORDER, plan_parts
-from chronicals.data.packs.step_memory import StepMemory
+from chronicals.data.packs.packing import PackPlan, plan_epoch
+from chronicals.data.packs.step_memory import WEIGHT_COLUMN, StepMemory
 from chronicals.data.packs.steps import Step
+from chronicals.data.packs.strategies import IN_ORDER, SPLIT, balanced_packs
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.sources import RowSource
 
@@ -55,20 +55,10 @@ Between two calls the thread needs the GIL. If other threads run Python, it gets
 ``sys.getswitchinterval()`` (5 ms), which is longer than a small step takes.
 """
 
+_SUMMED = ("targets", "tokens", "documents", "items", "first_targets")
+"""Names of the sums; ``first_targets`` are those of the first documents of items."""
+
 _Result = TypeVar("_Result")
-
-
-def plan_epoch(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
-    """Return the packs of one epoch, in as many parts as processes share them."""
-    items = store.items
-    parts = config.pack_parts or config.context_parallel
-    limit = config.max_documents
-    if not config.use_sequence_packing:
-        widest = 1 if items is None else int(np.diff(items).max(initial=1))
-        limit = widest * parts
-    return plan_parts(
-        store.lengths, config.max_seq_length, limit, config.packing_strategy, items, parts
-    )
 
 
 def filler_token(tokenizer: Any, embedding_rows: int) -> int:
@@ -93,10 +83,88 @@ def _log_filler(name: str, token: int, rows: int) -> None:
     )
 
 
+class PackSums:
+    """Sums by pack. The number after the last pack stands for an empty one.
+
+    Args:
+        store: the documents.
+        documents: which pack holds which of them.
+        dealing: who has which document, if several ranks share a pack.
+
+    Attributes:
+        costs: int64 ``[packs + 1]``, what attention costs: the sum of squared lengths of documents,
+            without the square of the prompt that they stand behind. Of several ranks that share a
+            pack it is the cost of the slowest, as if all had as much.
+    """
+
+    def __init__(self, store: TokenStore, documents: PackedDocuments, dealing: Dealing | None):
+        self._packed = documents.packed
+        self._offsets = documents.offsets
+        each = np.ones(len(store), np.int64)
+        first = each
+        if store.items is not None:
+            first = (store.columns[SIDE_COLUMN] == 0).astype(np.int64)
+        values = store.targets, store.lengths, each, first, first * store.targets
+        self._sums = np.stack([self._in_packs(column) for column in values], axis=1)
+        attended = (store.lengths + store.before) ** 2 - store.before**2
+        if dealing is None:
+            self.costs = self._in_packs(attended)
+        else:
+            # The sum of the rank that has the most, times the ranks; all have the same of a split
+            # document.
+            rank_of = dealing.rank_of[:-1]
+            count = dealing.context.count
+            split = self._in_packs(np.where(rank_of == SPLIT, attended, 0))
+            whole = [
+                self._in_packs(np.where(rank_of == rank, attended, 0)) for rank in range(count)
+            ]
+            self.costs = split + count * np.max(whole, axis=0)
+        self._good = None
+        if LABEL_COLUMN in store.columns:
+            labels = store.columns[LABEL_COLUMN]
+            mismatched = (store.columns[SIDE_COLUMN] == MISMATCHED_SIDE) & (labels != UNJUDGED)
+            self._good = self._in_packs(first * (labels == 1))
+            self._mismatched = self._in_packs(mismatched.astype(np.int64))
+        self._weights = None
+        if WEIGHT_COLUMN in store.columns:
+            weights = store.columns[WEIGHT_COLUMN].astype(np.float64)
+            self._weights = self._in_packs(weights * store.targets)
+
+    def counts(self, packs: np.ndarray, slots: int) -> dict[str, int | float]:
+        """Return what a step holds, by the names of ``steps.StepCounts``.
+
+        Args:
+            packs: of the step, all ranks.
+            slots: positions of the step.
+        """
+        counts: dict[str, int | float] = dict(zip(_SUMMED, self._sums[packs].sum(0).tolist()))
+        counts["packs"] = int((packs < len(self._offsets) - 2).sum())
+        counts["slots"] = slots
+        if self._good is not None:
+            counts["good_items"] = int(self._good[packs].sum())
+            counts["bad_items"] = counts["items"] - counts["good_items"]
+            counts["mismatched_items"] = int(self._mismatched[packs].sum())
+        if self._weights is not None:
+            counts["weight"] = float(self._weights[packs].sum())
+        return counts
+
+    def _in_packs(self, values: np.ndarray) -> np.ndarray:
+        """Return ``[packs + 1]``, sums over the documents of each pack of a value of documents."""
+        zero = np.zeros(1, values.dtype)
+        running = np.concatenate([zero, np.cumsum(values[self._packed])])
+        return np.diff(running[self._offsets])
+
+
 class BatchStream:
     """``Steps`` of deterministic Batches from a store; see the module's docstring.
 
     A state is a number of packs.
+
+    Attributes:
+        data: the store's key.
+        earlier_data: keys that earlier versions of this package gave to the same content.
+        packs_a_step: packs that all ranks together take in a step.
+        steps_an_epoch: steps that hold all packs once.
 
     Args:
         store: tokenised documents.
@@ -130,6 +198,8 @@ class BatchStream:
     ):
         self.in_order = config.packing_strategy == IN_ORDER
         self.store = store
+        self.data = store.key
+        self.earlier_data = store.earlier_keys
         self.epochs = epochs
         self.shuffle = shuffle and not self.in_order
         self.pin = pin
@@ -140,6 +210,9 @@ class BatchStream:
         self.ranks = ranks
         self.seed = config.seed
         self.plan = plan_epoch(store, config) if plan is None else plan
+        self.packs_a_step = self.batch_size * self.accumulation * ranks
+        self.steps_an_epoch = -(-len(self.plan) // self.packs_a_step)
+        self._end = sys.maxsize if epochs is None else len(self.plan) * epochs
         most_entries = self.batch_size * (self.plan.max_documents + WIDTH_BUCKETS)
         self._sizes = StepSizes(
             self.accumulation,
@@ -166,36 +239,11 @@ class BatchStream:
             del self._columns[SHARED_COLUMN]
         self._known_order = -1, np.zeros(0, np.int64)
 
-    @property
-    def packs_a_step(self) -> int:
-        """Packs that all ranks together take in a step."""
-        return self.batch_size * self.accumulation * self.ranks
-
-    @property
-    def steps_an_epoch(self) -> int:
-        """Steps that hold all packs once."""
-        return -(-len(self.plan) // self.packs_a_step)
-
-    @property
-    def steps_in_all(self) -> int | None:
-        """Steps until every epoch is consumed, None without end."""
-        return self.left(None)
-
     def left(self, state: int | None) -> int | None:
         """Return the steps from ``state`` until every epoch is consumed, None without end."""
         if self.epochs is None:
             return None
-        return max(0, -(-(len(self.plan) * self.epochs - (state or 0)) // self.packs_a_step))
-
-    @property
-    def data(self) -> str:
-        """The store's key."""
-        return self.store.key
-
-    @property
-    def earlier_data(self) -> tuple[str, ...]:
-        """Keys that earlier versions of this package gave to the same content."""
-        return self.store.earlier_keys
+        return max(0, -(-(self._end - (state or 0)) // self.packs_a_step))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -210,11 +258,11 @@ class BatchStream:
 
     def epoch(self, state: int | None) -> float:
         """Return the passes over the data after so many packs."""
-        return self._consumed(state or 0) / len(self.plan)
+        return min(state or 0, self._end) / len(self.plan)
 
     def __len__(self) -> int:
         """Return the micro-batches of this rank in the epochs asked for (one if endless)."""
-        return (self.steps_in_all or self.steps_an_epoch) * self.accumulation
+        return (self.left(None) or self.steps_an_epoch) * self.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's Batches of the epochs asked for (one if endless)."""
@@ -279,13 +327,10 @@ class BatchStream:
 
         def run() -> tuple[Iterator[Step], int]:
             built, unreadable = memory.assemble(stacked, self._documents)
-            ends = [self._consumed(position + self.packs_a_step) for position in positions]
+            ends = [min(position + self.packs_a_step, self._end) for position in positions]
             return map(Step, memory.batches(built), counts, positions, ends), unreadable
 
         return run
-
-    def _consumed(self, position: int) -> int:
-        return position if self.epochs is None else min(position, len(self.plan) * self.epochs)
 
     def packs_of(self, position: int) -> list[np.ndarray]:
         """Return the documents of each pack of the step that begins at ``position``.

@@ -1,16 +1,14 @@
 """Packing: which documents share a row of ``max_seq_length`` tokens, a pack.
 
-- ``best-fit``: longest documents first, each into the fullest pack that still holds it (best-fit
-  decreasing; Johnson, 1973). Lengths are small integers, so packs are kept by the room they have
-  left, and a bitmap finds the smallest sufficient room: O(n) for n documents plus a short scan
-  each.
-- ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit
-  decreasing). A tree of the most room in each half of the packs finds it: O(n log n).
-- ``in-order``: documents as they come, a new pack if the next one does not fit (next-fit).
-  Nothing is sorted, and packs are not shuffled: documents that stand together in the data stay
-  together, and steps take them in their order.
+A pack may be in parts, one or more for each of the processes that share it. A pack of W tokens has
+P parts of W / P. A document that fits in a part lies whole in one, and the process that has the
+part needs nothing from others to attend to it. A longer document of L tokens is split into 2 P
+chunks of ⌈L / 2P⌉, of which every part takes two; so the parts of a pack have the same room left
+for others. Long documents are packed first, the others into the room of parts.
 
-Plans run in numba without the GIL.
+If the strategy sorts documents, parts are made even: attention in a part costs the sum of its whole
+documents' squared lengths. Parts without a long document share a pack with those next to them in
+cost. Then the documents of a pack are dealt to its parts anew, longest first, if that is more even.
 """
 
 from __future__ import annotations
@@ -22,11 +20,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba.core import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from chronicals.data.packs.compiled import compiled
+from chronicals.config import ChronicalsConfig
+from chronicals.data.making.store import TokenStore, ranges
+from chronicals.data.packs.strategies import (
+    IN_ORDER,
+    NO_PACKS,
+    SPLIT,
+    STRATEGIES,
+    deal_parts,
+    next_parts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ class PackPlan:
         offsets: int64 ``[packs + 1]``: pack p holds ``documents[offsets[p]:offsets[p + 1]]``.
         tokens: documents' tokens in all packs.
         max_seq_length: width of a pack.
-        parts: number of parts of a pack, of equal width (``parts.py``).
+        parts: number of parts of a pack, of equal width (see above).
         part_of: int64 ``[n]``, the part in which each of ``documents`` lies whole, or ``SPLIT``;
             None for packs of one part.
     """
@@ -70,6 +75,19 @@ class PackPlan:
     def fill(self) -> float:
         """Share of the positions that hold a document's token."""
         return self.tokens / max(len(self) * self.max_seq_length, 1)
+
+
+def plan_epoch(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
+    """Return the packs of one epoch, in as many parts as processes share them."""
+    items = store.items
+    parts = config.pack_parts or config.context_parallel
+    limit = config.max_documents
+    if not config.use_sequence_packing:
+        widest = 1 if items is None else int(np.diff(items).max(initial=1))
+        limit = widest * parts
+    return plan_parts(
+        store.lengths, config.max_seq_length, limit, config.packing_strategy, items, parts
+    )
 
 
 def plan_packs(
@@ -141,216 +159,142 @@ def documents_of_items(
     """
     counts = np.diff(items)[packed]
     ends = np.append(0, np.cumsum(counts))
-    documents = np.arange(ends[-1]) + np.repeat(items[packed] - ends[:-1], counts)
-    return documents, ends[offsets]
+    return ranges(items[packed], counts), ends[offsets]
 
 
-def _count_trailing_zeros(_context, bits):  # type: ignore[no-untyped-def]
-    def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.cttz(arguments[0], context.get_constant(types.boolean, False))
-
-    return types.int64(types.uint64), generate
-
-
-_trailing_zeros: Any = intrinsic(_count_trailing_zeros)
-"""``_trailing_zeros(bits)`` of a uint64, one instruction.
-
-Every other branch of a search by halves would be mispredicted.
-"""
-
-
-@compiled(nogil=True)
-def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> int:
-    """Return the first set bit at or after ``start`` of a two-level bitmap, or -1.
+def plan_parts(
+    lengths: np.ndarray,
+    max_seq_length: int,
+    max_documents: int | None,
+    strategy: str,
+    items: np.ndarray | None,
+    parts: int,
+) -> PackPlan:
+    """Assign every document to a pack and to a part of it; arguments as of ``plan_packs``.
 
     Args:
-        words: uint64, the bits.
-        summary: uint64, a bit for each word that is not 0.
-        start: number of the first bit that counts.
+        lengths: tokens of each document.
+        max_seq_length: width of a pack.
+        max_documents: most documents in a pack; None for no limit.
+        strategy: one of ``STRATEGIES``.
+        items: int64 ``[items + 1]``, bounds of items; None if every document is one.
+        parts: of a pack. Each holds ``max_documents // parts`` documents at most.
+
+    Raises:
+        ValueError: as ``plan_packs``; the width is no multiple of twice the parts, a part can hold
+            no document, or an item of several documents is longer than a part.
     """
-    word = start >> 6
-    bits = words[word] & (~np.uint64(0) << np.uint64(start & 63))
-    if not bits:
-        word += 1
-        upper = word >> 6
-        if upper >= summary.size:
-            return -1
-        marks = summary[upper] & (~np.uint64(0) << np.uint64(word & 63))
-        while not marks:
-            upper += 1
-            if upper >= summary.size:
-                return -1
-            marks = summary[upper]
-        word = (upper << 6) + _trailing_zeros(marks)
-        bits = words[word]
-    return (word << 6) + _trailing_zeros(bits)
+    if parts == 1:
+        return plan_packs(lengths, max_seq_length, max_documents, strategy, items)
+    if max_seq_length % (2 * parts):
+        raise ValueError(
+            f"max_seq_length={max_seq_length}: packs in {parts} parts (context_parallel, "
+            "pack_parts) need a multiple of "
+            f"{2 * parts}"
+        )
+    plan_packs(lengths[:0], max_seq_length, max_documents, strategy)  # checks the arguments
+    sizes = np.ascontiguousarray(lengths, np.int64)
+    width = max_seq_length // parts
+    if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
+        raise ValueError(
+            f"lengths of {sizes.min()} to {sizes.max()}: must be between 1 and "
+            f"max_seq_length={max_seq_length}"
+        )
+    bounds = np.arange(sizes.size + 1) if items is None else items
+    totals = np.add.reduceat(sizes, bounds[:-1]) if sizes.size else sizes
+    counts = np.diff(bounds)
+    too_long = np.flatnonzero((totals > width) & (counts > 1))
+    if too_long.size:
+        item = too_long[0]
+        raise ValueError(
+            f"item {item} has {totals[item]} tokens in {counts[item]} documents, "
+            "which one process must have: at "
+            f"most max_seq_length / {parts} = {width}; raise max_seq_length, or lower "
+            "context_parallel (pack_parts)"
+        )
+    widest = int(counts.max(initial=1))
+    limit = (max_documents or max(sizes.size, 1) * parts * widest) // (parts * widest)
+    if not limit:
+        raise ValueError(
+            f"max_documents={max_documents}: {parts} parts of a pack must hold {widest} each"
+        )
+    # Tokens that each takes of every part if it is split.
+    split = 2 * -(-totals // (2 * parts))
+    if strategy == IN_ORDER:
+        pack_of, part_of = next_parts(totals, split, width, limit, parts)
+        order = np.lexsort((np.arange(totals.size), pack_of))
+    else:
+        costs = np.add.reduceat(sizes**2, bounds[:-1]) if sizes.size else sizes
+        order, pack_of, part_of = _packed_by_size(
+            totals, split, costs, width, limit, parts, strategy
+        )
+    offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=1 if sizes.size else 0)))
+    documents, offsets = documents_of_items(bounds, order, offsets)
+    return PackPlan(
+        documents,
+        offsets,
+        int(sizes.sum()),
+        max_seq_length,
+        parts,
+        np.repeat(part_of, counts[order]),
+    )
 
 
-@compiled(nogil=True)
-def _best_fit_decreasing(
-    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    order, decreasing = _longest_first(sizes, width)
-    most_packs = sizes.size + rooms.size
-    # head[room] is a pack with that room left, below[pack] the next pack with the same room.
-    head = np.full(width + 1, -1, np.int32)
-    below = np.empty(most_packs, np.int32)
-    documents_in = np.zeros(most_packs, np.int32)
-    # Bit `room` is set if there is a pack with that room left.
-    words = np.zeros((width >> 6) + 2, np.uint64)
-    summary = np.zeros((words.size >> 6) + 1, np.uint64)
-    pack_of = np.empty(sizes.size, np.int32)
-    packs = rooms.size
-    for pack in range(packs):
-        left = rooms[pack]
-        documents_in[pack] = taken[pack]
-        if left > 0 and taken[pack] < limit:
-            below[pack] = head[left]
-            head[left] = pack
-            words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
-            summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
-    for rank, size in enumerate(decreasing):
-        room = _lowest_set_at_least(words, summary, size)
-        if room < 0:
-            pack = packs
-            room = width
-            packs += 1
-        else:
-            pack = head[room]
-            head[room] = below[pack]
-            if head[room] < 0:
-                words[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
-                if not words[room >> 6]:
-                    summary[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
-        pack_of[rank] = pack
-        documents_in[pack] += 1
-        left = room - size
-        if left > 0 and documents_in[pack] < limit:
-            below[pack] = head[left]
-            head[left] = pack
-            words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
-            summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
-    documents_in[: rooms.size] -= taken
-    return _pack_after_pack(order, pack_of, documents_in[:packs])
-
-
-@compiled(nogil=True)
-def _first_fit_decreasing(
-    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    order, decreasing = _longest_first(sizes, width)
-    # Two packs that were not closed at the limit hold more than one width: that bounds their
-    # number.
-    new_packs = min(sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2)
-    most_packs = rooms.size + new_packs
-    leaves = 1
-    while leaves < most_packs:
-        leaves *= 2
-    # most[leaves + pack] is the room of a pack (all of it before it is opened), most[node] the most
-    # below a node.
-    most = np.full(2 * leaves, width, np.int32)
-    documents_in = np.zeros(leaves, np.int32)
-    pack_of = np.empty(sizes.size, np.int32)
-    packs = rooms.size
-    for pack in range(packs):
-        documents_in[pack] = taken[pack]
-        most[leaves + pack] = rooms[pack] if taken[pack] < limit else 0
-    if packs:
-        for node in range(leaves - 1, 0, -1):
-            most[node] = max(most[2 * node], most[2 * node + 1])
-    for rank, size in enumerate(decreasing):
-        node = 1
-        while node < leaves:
-            node = 2 * node + (most[2 * node] < size)
-        pack = node - leaves
-        packs = max(packs, pack + 1)
-        pack_of[rank] = pack
-        documents_in[pack] += 1
-        most[node] = most[node] - size if documents_in[pack] < limit else 0
-        while node > 1:
-            node //= 2
-            left = max(most[2 * node], most[2 * node + 1])
-            if most[node] == left:
-                break
-            most[node] = left
-    documents_in[: rooms.size] -= taken
-    return _pack_after_pack(order, pack_of, documents_in[:packs])
-
-
-@compiled(nogil=True)
-def _next_fit(
-    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    offsets = np.zeros(sizes.size + 1, np.int64)
-    packs = held = room = 0
-    for document in range(sizes.size):
-        if not packs or room < sizes[document] or held == limit:
-            offsets[packs] = document
-            packs = packs + 1
-            held = 0
-            room = width
-        held += 1
-        room -= sizes[document]
-    offsets[packs] = sizes.size
-    return np.arange(sizes.size), offsets[: packs + 1].copy()
-
-
-@compiled(nogil=True)
-def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices by decreasing size, and the sizes in that order.
-
-    Equal sizes stay in their order (counting sort).
-    """
-    start = np.zeros(width + 2, np.int64)
-    for size in sizes:
-        start[width - size + 1] += 1
-    start = np.cumsum(start)
-    order = np.empty(sizes.size, np.int64)
-    decreasing = np.empty(sizes.size, np.int64)
-    for document, size in enumerate(sizes):
-        place = start[width - size]
-        order[place] = document
-        decreasing[place] = size
-        start[width - size] += 1
-    return order, decreasing
-
-
-@compiled(nogil=True)
-def _pack_after_pack(
-    order: np.ndarray, pack_of: np.ndarray, documents_in: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents of pack 0, of pack 1 and so on, and the bounds of packs.
+def _packed_by_size(
+    totals: np.ndarray,
+    split: np.ndarray,
+    costs: np.ndarray,
+    width: int,
+    limit: int,
+    parts: int,
+    strategy: str,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return items pack after pack, and the pack and the part of each, evenly dealt to parts.
 
     Args:
-        order: documents in the order in which they were packed.
-        pack_of: the pack of each.
-        documents_in: number of documents of each pack.
+        totals: int64 ``[items]``, tokens of each.
+        split: int64 ``[items]``, tokens that each takes of every part if it is split.
+        costs: int64 ``[items]``, what attention costs in each.
+        width: tokens of a part.
+        limit: most items in a part.
+        parts: of a pack.
+        strategy: one of ``STRATEGIES``.
     """
-    offsets = np.zeros(documents_in.size + 1, np.int64)
-    offsets[1:] = np.cumsum(documents_in)
-    place = offsets[:-1].copy()
-    documents = np.empty(order.size, np.int64)
-    for rank, document in enumerate(order):
-        pack = pack_of[rank]
-        documents[place[pack]] = document
-        place[pack] += 1
-    return documents, offsets
-
-
-STRATEGIES = {
-    "best-fit": _best_fit_decreasing,
-    "first-fit": _first_fit_decreasing,
-    "in-order": _next_fit,
-}
-"""Packing functions by name; they return the documents and offsets of a plan.
-
-Their arguments are sizes, width of a pack, most documents in a pack, rooms, and taken. The last two
-are the room left in packs that exist already and their numbers of documents; these packs come first
-in the plan. ``in-order`` does not return to earlier packs and takes ``NO_PACKS``.
-"""
-
-NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
-"""Room and number of documents of no packs."""
+    long = np.flatnonzero(totals > width)
+    short = np.flatnonzero(totals <= width)
+    # Split documents take as much of every part, so they are packed as into parts of one pack.
+    sizes = split[long]
+    placed, offsets = STRATEGIES[strategy](sizes, width, limit, *NO_PACKS)
+    split_packs = len(offsets) - 1
+    pack_of_long = np.repeat(np.arange(split_packs), np.diff(offsets))
+    items_in = np.bincount(pack_of_long, minlength=split_packs)
+    used = np.bincount(pack_of_long, sizes[placed], split_packs).astype(np.int64)
+    # The others go into the parts of these packs, then into new parts.
+    filled, ends = STRATEGIES[strategy](
+        totals[short], width, limit, np.repeat(width - used, parts), np.repeat(items_in, parts)
+    )
+    bins = len(ends) - 1
+    bin_of = np.repeat(np.arange(bins), np.diff(ends))
+    items = short[filled]
+    # New parts of like cost share a pack.
+    first_new = split_packs * parts
+    cost = np.bincount(bin_of, costs[items], bins)
+    place = np.arange(bins)
+    by_cost = first_new + np.argsort(-cost[first_new:], kind="stable")
+    place[by_cost] = np.arange(first_new, bins)
+    order = np.append(long[placed], items)
+    pack_of = np.append(pack_of_long, place[bin_of] // parts)
+    part_of = np.append(np.full(long.size, SPLIT), place[bin_of] % parts)
+    # The longest items of each pack are dealt to its parts first.
+    by_pack = np.lexsort((-totals[order], pack_of))
+    order = order[by_pack]
+    pack_of = pack_of[by_pack]
+    part_of = part_of[by_pack]
+    offsets = np.append(0, np.cumsum(np.bincount(pack_of)))
+    taken = np.where(part_of == SPLIT, split[order], totals[order])
+    deal_parts(part_of, offsets, taken, costs[order], width, limit, parts)
+    in_parts = np.lexsort((part_of, pack_of))
+    return order[in_parts], pack_of, part_of[in_parts]
 
 
 class SequencePacker:

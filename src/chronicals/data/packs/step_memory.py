@@ -14,6 +14,7 @@ from chronicals.data.making.documents import IS_SHARED, SHARED_COLUMN
 from chronicals.data.making.store import SIDE_COLUMN, TargetColumn
 from chronicals.data.packs.assembly import (
     ENTRIES_FACT,
+    ENTRY_SHARES,
     FILLER_DOCUMENT,
     MAX_SEQLEN_FACT,
     TRAINED_FACT,
@@ -69,8 +70,8 @@ class StepMemory:
         self.pin = pin
         self.of_documents = columns or {}
         self.of_targets = of_targets or {}
-        column_shape = (steps, sizes.batches, 3, sizes.tokens)
-        bound_shape = (steps, sizes.batches, sizes.bounds)
+        column_shape = (steps, sizes.batches, 3, sizes.packs * sizes.width)
+        bound_shape = (steps, sizes.batches, ENTRY_SHARES * sizes.share + 1)
         self.columns: Any
         self.bounds: Any
         if pin:
@@ -131,7 +132,7 @@ class StepMemory:
             max_seqlen=share.longest,
             trained=int((own_targets != IGNORED).sum()),
             tokens=self._of_tokens(numbers, targets, share),
-            split=None if share.split is None else share.split.map(self._pinned),
+            split=None if share.split is None else share.split.map(self._tensor),
             **self._of_documents(own_numbers, share.bounds),
         )
 
@@ -176,16 +177,14 @@ class StepMemory:
         if shared is not None:
             before = np.where(is_document, shared, 0)
             keys = shared_keys(before, segments[SIDE_COLUMN], bounds, self.sizes.width)
-            fields["keys"] = keys.map(self._pinned)
+            fields["keys"] = keys.map(self._tensor)
         if weights is not None:
             of_tokens = np.repeat(weights, np.diff(bounds)).astype(np.float32)
             fields["weights"] = self._tensor(of_tokens)
         return fields
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return self._pinned(torch.as_tensor(values))
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
+    def _tensor(self, values: np.ndarray | Tensor) -> Tensor:
+        tensor = torch.as_tensor(values)
         return tensor.pin_memory() if self.pin else tensor
 
 

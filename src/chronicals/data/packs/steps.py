@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,15 +48,14 @@ class Steps(Protocol):
 
     A state says how far the run has come. It can be written as JSON, and only the ``Steps`` that
     gave it reads it; None is the beginning.
+
+    Attributes:
+        data: name of the content that the steps are made of: another content has another name.
+        earlier_data: names that earlier versions of this package gave to the same content.
     """
 
-    @property
-    def data(self) -> str:
-        """Name of the content that the steps are made of: another content has another name."""
-
-    @property
-    def earlier_data(self) -> Collection[str]:
-        """Names that earlier versions of this package gave to the same content."""
+    data: str
+    earlier_data: tuple[str, ...]
 
     @property
     def fingerprint(self) -> str:

@@ -420,12 +420,18 @@ class DataReport:
         """
         if not self.rows:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
-        if not self.targets:
-            lines = "".join(f"\n  {finding_line(entry)}" for entry in self.entries(shares))
-            raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows:{lines}")
         wrong = self.errors(shares)
+        lines = ""
+        for entry in wrong if self.targets else self.entries(shares):
+            rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
+            example = f"; for one, {entry['example']}" if entry["example"] else ""
+            lines += (
+                f"\n  {entry['rule']}: {entry['count']:,} {entry['what']}{rows}: "
+                f"{entry['remedy']}{example}"
+            )
+        if not self.targets:
+            raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows:{lines}")
         if wrong:
-            lines = "".join(f"\n  {finding_line(entry)}" for entry in wrong)
             allowed = {
                 entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong
             }
@@ -439,13 +445,6 @@ class DataReport:
 def _add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
     for name, count in more.items():
         counts[name] = counts.get(name, 0) + count
-
-
-def finding_line(entry: Mapping[str, Any]) -> str:
-    """Return a finding in one line."""
-    rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
-    example = f"; for one, {entry['example']}" if entry["example"] else ""
-    return f"{entry['rule']}: {entry['count']:,} {entry['what']}{rows}: {entry['remedy']}{example}"
 
 
 def _listed_rows(entry: Mapping[str, Any]) -> str:

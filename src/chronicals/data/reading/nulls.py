@@ -78,25 +78,8 @@ def _cleaner_of(kind: pa.DataType, name: str, inside: bool = False) -> Clean | N
     if pa.types.is_map(kind):
         clean_item = _cleaner_of(kind.item_type, name, inside)
         return clean_item and functools.partial(_clean_map, clean_item)
-    return _struct_cleaner(kind, name, inside) if pa.types.is_struct(kind) else None
-
-
-def _clean_list(clean: Clean, values: Any) -> Any:
-    if not isinstance(values, (list, tuple, np.ndarray)):
-        return values
-    return [clean(value) for value in values]
-
-
-def _clean_map(clean: Clean, values: Any) -> Any:
-    is_pairs = isinstance(values, (list, tuple)) and all(
-        isinstance(pair, tuple) and len(pair) == 2 for pair in values
-    )
-    if not is_pairs and not isinstance(values, Mapping):
-        return values
-    return {name: clean(value) for name, value in dict(values).items()}
-
-
-def _struct_cleaner(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
+    if not pa.types.is_struct(kind):
+        return None
     cleaners = {}
     for number in range(kind.num_fields):
         field = kind.field(number)
@@ -122,6 +105,21 @@ def _struct_cleaner(kind: pa.StructType, name: str, inside: bool) -> Clean | Non
         }
 
     return clean_struct
+
+
+def _clean_list(clean: Clean, values: Any) -> Any:
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        return values
+    return [clean(value) for value in values]
+
+
+def _clean_map(clean: Clean, values: Any) -> Any:
+    is_pairs = isinstance(values, (list, tuple)) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in values
+    )
+    if not is_pairs and not isinstance(values, Mapping):
+        return values
+    return {name: clean(value) for name, value in dict(values).items()}
 
 
 @functools.cache

@@ -63,8 +63,18 @@ def own_files(folder: Path, names: Collection[str]) -> set[str]:
         "resume.yaml" in names
         or ("model" in names and (folder / "model" / "chronicals.json").is_file())
         or ("checkpoints" in names and any((folder / "checkpoints").glob("step-*/manifest.json")))
-        or any(name in names and _is_report(folder / name) for name in DATA_REPORTS)
     )
+    for name in DATA_REPORTS:
+        file = folder / name
+        if is_run or name not in names or not file.is_file() or file.stat().st_size > 1 << 20:
+            continue
+        try:
+            report = json.loads(file.read_text())
+        except ValueError:
+            continue
+        # A user's file may have the name of the gate's report.
+        fields = {"data", "rows", "targets", "kinds", "findings"}
+        is_run = isinstance(report, dict) and fields <= report.keys()
     if is_run:
         own |= RUN_FILES.intersection(names)
     weights = any(name.endswith((".safetensors", ".bin")) for name in names)
@@ -77,17 +87,3 @@ def own_files(folder: Path, names: Collection[str]) -> set[str]:
     if any(name.endswith(".arrow") or name == "file-digests.json" for name in names):
         own |= {name for name in names if STORE_FILE.fullmatch(name)}
     return own
-
-
-def _is_report(file: Path) -> bool:
-    """Return whether a JSON file is the gate's, and not a user's of the same name."""
-    if not file.is_file() or file.stat().st_size > 1 << 20:
-        return False
-    try:
-        report = json.loads(file.read_text())
-    except ValueError:
-        return False
-    return (
-        isinstance(report, dict)
-        and {"data", "rows", "targets", "kinds", "findings"} <= report.keys()
-    )

@@ -113,8 +113,35 @@ def source_fingerprint(source: RowSource, cache_dir: Path, seed: int = 0) -> str
         for record in rows:
             digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
         return digest.hexdigest()
+    described = []
     with FileDigests(cache_dir) as digests:
-        described = [_description(part, digests, seed) for part in parts]
+        for part in parts:
+            path = Path(part.path).expanduser()
+            content: list[Any]
+            if _is_saved_dataset(path):
+                content = [
+                    [str(file.relative_to(path)), digests.of(file)]
+                    for file in _visible_files(path)[0]
+                    if file.is_file()
+                ]
+            elif _is_hub_name(path, part.path):
+                datasets = _datasets(part.path)
+                with _hub_faults(part):
+                    builder = datasets.load_dataset_builder(part.path, part.subset)
+                content = [builder.repo_id, builder.config_id, builder.hash]
+            else:
+                content = [
+                    ["".join(file.suffixes[-2:]).lower(), digests.of(file)] for file in _files(path)
+                ]
+            described.append(
+                {
+                    "content": content,
+                    "split": part.split,
+                    "weight": part.weight,
+                    "columns": sorted((part.columns or {}).items()),
+                    "seed": seed if part.weight % 1 else None,
+                }
+            )
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
@@ -202,7 +229,9 @@ def _rows(part: DataSource) -> Iterator[Unparsed]:
 def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecord | BadRow:
     """Return the record with columns under the names of ``records``.
 
-    Other columns stay as they are, except fields that would identify another kind of row.
+    Other columns stay as they are, except fields that would identify another kind of row than the
+    named ones do. A prompt by itself identifies none: its answers keep their names. Answers that are
+    compared leave the prompt its name.
 
     Args:
         record: the row; a bad one is returned as it is.
@@ -210,7 +239,14 @@ def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecor
     """
     if not isinstance(record, Mapping):
         return record
-    dropped = {*columns.values(), *_fields_of_other_kinds(columns)}
+    of_other_kinds = frozenset[str]()
+    if {"responses", "scores"} <= columns.keys():
+        of_other_kinds = frozenset({"chosen", "rejected"})
+    elif not {"chosen", "rejected"} <= columns.keys():
+        for kind, fields in KIND_FIELDS:
+            if kind != "prompt" and fields <= columns.keys():
+                of_other_kinds = IDENTIFYING_FIELDS
+    dropped = {*columns.values(), *of_other_kinds}
     renamed = {name: value for name, value in record.items() if name not in dropped}
     for ours, theirs in columns.items():
         value: Any = record
@@ -218,11 +254,11 @@ def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecor
             if is_null(value):  # a row without the object has none of its fields
                 break
             if not isinstance(value, Mapping) or name not in value:
-                fields = type(value).__name__
+                there = type(value).__name__
                 if isinstance(value, Mapping):
-                    fields = ", ".join(map(repr, value))
+                    there = ", ".join(map(repr, value))
                 return BadRow(
-                    f"column {theirs!r} is missing (no {name!r} in {fields}); columns={{{ours!r}: "
+                    f"column {theirs!r} is missing (no {name!r} in {there}); columns={{{ours!r}: "
                     f"'THEIR_NAME'}} must name one "
                     "that every row has",
                     "missing_field",
@@ -232,27 +268,30 @@ def _renamed(record: RowRecord | BadRow, columns: Mapping[str, str]) -> RowRecor
     return renamed
 
 
-def _fields_of_other_kinds(named: Mapping[str, str]) -> frozenset[str]:
-    """Return fields that would identify another kind of row than the names ``named`` do.
-
-    A prompt by itself identifies none: its answers keep their names. Answers that are compared
-    leave the prompt its name.
-    """
-    if {"responses", "scores"} <= named.keys():
-        return frozenset({"chosen", "rejected"})
-    if {"chosen", "rejected"} <= named.keys():
-        return frozenset()
-    for kind, fields in KIND_FIELDS:
-        if kind != "prompt" and fields <= named.keys():
-            return IDENTIFYING_FIELDS
-    return frozenset()
-
-
 def _read(part: DataSource) -> Iterator[Unparsed]:
     """Yield the rows of a source, wherever they are."""
     path = Path(part.path).expanduser()
     if _is_saved_dataset(path):
-        yield from _read_saved(path, part)
+        if part.subset is not None:
+            raise DataError(
+                f"{path}: subset={part.subset!r} belongs to a hub name; a saved folder has splits at "
+                "most"
+            )
+        saved = _datasets(path).load_from_disk(str(path))
+        if isinstance(saved, Mapping):
+            split = part.split or "train"
+            if split not in saved:
+                raise DataError(
+                    f"{path}: split={split!r}: there is no such split; choose one of {', '.join(saved)}"
+                )
+            saved = saved[split]
+        elif part.split is not None:
+            raise DataError(
+                f"{path}: split={part.split!r}: this folder holds a single dataset without splits; "
+                "leave split out"
+            )
+        for number, record in enumerate(_cleaned(saved, saved), 1):
+            yield f"{path}: row {number}", record
         return
     if _is_hub_name(path, part.path):
         datasets = _datasets(part.path)
@@ -263,11 +302,10 @@ def _read(part: DataSource) -> Iterator[Unparsed]:
             for number, record in enumerate(_cleaned(rows, rows), 1):
                 yield f"{part.path}: row {number}", record
         return
-    for field in ("subset", "split"):
-        if getattr(part, field) is not None:
+    for field, value in (("subset", part.subset), ("split", part.split)):
+        if value is not None:
             raise DataError(
-                f"{path}: {field}={getattr(part, field)!r} belongs to a hub name; here, name the "
-                "files themselves"
+                f"{path}: {field}={value!r} belongs to a hub name; here, name the files themselves"
             )
     for file in _files(path, log=True):
         yield from read_file(file)
@@ -393,29 +431,6 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def _read_saved(path: Path, part: DataSource) -> Iterator[PlacedRow]:
-    if part.subset is not None:
-        raise DataError(
-            f"{path}: subset={part.subset!r} belongs to a hub name; a saved folder has splits at "
-            "most"
-        )
-    saved = _datasets(path).load_from_disk(str(path))
-    if isinstance(saved, Mapping):
-        split = part.split or "train"
-        if split not in saved:
-            raise DataError(
-                f"{path}: split={split!r}: there is no such split; choose one of {', '.join(saved)}"
-            )
-        saved = saved[split]
-    elif part.split is not None:
-        raise DataError(
-            f"{path}: split={part.split!r}: this folder holds a single dataset without splits; "
-            "leave split out"
-        )
-    for number, record in enumerate(_cleaned(saved, saved), 1):
-        yield f"{path}: row {number}", record
-
-
 def _is_hub_name(path: Path, name: str) -> bool:
     """Return True for ``owner/name``, if it is no path here and does not end like a file."""
     return (
@@ -449,32 +464,6 @@ def _datasets(path: str | Path) -> Any:
             "'chronicals[data]'"
         ) from error
     return datasets
-
-
-def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str, Any]:
-    """Return what the rows of a source depend on, as JSON."""
-    path = Path(part.path).expanduser()
-    content: list[Any]
-    if _is_saved_dataset(path):
-        content = [
-            [str(file.relative_to(path)), digests.of(file)]
-            for file in _visible_files(path)[0]
-            if file.is_file()
-        ]
-    elif _is_hub_name(path, part.path):
-        datasets = _datasets(part.path)
-        with _hub_faults(part):
-            builder = datasets.load_dataset_builder(part.path, part.subset)
-        content = [builder.repo_id, builder.config_id, builder.hash]
-    else:
-        content = [["".join(file.suffixes[-2:]).lower(), digests.of(file)] for file in _files(path)]
-    return {
-        "content": content,
-        "split": part.split,
-        "weight": part.weight,
-        "columns": sorted((part.columns or {}).items()),
-        "seed": seed if part.weight % 1 else None,
-    }
 
 
 def _as_list(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import unicodedata
 from dataclasses import dataclass, field
@@ -71,7 +70,7 @@ class AddedTokens:
             end = begin + len(content)
             begins.append(begin)
             ends.append(end)
-        return CutText(self, text, ids, places, begins, ends)
+        return CutText(self, text, ids, places, begins, ends, self.is_exact(text))
 
     def is_exact(self, text: str) -> bool:
         """Return whether no other text has this one's tokens."""
@@ -97,6 +96,7 @@ class CutText:
     Attributes:
         places: of the added tokens among the ids.
         begins, ends: of each in the text.
+        is_exact: True if no other text has these tokens.
     """
 
     added_tokens: AddedTokens
@@ -105,11 +105,7 @@ class CutText:
     places: list[int]
     begins: list[int]
     ends: list[int]
-
-    @functools.cached_property
-    def is_exact(self) -> bool:
-        """True if no other text has these tokens."""
-        return self.added_tokens.is_exact(self.text)
+    is_exact: bool
 
 
 def _is_byte_level(described: dict[str, Any]) -> bool:

@@ -283,16 +283,14 @@ class BatchEncoder:
         return Shared(_common_prefix(text, whole), False, exact)
 
     def _chat(self, chat: RenderedChat, where: str, texts: TokenisedTexts) -> Finish:
-        def by_definition() -> TokenArrays:
-            return _arrays(self.encoder.encode_conversation(chat.conversation, where))
-
-        if not is_unicode(chat.whole):
-            return by_definition
-        place = texts.add(chat.whole, special=False)
+        place = texts.add(chat.whole, special=False) if is_unicode(chat.whole) else None
 
         def finish() -> TokenArrays:
-            trained = _caught(self._mask, chat, texts, place, where)
-            return (texts[place], trained) if isinstance(trained, np.ndarray) else by_definition()
+            if place is not None:
+                trained = _caught(self._mask, chat, texts, place, where)
+                if isinstance(trained, np.ndarray):
+                    return texts[place], trained
+            return _arrays(self.encoder.encode_conversation(chat.conversation, where))
 
         return finish
 
@@ -325,24 +323,8 @@ class BatchEncoder:
         before = chat.before.get(number)
         if before is None or not before.entire:
             return None
-        start = self._place(row, before.letters)
-        closing = self._closing(chat, number, row, before.letters, where)
-        if start is None or closing is None:
-            return None
-        end = row.places[closing] + 1
-        message = chat.conversation.messages[number]
-        if row.is_exact:
-            answer = row.text[before.letters : row.ends[closing]]
-            unsaid = first_unsaid(texts_said(message), answer)
-        else:
-            unsaid = not_said(self.encoder.template, message, row.ids[start:end].tolist())
-        return (start, end) if unsaid is None else None
-
-    def _place(self, row: CutText, bound: int) -> int | None:
-        """Return the number of tokens before ``bound``, a place in the text.
-
-        None if the tokens of the text up to there are not the first of the row's.
-        """
+        # The tokens of the text up to the answer must be the first of the row's.
+        bound = before.letters
         last = bisect.bisect_right(row.ends, bound) - 1
         if last + 1 < len(row.ends) and row.begins[last + 1] < bound:
             return None
@@ -354,7 +336,20 @@ class BatchEncoder:
             ids = backend.encode(text, add_special_tokens=False).ids
             if len(text) <= MAX_CACHED_LETTERS:
                 self._ids_before[text] = ids
-        return place + len(ids) if row.ids[place : place + len(ids)].tolist() == ids else None
+        start = place + len(ids)
+        if row.ids[place:start].tolist() != ids:
+            return None
+        closing = self._closing(chat, number, row, bound, where)
+        if closing is None:
+            return None
+        end = row.places[closing] + 1
+        message = chat.conversation.messages[number]
+        if row.is_exact:
+            answer = row.text[bound : row.ends[closing]]
+            unsaid = first_unsaid(texts_said(message), answer)
+        else:
+            unsaid = not_said(self.encoder.template, message, row.ids[start:end].tolist())
+        return (start, end) if unsaid is None else None
 
     def _closing(
         self, chat: RenderedChat, number: int, row: CutText, bound: int, where: str

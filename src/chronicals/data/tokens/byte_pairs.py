@@ -170,10 +170,19 @@ class BytePairs:
         unknown = [text for text, is_known in zip(texts, known) if not is_known]
         by_rust = iter(self.rust(unknown, special) if unknown else ())
         before, after = self.around if special else ([], [])
-        return [
-            EncodedIds([*before, *self._ids(text), *after]) if is_known else next(by_rust)
-            for text, is_known in zip(texts, known)
-        ]
+        encodings = list[HasIds]()
+        for text, is_known in zip(texts, known):
+            if not is_known:
+                encodings.append(next(by_rust))
+                continue
+            ids = [*before]
+            for number, part in enumerate(self.cut.split(text)):
+                if number % 2:
+                    ids.append(self.added[part])
+                elif part:
+                    ids += self.encoding.encode_ordinary(part)
+            encodings.append(EncodedIds([*ids, *after]))
+        return encodings
 
     def _knows(self, text: str) -> bool:
         """Return whether both programs are known to give the same ids for a text."""
@@ -183,16 +192,6 @@ class BytePairs:
             return True
         composed = not self.composes or unicodedata.is_normalized("NFC", text)
         return composed and SETTLED.fullmatch(text) is not None
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the ids of a text without special tokens around it."""
-        ids = list[int]()
-        for number, part in enumerate(self.cut.split(text)):
-            if number % 2:
-                ids.append(self.added[part])
-            elif part:
-                ids += self.encoding.encode_ordinary(part)
-        return ids
 
 
 def _pattern(described: dict[str, Any]) -> str | None:

@@ -159,7 +159,24 @@ def with_chat_template(tokenizer: Any, name: str | None) -> Any:
     elif known in FAMILIES:
         tokenizer.chat_template = _family_text(tokenizer, name, FAMILIES[known])
     else:
-        tokenizer.chat_template = _read(name)
+        path = Path(os.path.expanduser(name))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(
+                f"chat_template={name!r}: not UTF-8 text ({error.reason})"
+            ) from error
+        except OSError as error:
+            names = ", ".join([*GENERIC_TEMPLATES, *FAMILIES])
+            raise ConfigurationError(
+                f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of "
+                f"{names}"
+            ) from error
+        if "{" not in text:
+            raise ConfigurationError(
+                f"chat_template={name!r}: holds no Jinja text, which has {{{{ }}}} and {{% %}}"
+            )
+        tokenizer.chat_template = text
     try:
         ChatTemplate(tokenizer).compiled()
     except jinja2.TemplateSyntaxError as error:
@@ -208,25 +225,3 @@ def _generic_text(tokenizer: Any, name: str) -> str:
     messages = _MESSAGES.replace("BEGIN", begin).replace("END", written_end)
     beginning = "{{ bos_token }}" if begins else ""
     return beginning + messages + _GENERATION_PROMPT.replace("ASSISTANT", answer)
-
-
-def _read(name: str) -> str:
-    """Return the Jinja text of a file."""
-    path = Path(os.path.expanduser(name))
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"chat_template={name!r}: not UTF-8 text ({error.reason})"
-        ) from error
-    except OSError as error:
-        names = ", ".join([*GENERIC_TEMPLATES, *FAMILIES])
-        raise ConfigurationError(
-            f"chat_template={name!r}: cannot be read ({error.strerror}); give a file, or one of "
-            f"{names}"
-        ) from error
-    if "{" not in text:
-        raise ConfigurationError(
-            f"chat_template={name!r}: holds no Jinja text, which has {{{{ }}}} and {{% %}}"
-        )
-    return text

@@ -227,26 +227,23 @@ class _Run:
             self.ended = self._letters
         self._seen_end = True
 
-    def _record(self, number: int, name: str, value: Any) -> None:
-        if self._recording and _is_plain(value):
-            self._state[number, name] = repr(value)
-        else:
-            self._recording = False
-            self._state.clear()
-
     def _recorded_namespace(self, *args: Any, **attributes: Any) -> Namespace:
-        record = self._record
+        run = self
         number = len(self._namespaces)
 
         class Recorded(Namespace):
             def __setitem__(self, name: str, value: Any) -> None:
                 super().__setitem__(name, value)
-                record(number, name, value)
+                if run._recording and _is_plain(value):
+                    run._state[number, name] = repr(value)
+                else:
+                    run._recording = False
+                    run._state.clear()
 
-        made = Recorded(*args, **attributes)
+        made = Recorded()
         self._namespaces.append(made)
         for name, value in dict(*args, **attributes).items():
-            record(number, name, value)
+            made[name] = value
         return made
 
 

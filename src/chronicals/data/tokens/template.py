@@ -17,7 +17,14 @@ import numpy as np
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
 from chronicals.data.kinds.messages import Message, with_conversations
-from chronicals.data.kinds.rows import DOCUMENT_KINDS, NormalRow, as_instruction, kind_of, plain_row
+from chronicals.data.kinds.rows import (
+    DOCUMENT_KINDS,
+    NormalRow,
+    as_instruction,
+    kind_of,
+    normalise,
+    plain_row,
+)
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.records import RowRecord
 from chronicals.data.tokens.chat_template import ChatTemplate, TemplateError
@@ -132,7 +139,7 @@ class Tokenizer:
         if kind == "completion" and self.completions_as_chat:
             kind = "instruction"
             record = as_instruction(record)
-        return self.encode_normalised(NormalRow.of(record, kind, where), where)
+        return self.encode_normalised(normalise(record, kind, where), where)
 
     def encode_normalised(self, row: NormalRow, where: str) -> TokenLists:
         """Encode a row that is normalised already, as ``encode`` does."""
@@ -207,14 +214,6 @@ class Tokenizer:
             where: what errors call the row.
         """
         return self.template.ids(self.template.form(messages, where), tools, generation, where)
-
-    def stop_token(self) -> int:
-        """Return the special token that the template writes after an assistant's content.
-
-        Raises:
-            TemplateError: there is none, so a model trained on it would never stop.
-        """
-        return self.template.stop
 
     def conversation(self, record: RowRecord, where: str) -> Conversation:
         """Return the messages of a row in the template's form, and which of them are trained."""
@@ -297,7 +296,25 @@ class Tokenizer:
         labels = record.get("labels")
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise DataError(f"{where}: input_ids must be a list of token ids")
-        attended = _attended(record.get("attention_mask"), len(ids), where)
+        # The positions that are no padding, which may stand at either end.
+        attended = slice(0, len(ids))
+        mask = record.get("attention_mask")
+        if mask is not None:
+            values = _integers(mask, "iub")
+            if values is None or len(values) != len(ids) or not np.isin(values, (0, 1)).all():
+                raise DataError(
+                    f"{where}: attention_mask must hold a 0 or a 1 for each of {len(ids)} input_ids"
+                )
+            ones = np.flatnonzero(values)
+            begin = int(ones[0]) if ones.size else 0
+            end = int(ones[-1]) + 1 if ones.size else 0
+            if end - begin != ones.size:
+                hole = begin + int(np.flatnonzero(values[begin:end] == 0)[0])
+                raise DataError(
+                    f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either "
+                    "end can be left out"
+                )
+            attended = slice(begin, end)
         if labels is None or self.train_on == "all":
             return ids[attended].tolist(), [True] * len(ids[attended])
         labels = _integers(labels)
@@ -316,31 +333,6 @@ class Tokenizer:
                 f"input_ids[{position}]={token}"
             )
         return ids[attended].tolist(), (labels[attended] != -100).tolist()
-
-
-def _attended(mask: Any, length: int, where: str) -> slice:
-    """Return the positions that are no padding, which may stand at either end.
-
-    Raises:
-        DataError: the mask is none, or has a hole.
-    """
-    if mask is None:
-        return slice(0, length)
-    values = _integers(mask, "iub")
-    if values is None or len(values) != length or not np.isin(values, (0, 1)).all():
-        raise DataError(
-            f"{where}: attention_mask must hold a 0 or a 1 for each of {length} input_ids"
-        )
-    ones = np.flatnonzero(values)
-    begin = ones[0] if ones.size else 0
-    end = ones[-1] + 1 if ones.size else 0
-    if end - begin != ones.size:
-        hole = begin + int(np.flatnonzero(values[begin:end] == 0)[0])
-        raise DataError(
-            f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either end can "
-            "be left out"
-        )
-    return slice(int(begin), int(end))
 
 
 def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
@@ -374,7 +366,7 @@ def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
     """
     stops = []
     if chats and tokenizer.chat_template is not None:
-        stops.append(Tokenizer(tokenizer).stop_token())
+        stops.append(ChatTemplate(tokenizer).stop)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
         stops.append(tokenizer.eos_token_id)
     return stops

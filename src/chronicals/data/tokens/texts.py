@@ -59,17 +59,6 @@ def without_double_beginning(ids: _Ids, beginning: int | None) -> _Ids:
     return ids[1:] if doubled else ids
 
 
-def closed(ids: list[int], beginning: int | None, end: int | None) -> list[int]:
-    """Return the same list, changed to have one beginning and one end of text."""
-    if beginning is not None and ids[:2] == [beginning, beginning]:
-        del ids[0]
-    while ids and ids[-1] == end:
-        ids.pop()
-    if end is not None:
-        ids.append(end)
-    return ids
-
-
 def without_end(ids: _Ids, end: int | None) -> _Ids:
     """Return the ids without the ends of text that close them."""
     length = len(ids)
@@ -116,7 +105,15 @@ class TokenisedTexts:
             lists = []
             for encoding, whole in zip(encodings, self._whole[special], strict=True):
                 ids = encoding.ids
-                lists.append(closed(ids, beginning if special else None, ending) if whole else ids)
+                if whole:
+                    # one beginning of text, also if the text brought one of its own, and one end
+                    if special and beginning is not None and ids[:2] == [beginning, beginning]:
+                        del ids[0]
+                    while ids and ids[-1] == ending:
+                        ids.pop()
+                    if ending is not None:
+                        ids.append(ending)
+                lists.append(ids)
             bounds = [0, *itertools.accumulate(map(len, lists))]
             joined = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
             ones = np.ones(len(joined), np.uint8)

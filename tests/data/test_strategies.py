@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chronicals.data import plan_packs
-from chronicals.data.packs.balancing import balanced_packs
+from chronicals.data.packs.strategies import balanced_packs
 
 SHAPES = [(1, 1, 1), (1, 1, 8), (8, 1, 1), (4, 1, 4), (2, 2, 3), (3, 4, 5), (1, 4, 7), (5, 2, 1)]
 """Accumulation, ranks, batch size."""
