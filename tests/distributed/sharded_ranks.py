@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards
 from chronicals.optimizers import Adam8bit, FusedAdamW
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import update
 
 SHAPES = {

@@ -2,6 +2,8 @@
 used stays.
 """
 
+import errno
+import fcntl
 import signal
 import subprocess
 import sys
@@ -12,7 +14,6 @@ import pytest
 import tiny
 from chronicals.export import export
 from chronicals.export.artefact import files_of_others, workspace
-from chronicals.training.run import lock
 
 PROGRAM = """
 import os, sys
@@ -64,7 +65,11 @@ def test_what_a_killed_process_left_is_removed_at_the_next_export(other, tmp_pat
 
 def test_without_locks_nothing_is_taken_for_left(tmp_path, monkeypatch):
     (tmp_path / ".export-1").mkdir()
-    monkeypatch.setattr(lock, "_acquire", lambda folder: None)
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with workspace(tmp_path) as place:
         assert place.exists()
     assert [path.name for path in tmp_path.iterdir()] == [".export-1"]

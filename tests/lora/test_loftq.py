@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from adapted import changed, close, llama, logits, tokens, train_on
+from typer.testing import CliRunner
 
 import runs
 import tiny
-from chronicals.cli import main
+from chronicals.cli.app import app
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.export.merge import merge
 from chronicals.lora import (
@@ -188,7 +189,7 @@ def test_a_run_resumes_and_merges(tmp_path, loaded):
     )  # a second run of the same settings goes on with the adapters
 
 
-def test_the_command_line(tmp_path, monkeypatch):
+def test_the_command_line(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in tiny.chat_rows()))
@@ -222,7 +223,6 @@ def test_the_command_line(tmp_path, monkeypatch):
         "none",
     ]
     command = [
-        "chronicals",
         "train",
         "--model",
         str(tmp_path / "base"),
@@ -230,10 +230,8 @@ def test_the_command_line(tmp_path, monkeypatch):
         str(tmp_path / "rows.jsonl"),
         *options,
     ]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
     found = runs.weights(tmp_path)
     assert all(tensor.norm() > 1e-2 for name, tensor in found.items() if "lora_B" in name)
 

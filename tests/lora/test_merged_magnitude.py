@@ -174,13 +174,13 @@ def test_norms_stay_where_they_are(device):
     assert len(places) == 1
 
 
-def test_a_graph_computes_its_norms_itself(device, monkeypatch):
+def test_a_graph_computes_its_norms_itself(device, monkeypatch, let_return):
     """Those from before it was captured would be the norms of a step that is over; but once in a
     graph.
     """
     x, merged, _, a, b, m = one_layer(device)
     merged_linear(x, merged, [Adapter(a, b, 0.5, 0.0, m)])
-    monkeypatch.setattr(norms_module, "_is_captured", lambda _: True)
+    let_return(norms_module, _is_captured=True)
     with mock.patch.object(
         norms_module, "adapted_norms", wraps=norms_module.adapted_norms
     ) as computed:

@@ -116,7 +116,7 @@ def test_what_has_no_meaning_for_an_adapter_is_ignored_by_name(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
-def test_the_adapter_is_what_is_pushed(tmp_path, monkeypatch, let_return, way):
+def test_the_adapter_is_what_is_pushed(tmp_path, let_return, way):
     model = adapted(tmp_path)
     uploaded = {}
 
@@ -125,10 +125,8 @@ def test_the_adapter_is_what_is_pushed(tmp_path, monkeypatch, let_return, way):
 
     hub = transformers.utils.hub
     api = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
-    let_return(hub, hf_api=api)
-    monkeypatch.setattr(
-        hub, "create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda path: None)
-    )
+    card = SimpleNamespace(save=lambda path: None)
+    let_return(hub, hf_api=api, create_and_tag_model_card=card)
     model._upload_modified_files = upload
     if way == "push_to_hub":
         model.push_to_hub("me/mine")

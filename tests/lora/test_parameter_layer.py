@@ -4,6 +4,7 @@ PEFT, both ways.
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -433,7 +434,7 @@ def test_stacked_weights_that_are_no_experts_are_not_named(caplog):
     assert not caplog.text
 
 
-def test_what_reads_images_beside_experts_is_not_named(caplog, monkeypatch):
+def test_what_reads_images_beside_experts_is_not_named(caplog, let_return):
     """A tower may have 3-D parameters, and is frozen."""
     model = ours()
     model.model.tower = torch.nn.Module()
@@ -441,7 +442,7 @@ def test_what_reads_images_beside_experts_is_not_named(caplog, monkeypatch):
     report_frozen_experts(model)
     assert "model.tower.positions" in caplog.text
     caplog.clear()
-    monkeypatch.setattr("chronicals.lora.stacked_experts.beside_text", lambda _: ["model.tower"])
+    let_return(sys.modules["chronicals.lora.stacked_experts"], beside_text=["model.tower"])
     report_frozen_experts(model)
     assert not caplog.text
 

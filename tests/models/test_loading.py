@@ -1,5 +1,6 @@
 """What is said of a folder from which no model can be loaded."""
 
+import builtins
 import json
 import logging
 
@@ -17,7 +18,7 @@ from chronicals.models.loading import load_for_rows, load_without_weights
 from chronicals.models.rows import STORED_ROWS, NotByRows
 from chronicals.saving import SavedModel
 from chronicals.training import loading
-from chronicals.training.adapters import _is_quantised
+from chronicals.training.adapters import attach_adapters
 from comparison import equal
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 429816\n"
@@ -118,7 +119,10 @@ def test_weights_in_fp8_are_dequantised_on_any_machine(
         "its weights are in FP8 with scales of blocks; they are dequantised as they are read"
         in caplog.text
     )
-    assert not _is_quantised(loaded) and getattr(loaded.config, "quantization_config", None) is None
+    assert getattr(loaded.config, "quantization_config", None) is None
+    attach_adapters(
+        loaded, runs.config(tmp_path)
+    )  # without adapters, quantised weights are refused
     loaded.save_pretrained(tmp_path / "again")
     found = load_file(tmp_path / "again" / "model.safetensors")
     assert found.keys() == meant.keys()
@@ -173,13 +177,13 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["shapes", "rows"])
 def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(
-    tmp_path, monkeypatch, by_rows
+    tmp_path, monkeypatch, let_return, by_rows
 ):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    let_return(builtins, input="n")
     folder, whole = (
         tmp_path / f"model-{by_rows}",
         tiny.llama(),

@@ -79,12 +79,12 @@ def test_it_is_part_of_the_loss_and_trains(whole, tmp_path):
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, monkeypatch):
+def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, let_return):
     changes = {"use_lora": True, "lora_rank": 4} if adapters else {}
     config = runs.config(tmp_path, **changes)
     found = verify(mixtral(), tiny.tokenizer(), config, tiny.chat_rows())
     assert found.passed, found.failures
-    monkeypatch.setattr(RouterLoss, "term", lambda *_: Term(torch.zeros(()), 0.0))
+    let_return(RouterLoss, term=Term(torch.zeros(()), 0.0))
     assert not verify(mixtral(), tiny.tokenizer(), config, tiny.chat_rows()).passed
 
 

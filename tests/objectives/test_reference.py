@@ -156,12 +156,8 @@ def test_a_plan_refuses_adapters_that_there_are_not(tmp_path):
     )
 
 
-def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):
-    asked = []
-    whole = SavedModel.model
-    monkeypatch.setattr(
-        SavedModel, "model", lambda self, *given: asked.append(given[1:2]) or whole(self, *given)
-    )
+def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, record_calls):
+    loads = record_calls(SavedModel, "model")
     for trusted in (False, True):
         config = runs.config(
             tmp_path,
@@ -169,7 +165,7 @@ def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, monkeypatch):
             dpo={"reference_model": str(base), "trust_remote_code": trusted},
         )
         build_objective(config).bring(tiny.llama(), tiny.tokenizer(), config)
-    assert asked == [(False,), (True,)]
+    assert [trust_remote_code for _, _, trust_remote_code, *_ in loads] == [False, True]
 
 
 # --- without dropout

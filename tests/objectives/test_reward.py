@@ -667,26 +667,28 @@ def test_a_healthy_run_passes_verification(changes, tmp_path, seed):
     assert "score" in {row.module for row in found.gradients}
 
 
-@pytest.mark.parametrize("planted", ["sign", "token before the last", "centering left out"])
+def with_another_sign(chosen, rejected):
+    return -torch.nn.functional.logsigmoid(rejected - chosen)
+
+
+def without_centering(self, pairs, right=reward.Reward.terms):
+    return right(self, pairs) | {"centering": Term(torch.zeros(()), 0.0)}
+
+
+def of_the_token_before(model, states, batch, right=reward.document_scores):
+    return right(model, states.roll(1, 0), batch)
+
+
+FAULTS = {
+    "sign": (reward, "bradley_terry_losses", with_another_sign),
+    "token before the last": (reward, "document_scores", of_the_token_before),
+    "centering left out": (reward.Reward, "terms", without_centering),
+}
+
+
+@pytest.mark.parametrize("planted", FAULTS)
 def test_a_planted_fault_fails_verification(planted, tmp_path, seed, monkeypatch):
-    if planted == "sign":
-        right = reward.bradley_terry_losses
-        monkeypatch.setattr(
-            reward, "bradley_terry_losses", lambda chosen, rejected: right(rejected, chosen)
-        )
-    elif planted == "centering left out":
-        right = reward.Reward.terms
-        left_out = {"centering": Term(torch.zeros(()), 0.0)}
-        monkeypatch.setattr(
-            reward.Reward, "terms", lambda self, pairs: right(self, pairs) | left_out
-        )
-    else:
-        right = reward.document_scores
-        monkeypatch.setattr(
-            reward,
-            "document_scores",
-            lambda model, states, batch: right(model, states.roll(1, 0), batch),
-        )
+    monkeypatch.setattr(*FAULTS[planted])
     assert not checked(tmp_path, seed).passed
 
 

@@ -9,9 +9,11 @@ import threading
 import time
 from dataclasses import replace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from transformers import dynamic_module_utils
 
 import runs
 import tiny
@@ -433,13 +435,12 @@ def on_hub(cache, commit):
     )
 
 
-def test_of_a_teacher_on_the_hub_with_its_own_code(tmp_path, monkeypatch):
+def test_of_a_teacher_on_the_hub_with_its_own_code(tmp_path, monkeypatch, set_constants):
     """Only where the user trusts it; another commit of it is another teacher."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    set_constants(
+        huggingface_hub.constants, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE=True
     )
+    set_constants(dynamic_module_utils, HF_MODULES_CACHE=str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     for number, commit in enumerate("aab", 1):
         on_hub(tmp_path / "hub", commit * 40)

@@ -33,7 +33,7 @@ from chronicals.models import load_model, quantise_layers
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.report import STEP_METRIC_NAMES
-from chronicals.training.step import precision
+from chronicals.training.step import optimizer
 
 OBJECTIVES = tuple(preferences.IN_TREE)
 """Every registered objective; ``preferences.rows_of`` makes its rows."""
@@ -212,7 +212,7 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    precision.START_SCALE = (
+    optimizer.START_SCALE = (
         2.0**6
     )  # in fp16 no gradient overflows, or a run of so few steps might have none
     ranks = Mesh.current()

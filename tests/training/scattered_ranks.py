@@ -1,5 +1,5 @@
 """One of several processes whose gradients are summed in the backward pass, and after it: the
-program of ``test_scattered.py``.
+program of ``test_in_backward.py``.
 
 ``python scattered_ranks.py FOLDER CASE …``: every rank writes what each case returns to
 ``CASE.RANK.pt``.
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from chronicals.distributed import Mesh, ShardedAdamW, Shards
 from chronicals.models import Term
-from chronicals.training.step.precision import Precision
-from chronicals.training.step.scattered import ScatteredStep
+from chronicals.training.step.in_backward import ScatteredStep
+from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import EagerStep
 
 NAMES = ("first", "second", "third", "fourth", "fifth", "never")

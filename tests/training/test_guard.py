@@ -1,7 +1,10 @@
-"""A gradient of zero: where it is right, and where it is a fault."""
+"""What ends a run or warns of its end: no gradient, not a number, nothing learned, a full disk."""
 
+import json
 import logging
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,13 @@ import tiny
 from chronicals.models import Term
 from chronicals.objectives import build_objective
 from chronicals.objectives.dpo import DPO
-from chronicals.training import Callback, ChronicalsTrainer, TrainingError
+from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, TrainingError
 from chronicals.training.run import guard
 from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.run.guard import DiskUse, check_disk, disk_use
+from chronicals.training.run.run_state import Run
+from chronicals.training.step import optimizer
+from comparison import equal
 from preferences import judged_rows, rows
 
 ONE_PAIR = {
@@ -250,3 +257,229 @@ def test_weights_that_are_not_finite_take_no_checkpoints_place(tmp_path):
         "step-00000002"
     ]
     assert not (tmp_path / "run" / "model").exists()
+
+
+KINDS = {
+    "full": {},
+    "bf16": {"mixed_precision": "bf16"},
+    "states in bf16": {"optimizer_state_dtype": "bf16"},
+    "8-bit states": {"use_8bit_optimizer": True},
+    "lora": {"use_lora": True, "lora_rank": 8},
+    "lora and the embedding": {
+        "use_lora": True,
+        "lora_rank": 8,
+        "lora_modules_to_save": ["embed_tokens"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_takes_what_was_said(kind, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        "chronicals.training.trainer.check_disk", lambda use, config: said.append(use)
+    )
+    model = tiny.llama(hidden_size=128, intermediate_size=256)
+    runs.train(tmp_path, model=model, max_steps=1, trackers=[], **KINDS[kind])
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    weights = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+    states = sum(path.stat().st_size for path in folder.glob("optimizer*.safetensors"))
+    (use,) = said
+    assert use.model == pytest.approx(weights, rel=0.05)
+    assert use.checkpoint == pytest.approx(weights + states, rel=0.05)
+
+
+def with_free(monkeypatch, free):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(1 << 40, 0, free)
+    )
+
+
+def test_a_first_checkpoint_that_does_not_fit_is_an_error_before_the_first_step(
+    tmp_path, monkeypatch
+):
+    with_free(monkeypatch, 1 << 20)
+    with pytest.raises(
+        CheckpointError,
+        match=r"output_dir='.*run': its disk is full.*takes 1\.15 MiB, and 1\.00 MiB are free",
+    ):
+        runs.train(tmp_path)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_checkpoints_that_may_not_all_fit_are_warned_of(tmp_path, monkeypatch, caplog):
+    with_free(monkeypatch, 30 << 30)
+    config = runs.config(tmp_path, save_total_limit=3)
+    check_disk(DiskUse(model=1 << 30, checkpoint=7 << 30, at_a_time=4), config)
+    assert not caplog.text
+    check_disk(DiskUse(model=3 << 30, checkpoint=7 << 30, at_a_time=4), config)
+    assert (
+        "4 checkpoints at a time and the model take 31.00 GiB, and its disk has 30.00 GiB free"
+        in caplog.text
+    )
+    assert "lower save_total_limit=3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes, done, at_a_time",
+    [
+        ({"save_steps": None}, 0, 1),
+        ({"save_steps": 500, "max_steps": 600}, 0, 2),
+        ({"save_steps": 100, "max_steps": 600}, 0, 3),
+        ({"save_steps": 100, "max_steps": 600, "save_total_limit": 1}, 0, 2),
+        ({"save_steps": 100, "max_steps": 600}, 550, 1),
+        ({"save_steps": None, "max_steps": 600, "eval_steps": 10}, 0, 3),
+    ],
+)
+def test_how_many_are_there_at_a_time(changes, done, at_a_time, tmp_path):
+    config = runs.config(tmp_path, **changes)
+    run = Run(config.max_steps, config.output_dir, step=done)
+    assert (
+        disk_use(tiny.llama(), config, run, keeps_best="eval_steps" in changes).at_a_time
+        == at_a_time
+    )
+
+
+SEEN = [{"input_ids": [3 + (i + j) % 200 for j in range(20)]} for i in range(20)]
+UNSEEN = 299
+
+
+def damaged():
+    """Its states are no numbers where the token ``UNSEEN`` stands."""
+    model = tiny.llama(tie_word_embeddings=False)
+    model.get_input_embeddings().weight.data[UNSEEN] = math.nan
+    return model
+
+
+def read(path):
+    """As JSON, and nothing beyond."""
+
+    def refuse(name):
+        raise AssertionError(f"{path.name} holds {name}")
+
+    return [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("when", [{}, {"eval_steps": 2}], ids=["at the end", "midway"])
+def test_a_held_out_loss_that_is_not_a_number_stops_the_run(tmp_path, when):
+    with pytest.raises(
+        TrainingError,
+        match=f"held-out loss after step {when.get('eval_steps', 6)}: nan, not a number",
+    ):
+        runs.train(
+            tmp_path, SEEN, damaged(), eval_rows=[{"input_ids": [5, 6, UNSEEN, 7, 8]}], **when
+        )
+    assert not (tmp_path / "run" / "model").exists()
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == when.get("eval_steps", 6)
+
+
+class Overflow(Callback):
+    def __init__(self, skipped):
+        self.skipped = skipped
+
+    def step_done(self, metrics):
+        self.skipped.append(metrics.skipped)
+
+
+def overflowing(folder, set_constants, **changes):
+    """A run in fp16 with a loss scale that is far too high; which of its steps were skipped."""
+    set_constants(optimizer, START_SCALE=2.0**60)
+    skipped = []
+    runs.train(folder, mixed_precision="fp16", callbacks=[Overflow(skipped)], **changes)
+    return skipped
+
+
+def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, set_constants):
+    model = tiny.llama()
+    before = [weight.clone() for weight in model.parameters()]
+    with pytest.raises(
+        TrainingError,
+        match=r"none of the 6 steps was applied.*fallen to 1.80144e\+16.*mixed_precision='bf16'",
+    ):
+        overflowing(tmp_path, set_constants, model=model)
+    assert all(equal(a, b) for a, b in zip(before, model.parameters()))
+    assert not (tmp_path / "run" / "model").exists()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["grad_norm"] for line in lines] == [None] * 6
+    (state,) = (tmp_path / "run" / "checkpoints").glob("*/state.json")
+    assert json.loads(state.read_text(), parse_constant=pytest.fail)["best_loss"] is None
+
+
+def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, set_constants):
+    """The scale goes on falling from where it was; and a run that then trains is audited and
+    finishes.
+    """
+    for steps in (6, 12):
+        scale = re.escape(f"{2.0 ** (60 - steps):g}")
+        with pytest.raises(
+            TrainingError, match=f"none of the {steps} steps was applied.*fallen to {scale}"
+        ):
+            overflowing(tmp_path, set_constants, resume=steps > 6, max_steps=steps)
+    with pytest.raises(TrainingError, match="step 21: gradient norm"):
+        overflowing(tmp_path, set_constants, resume=True, max_steps=40)
+
+
+def test_a_step_applied_after_a_resume_is_audited(tmp_path, monkeypatch, set_constants):
+    set_constants(optimizer, START_SCALE=2.0**60)
+    with pytest.raises(TrainingError):
+        runs.train(tmp_path, mixed_precision="fp16", max_steps=2)
+    state = next((tmp_path / "run" / "checkpoints").glob("*/state.json"))
+    monkeypatch.setattr(
+        optimizer.Precision, "load_state", lambda self, state: self.scale.fill_(2.0**16)
+    )
+    result = runs.train(tmp_path, mixed_precision="fp16", max_steps=4, resume=True)
+    assert result.coverage is not None and result.steps == 4
+    assert json.loads(state.read_text())["applied"] == 0
+
+
+def test_a_loss_that_overflows_stops_the_run_though_its_gradient_is_a_number(tmp_path):
+    class Loss(
+        type(ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path)).objective)
+    ):
+        def __call__(self, model, batch):
+            return {
+                name: type(term)(term.sum + math.inf)
+                for name, term in super().__call__(model, batch).items()
+            }
+
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path))
+    trainer.objective = Loss()
+    with pytest.raises(TrainingError, match="step 1: loss inf"):
+        trainer.train(tiny.chat_rows())
+
+
+def test_a_state_of_before_is_read(tmp_path):
+    """Written with Infinity and NaN, and without what is counted since."""
+    old = (
+        '{"step": 3, "position": 12, "best_loss": Infinity, "evaluations_without_gain": 0, '
+        '"last_loss": NaN, '
+        '"evaluation": null}'
+    )
+    run = Run(6, tmp_path)
+    run.load_state(json.loads(old))
+    assert run.best_loss == math.inf and math.isnan(run.last_loss) and run.applied == 3
+    again = Run(6, tmp_path)
+    again.load_state({**run.state(), "best_loss": None, "last_loss": None})
+    assert again.best_loss == math.inf and math.isnan(again.last_loss) and again.applied == 3
+
+
+def test_metrics_of_before_are_read_and_lines_are_dated(tmp_path):
+    import time
+
+    began = time.time()
+    runs.train(tmp_path, max_steps=2, validation_split=0.2)
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = read(path)
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    times = [line["time"] for line in lines]
+    assert began - 1 <= times[0] <= times[1] <= times[2] <= time.time() + 1
+    path.write_text(
+        '{"step": 1, "grad_norm": Infinity, "loss": NaN}\n{"step": 2, "grad_norm": null, "loss": '
+        "2.0}\n"
+    )
+    first, second = read_metrics(path)
+    assert (
+        first["grad_norm"] == math.inf
+        and math.isnan(first["loss"])
+        and math.isnan(second["grad_norm"])
+    )

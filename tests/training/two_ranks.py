@@ -27,7 +27,7 @@ from chronicals.distributed.rank_agreement import fingerprint_here
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import EagerStep, train_step, update
 
 SETTINGS = {

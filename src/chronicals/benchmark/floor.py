@@ -252,9 +252,11 @@ def attention_flops(job: Job) -> float:
 def needed_flops(job: Job) -> float:
     """Return the FLOPs that training on a token needs."""
     shape = job.shape
-    attention = 3 * attention_flops(job)
+    attention = 3 * attention_flops(job)  # twice as many backward as forward
     if not job.rank:
+        # For each weight two FLOPs forward, two for the input's gradient, two for its own.
         return 6 * shape.body + 6 * shape.head * job.labelled + attention
+    # Frozen weights have no gradient, and nobody needs that of the first layer's input.
     first_layer = 2 * shape.width * (shape.q + 2 * shape.kv)
     return (
         4 * shape.body

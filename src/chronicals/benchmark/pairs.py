@@ -213,9 +213,10 @@ class PairWork(Work):
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
         """Return the tokens of both rows of each step's pairs, the prompt counted in each."""
-        return [
-            sum(pair.tokens for pair in pairs) for pairs in self.pairs_by_step(len(computed), first)
-        ]
+        tokens = []
+        for pairs in self.pairs_by_step(len(computed), first):
+            tokens.append(sum(pair.tokens for pair in pairs))
+        return tokens
 
     @functools.cached_property
     def described(self) -> dict[str, Any]:

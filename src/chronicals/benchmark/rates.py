@@ -91,6 +91,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
         "forward_seconds": seconds[FORWARD] * scale,
         "backward_seconds": seconds[BACKWARD] * scale,
         "forward_flops_per_second": flops / seconds[FORWARD],
+        # Five products backward, where there are two forward.
         "backward_flops_per_second": 2.5 * flops / seconds[BACKWARD],
     }
     copy = 2 * size / seconds[COPY]

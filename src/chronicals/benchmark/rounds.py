@@ -296,9 +296,8 @@ class BenchmarkSession:
     def survey(self) -> None:
         """Run the arms that are only scouted, once each, after the decisive rounds."""
         self.end_all_but([])
-        arms = {
-            arm.name: arm for arm in (Arm(OUR_ARM, changes) for changes in self.options.scouted)
-        }
+        scouted = [Arm(OUR_ARM, changes) for changes in self.options.scouted]
+        arms = {arm.name: arm for arm in scouted}  # each once
         self.run_once([arm for name, arm in arms.items() if name not in self.row.runs], SURVEY)
 
     def run_once(self, arms: Sequence[Arm], label: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,7 +37,9 @@ def quickstart_command(
     from rich.table import Table
 
     from chronicals.distributed import require_one_process
+    from chronicals.training.errors import Interrupted, TrainingError
     from chronicals.training.quickstart import run_preferences, run_quickstart
+    from chronicals.training.run.resume import how_to_resume
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     require_one_process("quickstart")
@@ -47,11 +47,18 @@ def quickstart_command(
         _require_ours(folder)
         shutil.rmtree(folder)
     keep_in(folder)
-    with _to_be_started_again(folder):
+    try:
         if objective == "dpo":
             done, preferences = run_preferences(folder, seed)
         else:
             done, preferences = run_quickstart(folder, seed), None
+    except (Interrupted, TrainingError) as error:
+        # A quickstart has no recipe to resume from.
+        anew = "start chronicals quickstart again, which begins anew"
+        text = str(error)
+        for run in (folder, folder / "preference"):
+            text = text.replace(how_to_resume(run), anew)
+        raise type(error)(text) from error
     table = Table(
         "held out",
         "before",
@@ -106,26 +113,6 @@ def quickstart_command(
     console.print(
         f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}"
     )
-
-
-@contextmanager
-def _to_be_started_again(folder: Path) -> Iterator[None]:
-    """Let errors that stop a run say to start quickstart again.
-
-    It has no recipe to resume from.
-    """
-    from chronicals.training.errors import Interrupted, TrainingError
-    from chronicals.training.run.resume import how_to_resume
-
-    try:
-        yield
-    except (Interrupted, TrainingError) as error:
-        text = str(error)
-        for run in (folder, folder / "preference"):
-            text = text.replace(
-                how_to_resume(run), "start chronicals quickstart again, which begins anew"
-            )
-        raise type(error)(text) from error
 
 
 def _require_ours(folder: Path) -> None:

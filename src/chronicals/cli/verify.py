@@ -145,12 +145,10 @@ def _show(found: Verification, console: Console) -> None:
             f"… and {len(rows) - TABLE_ROWS} more rows, each further inside what it is allowed"
         )
     if beside and beside.gradients:
-        median = [
-            statistics.median(row.deviation for row in rows)
-            for rows in (found.gradients, beside.gradients)
-        ]
+        our_median = statistics.median(row.deviation for row in found.gradients)
+        their_median = statistics.median(row.deviation for row in beside.gradients)
         words = "transformers + bitsandbytes + PEFT: median deviation of a gradient from fp32"
-        console.print(f"{words} {median[1]:.1e}, ours {median[0]:.1e}", soft_wrap=True)
+        console.print(f"{words} {their_median:.1e}, ours {our_median:.1e}", soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
     for failure in found.failures[:TABLE_ROWS]:

@@ -17,7 +17,7 @@ from chronicals.lora.embeddings import (
 )
 from chronicals.lora.layers import adapters
 from chronicals.lora.loftq import check_quantised, start_from_quantisation
-from chronicals.lora.model_methods import bind_methods
+from chronicals.lora.model_methods import adapted_class
 from chronicals.lora.parameter_layer import LoRAParameter, without_wraps
 from chronicals.lora.starting_values import Start, check_base_weights, start_from_weights
 from chronicals.lora.targets import (
@@ -61,6 +61,7 @@ def apply_lora(
     """
     if next(adapters(model), None) is not None:
         raise ValueError("the model has adapters already; load it anew to attach others")
+
     theirs = next(
         (type(m) for m in model.modules() if type(m).__module__.startswith("peft.")), None
     )
@@ -70,10 +71,12 @@ def apply_lora(
             f"the model has PEFT's adapters already ({kind}), into which ours would go; train "
             "those (leave use_lora out), or attach ours to what merge_and_unload() gives"
         )
+
     config = with_score(config, model)
     whole = modules_to_save(model, config.modules_to_save)
     targets = targets_of(model, config, whole)
     paths = [target.path for target in targets]
+
     if score_of(model) is not None:
         head = model.get_output_embeddings()
         for target in targets:
@@ -82,12 +85,15 @@ def apply_lora(
                     f"lora_target_modules: {target.path!r} predicts tokens, which a reward model "
                     "does not; leave it out"
                 )
+
     tokens = plan_tokens(model, config.trainable_token_indices, {*paths, *whole})
     _check_targets(model, config, targets)
     if config.takes_from_weights:
         check_base_weights(model, paths, config)
     if config.init == "loftq" and start is None:
         check_quantised(model, paths, config)
+
+    # Everything is checked: the model is changed from here on.
     model.requires_grad_(False)
     for target in targets:
         target.attach(model, config)
@@ -98,11 +104,12 @@ def apply_lora(
     for module in whole.values():
         module.requires_grad_(True)
     attach_tokens(model, tokens)
+
     if getattr(model, BASE_ROWS, None) is None and model.config._name_or_path:
         # when the adapter is saved, the base's files may be gone
         setattr(model, BASE_ROWS, rows_in_files(model, model.config._name_or_path))
     model.chronicals_lora = config
-    bind_methods(model)
+    model.__class__ = adapted_class(type(model))
     return model
 
 

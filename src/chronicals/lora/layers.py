@@ -42,6 +42,7 @@ from chronicals.lora.magnitude import (
     squared_norms_of,
     unbiased,
 )
+from chronicals.lora.stacked_experts import has_hooks
 from chronicals.lora.tokens import TrainedTokens
 from chronicals.models.linear import ADAPTER_READERS
 from chronicals.models.routed_experts import is_of_head
@@ -283,31 +284,35 @@ class LoRALinear(AdapterLayer):
         if matrices is None:
             y: Tensor = self.base_layer(x)
             return y
+
         a, b = matrices
         dropout = self.dropout if self.training and self.enabled else 0.0
         magnitude = self.lora_magnitude_vector
-        if magnitude is not None:
-            if _is_plain(self.base_layer, x):
-                base = F.linear(x, cast(Tensor, self.base_layer.weight))
-            else:
-                base = unbiased(self.base_layer, x)
-            added = self._added(x, a, b, dropout)
-            # the factors of rows stay in fp32: in 16 bits they would change in steps of 0.8 %
-            y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
-            return (y if self.bias is None else y + self.bias).to(base.dtype)
-        if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
+        plain = _is_plain(self.base_layer, x)
+        if plain and magnitude is None and not dropout and not torch.compiler.is_compiling():
             assert isinstance(self.base_layer, nn.Linear)
             weight = self.base_layer.weight
             bias = self.base_layer.bias
             rows = x.reshape(-1, x.shape[-1])
             y = _WithAdapter.apply(rows, weight, bias, a, b, self.scale)
             return y.view(*x.shape[:-1], len(weight))
-        base = self.base_layer(x)
-        return base + self._added(x, a, b, dropout).to(base.dtype) * self.scale
 
-    def _added(self, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
-        """Return ``u Bᵀ``."""
-        return F.linear(F.linear(F.dropout(x, dropout), a.to(x.dtype)), b.to(x.dtype))
+        if magnitude is None:
+            base = self.base_layer(x)
+        elif plain:
+            base = F.linear(x, cast(Tensor, self.base_layer.weight))
+        else:
+            base = unbiased(self.base_layer, x)
+
+        down = F.linear(F.dropout(x, dropout), a.to(x.dtype))
+        added = F.linear(down, b.to(x.dtype))
+        y = base + added.to(base.dtype) * self.scale
+        if magnitude is None:
+            return y
+
+        # The factors of rows stay in fp32: in 16 bits they would change in steps of 0.8 %.
+        y = y * (magnitude / self.norms())
+        return (y if self.bias is None else y + self.bias).to(base.dtype)
 
 
 def _read_adapter(layer: LoRALinear) -> tuple[Adapter, bool]:
@@ -501,15 +506,10 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
         or "forward" in vars(layer)
     ):
         return False
-    hooks = (
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-    )
+
     trained = any(p.requires_grad for p in layer.parameters())
     return (
-        not hooks
+        not has_hooks(layer)
         and not trained
         and layer.weight.dtype == x.dtype
         and not torch.is_autocast_enabled(x.device.type)

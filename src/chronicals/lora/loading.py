@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from chronicals.config.values import is_init
 from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import (
-    Weights,
     embedding_rows,
     modules_to_save,
     stored_embeddings,
@@ -42,6 +41,19 @@ from chronicals.models.routed_experts import is_of_head
 REQUIRED_FIELDS = ("r", "lora_alpha", "target_modules")
 """Fields without which an adapter cannot be read."""
 
+UNSUPPORTED_FIELDS = (
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "velora_config",
+    "monteclora_config",
+    "arrow_config",
+    "kasa_config",
+    "megatron_config",
+)
+"""Fields of PEFT by which an adapter is more than LoRA or DoRA over its base."""
+
 
 def load_adapter(model: Any, folder: str | Path) -> Any:
     """Attach the adapters in ``folder``, ours or PEFT's, to a model, and return the model.
@@ -62,10 +74,21 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     config = _config(model, described, attached)
     if attached:
         _check_attached(folder, config, model.chronicals_lora, attached)
+
     whole = modules_to_save(model, config.modules_to_save)
     with _readable(folder):
         tensors = load_file(folder / WEIGHTS_FILE)
-    embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
+    try:
+        embeddings = stored_embeddings(model, tensors, ADAPTER_PREFIX)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    row_count = embedding_rows(model, embeddings)
+    own_count = embedding_table(model).shape[0]
+    if attached and row_count != own_count:
+        raise ValueError(
+            f"{folder}: its embedding has {row_count} rows, the model's {own_count}: add the "
+            "tokens that were added before"
+        )
     for path, module in whole.items():
         for name, _ in module.named_parameters():
             if (path, name) not in embeddings:
@@ -73,26 +96,20 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
                     f"{folder}: {path} is in modules_to_save, and its {name} is missing: save the "
                     "adapter again"
                 )
-    row_count = embedding_rows(model, embeddings)
+
     targets = [] if attached else targets_of(model, config, whole)
     shapes = {path: _shapes_of(layer) for path, layer in attached.items()}
     shapes |= {target.path: target.shapes(model, config, row_count) for target in targets}
-    tokens = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
-    plan = _tokens(
-        model, folder, config, {*shapes, *whole}, row_count, tokens if attached else None
+
+    plan = _planned_tokens(
+        model, folder, config, {*shapes, *whole}, row_count, fixed=bool(attached)
     )
-    width = embedding_table(model).shape[1]
-    row_shapes = {path: {FILE_NAME: torch.Size((len(ids), width))} for path, ids in plan.items()}
-    rows = _pop_tensors(folder, tensors, row_shapes, last=False)
-    if len(plan) == 1:
-        # PEFT may store the same rows again for a head that is the embedding
-        (only_rows,) = rows.values()
-        for name in [name for name in tensors if name.endswith(FILE_NAME)]:
-            if torch.equal(tensors[name], only_rows[FILE_NAME]):
-                del tensors[name]
+    rows = _pop_rows(folder, tensors, plan, embedding_table(model).shape[1])
     stored = _pop_tensors(folder, tensors, shapes)
     for path, layer in attached.items():
         stored[path] = _since_start(folder, path, layer, stored[path])
+
+    # Everything fits: the model is changed from here on.
     take_embeddings(model, embeddings, whole)
     if not attached:
         apply_lora(model, config.fitted([target.named for target in targets]))
@@ -101,7 +118,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
             for name, tensor in stored[path].items():
                 getattr(layer, name.removesuffix(".weight")).copy_(tensor)
         for path, tokens_layer in trained_tokens(model):
-            tokens_layer.values.copy_(rows[path][FILE_NAME])
+            tokens_layer.values.copy_(rows[path])
     return model
 
 
@@ -134,13 +151,13 @@ def _check_attached(
         )
 
 
-def _tokens(
+def _planned_tokens(
     model: Any,
     folder: Path,
     config: LoRAConfig,
     taken: Collection[str],
     rows: int,
-    attached: Mapping[str, list[int]] | None,
+    fixed: bool,
 ) -> Mapping[str, list[int]]:
     """Return the trained tokens of the stored adapter by path.
 
@@ -150,12 +167,13 @@ def _tokens(
         config: its configuration.
         taken: paths of layers that are trained in another way.
         rows: number of rows that the embedding will have.
-        attached: trained tokens of the attached adapters, which must be the same; None if no
-            adapters are attached.
+        fixed: whether adapters are attached, whose trained tokens must be the same.
     """
     stored = config.trainable_token_indices
-    if attached is None:
+    if not fixed:
         return plan_tokens(model, stored, taken, rows)
+
+    attached = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
     lists: list[list[int]] = []
     if isinstance(stored, Mapping):
         lists = [list(ids) for ids in stored.values()]
@@ -168,9 +186,26 @@ def _tokens(
     ):
         raise ValueError(
             f"{folder}: trainable_token_indices={stored}, the model's adapters have "
-            f"{dict(attached) or None}"
+            f"{attached or None}"
         )
     return attached
+
+
+def _pop_rows(
+    folder: Path, tensors: dict[str, Tensor], plan: Mapping[str, Sequence[int]], width: int
+) -> dict[str, Tensor]:
+    """Remove the rows of trained tokens from ``tensors`` and return them by path."""
+    shapes = {path: {FILE_NAME: torch.Size((len(ids), width))} for path, ids in plan.items()}
+    popped = _pop_tensors(folder, tensors, shapes, last=False)
+    rows = {path: by_name[FILE_NAME] for path, by_name in popped.items()}
+
+    if len(rows) == 1:
+        # PEFT may store the same rows again for a head that is the embedding.
+        (only_rows,) = rows.values()
+        for name in [name for name in tensors if name.endswith(FILE_NAME)]:
+            if torch.equal(tensors[name], only_rows):
+                del tensors[name]
+    return rows
 
 
 def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
@@ -251,7 +286,30 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
         described = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
-    _refuse_unsupported(folder, described)
+
+    if described.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded"
+        )
+    for field in UNSUPPORTED_FIELDS:
+        if described.get(field):
+            raise ValueError(
+                f"{folder}: {field}={described[field]!r} is not supported in this version; merge "
+                "the adapter into its base with PEFT's merge_and_unload and load that model"
+            )
+    start = described.get("init_lora_weights", True)
+    # Other kinds change the weights of the base.
+    keeps_weights = start in (True, False, "gaussian", "orthogonal", "eva")
+    if not keeps_weights and not (isinstance(start, str) and _is_from_weights(start)):
+        raise ValueError(
+            f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot "
+            "be loaded"
+        )
+    if described.get("bias", "none") != "none" or described.get("lora_bias"):
+        raise ValueError(
+            f"{folder}: adapters with a trained bias are not supported in this version"
+        )
+
     if described.get("target_modules") is None and described.get("target_parameters"):
         described["target_modules"] = []
     absent = [field for field in REQUIRED_FIELDS if described.get(field) is None]
@@ -330,29 +388,6 @@ def stored_rows(folder: Path) -> int | None:
         return max(rows, default=None)
 
 
-def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: bool) -> Weights:
-    """Remove the weights that are stored whole from ``tensors`` and return them.
-
-    Args:
-        model: the model.
-        folder: folder of the stored adapter.
-        tensors: tensors by name.
-        fixed: whether the model's embedding must have the stored number of rows.
-    """
-    try:
-        weights = stored_embeddings(model, tensors, ADAPTER_PREFIX)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    stored_count = embedding_rows(model, weights)
-    count = embedding_table(model).shape[0]
-    if fixed and stored_count != count:
-        raise ValueError(
-            f"{folder}: its embedding has {stored_count} rows, the model's {count}: add the tokens "
-            "that were added before"
-        )
-    return weights
-
-
 def _pop_tensors(
     folder: Path,
     tensors: dict[str, Tensor],
@@ -384,44 +419,6 @@ def _pop_tensors(
             f"{next(iter(tensors))}"
         )
     return popped
-
-
-def _refuse_unsupported(folder: Path, described: dict[str, Any]) -> None:
-    """Raise ValueError if a field asks for something that cannot be loaded."""
-    if described.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded"
-        )
-    for field in (
-        "layer_replication",
-        "alora_invocation_tokens",
-        "use_qalora",
-        "use_bdlora",
-        "velora_config",
-        "monteclora_config",
-        "arrow_config",
-        "kasa_config",
-        "megatron_config",
-    ):
-        if described.get(field):
-            remedy = (
-                "merge the adapter into its base with PEFT's merge_and_unload and load that model"
-            )
-            raise ValueError(
-                f"{folder}: {field}={described[field]!r} is not supported in this version; {remedy}"
-            )
-    start = described.get("init_lora_weights", True)
-    # other kinds change the weights of the base
-    keeps_weights = start in (True, False, "gaussian", "orthogonal", "eva")
-    if not keeps_weights and not (isinstance(start, str) and _is_from_weights(start)):
-        raise ValueError(
-            f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot "
-            "be loaded"
-        )
-    if described.get("bias", "none") != "none" or described.get("lora_bias"):
-        raise ValueError(
-            f"{folder}: adapters with a trained bias are not supported in this version"
-        )
 
 
 def _is_from_weights(start: str) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import ends_in
 from chronicals.lora.layers import linear_adapters
+from chronicals.lora.starting_values import Start, largest_parts
 from chronicals.models.four_bits import WATCHED
 from chronicals.quantization import PackedWeight, packed_weight
 
@@ -41,7 +42,7 @@ class LoftQ:
 
     def __init__(self, config: LoRAConfig):
         self.config = config
-        self.starts: dict[str, tuple[Tensor, Tensor]] = {}
+        self.starts: dict[str, Start] = {}
 
     @torch.no_grad()
     def __call__(self, path: str, weight: Tensor, packed: PackedWeight) -> None:
@@ -65,6 +66,7 @@ class LoftQ:
             may_be_target = ends_in(path, *wanted)
         if not may_be_target:
             return
+
         shape = self.config.at(path)
         if shape.rank > min(weight.shape):
             raise ValueError(
@@ -72,12 +74,10 @@ class LoftQ:
                 f"{tuple(weight.shape)} only {min(weight.shape)}; set lora_rank, or "
                 "lora_rank_pattern for this layer"
             )
-        u, s, vh = torch.linalg.svd(weight.float() - packed.dense().float(), full_matrices=False)
-        root = (s[: shape.rank] / shape.scale).sqrt()
-        self.starts[path] = (
-            (root[:, None] * vh[: shape.rank]).cpu(),
-            (u[:, : shape.rank] * root).cpu(),
-        )
+
+        lost = weight.float() - packed.dense().float()
+        start_a, start_b = largest_parts(lost, shape.rank, shape.scale)
+        self.starts[path] = start_a.cpu(), start_b.cpu()
 
 
 def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> None:

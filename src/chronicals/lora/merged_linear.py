@@ -137,8 +137,12 @@ class MergedWeights:
             padding = AdapterPadding.beside(storage, sizes, ranks)
             device = weights[0].device
         else:
+            # A weight in host memory has no padding; that on the device is in buffers of its own.
             storage = Dense.fused(weights, device="cpu")
-            padding = AdapterPadding.apart(storage.matrix, sizes, ranks, device)
+            columns = columns_for(ranks)
+            down = storage.matrix.new_zeros((columns, storage.width), device=device)
+            up = storage.matrix.new_zeros((storage.outputs, columns), device=device)
+            padding = AdapterPadding(down, up, sizes, tuple(ranks))
         return cls(
             storage,
             storage if product_format is None else product_format(storage, device),
@@ -375,12 +379,14 @@ class _MergedLinear(torch.autograd.Function):
         padding = options.padding
         base = merged.base
         count = len(merged.sizes)
+
         rows, seed, outputs, factor, lengths, *adapters = ctx.saved_tensors
         if padding is not None and not padding.holds(ctx.written):
             # another forward pass has written its adapters there since
             padding.write(adapters[:count], adapters[count:], options.scales)
         if ctx.make is not None:
             rows = _made_again(ctx, rows, seed)
+
         needs_x, _, _, *needed = ctx.needs_input_grad
         needs = LayerValues.split(needed)
         needs_adapters = any(needs.downs) or any(needs.ups)
@@ -394,6 +400,7 @@ class _MergedLinear(torch.autograd.Function):
         extended = dy
         if padding is not None:
             extended = _extended(dy, padding.columns, options.gradient_padded or factor is not None)
+
         g = extended[:, base.outputs :]
         if needs_adapters and rows is not None:
             assert padding is not None
@@ -423,6 +430,7 @@ class _MergedLinear(torch.autograd.Function):
             of_biases = _bias_gradient(dz).split(merged.sizes)
         if needs_adapters and x is not None:
             of_downs = _down_gradients(ctx, x.dense, g, seed)
+
         gradients = (*of_weights, *of_biases, *of_downs, *of_ups, *of_magnitudes)
         wanted = (gradient if need else None for gradient, need in zip(gradients, needed))
         return dx, None, None, *wanted

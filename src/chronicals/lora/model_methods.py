@@ -44,26 +44,20 @@ DEFAULTS = {"save_peft_format": True, "save_original_format": True, "distributed
 """Arguments of transformers' ``save_pretrained`` with the only values that have no effect here."""
 
 
-def bind_methods(model: Any) -> None:
-    """Give ``model`` these methods until its adapters are merged; its class is not changed.
-
-    The model becomes an instance of a subclass with the same name. Methods bound on the instance
-    would refer to it in a cycle, so that only the garbage collector would free its memory.
-    """
-    kind: type = type(model)
-    model.__class__ = _adapted(kind)
-
-
 @functools.cache
-def _adapted(kind: type) -> Any:
-    """Return the subclass of a class of models that has these methods."""
+def adapted_class(kind: type) -> Any:
+    """Return the subclass of a class of models that has these methods, with the same name.
+
+    A model is an instance of it until its adapters are merged. Methods bound on the instance would
+    refer to it in a cycle, so that only the garbage collector would free its memory.
+    """
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (AdaptedModel, kind), {**names, "plain_class": kind})
 
 
 def _new(kind: type) -> Any:
     """Return an empty instance, from which a copy of a model is built."""
-    adapted = _adapted(kind)
+    adapted = adapted_class(kind)
     return adapted.__new__(adapted)
 
 
@@ -141,7 +135,8 @@ def merge_adapters(model: Any) -> None:
         )
     for path, layer in adapted.items():
         if isinstance(layer, LoRAParameter):
-            can_be_merged = layer.is_packed or has_plain_values(layer.parameter)
+            weight = layer.parameter
+            can_be_merged = not isinstance(weight, Tensor) or has_plain_values(weight)
         elif packed_weight(layer.base_layer) is None:
             can_be_merged = has_plain_values(layer.base_layer.weight)
         else:
@@ -152,9 +147,21 @@ def merge_adapters(model: Any) -> None:
                 "adapter, load the base in 16 bit, attach it with chronicals.lora.load_adapter, "
                 "and merge that"
             )
+
     for path, experts in list(packed_experts(model)):
         model.set_submodule(path, experts.plain())
-    _untie_adapted_head(model)
+
+    # Merging would change the other end, too, if the head and the embedding share an adapted weight.
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    end_is_adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)
+    plain: Any = head.base_layer if isinstance(head, AdapterLayer) else head
+    if end_is_adapted and plain is not None and plain.weight is embedding.weight:
+        plain.weight = nn.Parameter(plain.weight.clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
+
     for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
         layer.merge()
         parent, _, name = path.rpartition(".")
@@ -162,23 +169,6 @@ def merge_adapters(model: Any) -> None:
     merge_tokens(model)
     for path, linear in list(packed_layers(model)):
         model.set_submodule(path, linear.plain())
-
-
-def _untie_adapted_head(model: Any) -> None:
-    """Give the head a copy of a weight that it shares with the embedding, if one is adapted.
-
-    Merging would change the other, too.
-    """
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)
-    plain: Any = head.base_layer if isinstance(head, AdapterLayer) else head
-    if not adapted or plain is None or plain.weight is not embedding.weight:
-        return
-    plain.weight = nn.Parameter(plain.weight.clone(), requires_grad=False)
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
-    model.all_tied_weights_keys = {}
 
 
 def merge_and_unload(model: Any) -> Any:

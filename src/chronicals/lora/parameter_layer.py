@@ -27,7 +27,6 @@ from chronicals.quantization import (
     call_with,
     class_module,
     dense_stack,
-    packed_shapes,
     packed_stacks,
     stacked_weight,
 )
@@ -61,11 +60,6 @@ class LoRAParameter(AdapterLayer):
     def parameter(self) -> Tensor | Stack:
         """W."""
         return stacked_weight(innermost(self), self.parameter_name)
-
-    @property
-    def is_packed(self) -> bool:
-        """True where W is what codes stand for."""
-        return self.parameter_name in packed_shapes(innermost(self))
 
     def named_at(self, path: str) -> str:
         """Return the path of the adapted parameter in the model without adapters."""

@@ -68,7 +68,8 @@ def start_from_weights(model: Any, init: str, known: Mapping[str, Start] | None 
         is_linear = isinstance(base, nn.Linear)  # a Conv1D's weight is [in, out]
         weight = base.weight if is_linear else base.weight.t()
         weight_fp32 = exact(weight)
-        a, b = known.get(path) or _parts(weight_fp32, len(layer.lora_A), layer.scale, init)
+        rank = len(layer.lora_A)
+        a, b = known.get(path) or largest_parts(weight_fp32, rank, layer.scale, init)
         layer.lora_A.copy_(a)
         layer.lora_B.copy_(b)
         # the part that is taken out of the base's weight
@@ -77,16 +78,25 @@ def start_from_weights(model: Any, init: str, known: Mapping[str, Start] | None 
         weight.copy_(weight_fp32 - layer.scale * (layer.lora_B @ layer.lora_A).to(weight_fp32))
 
 
-def _parts(weight: Tensor, rank: int, scale: float, init: str) -> Start:
-    """Return A₀ and B₀ for a weight ``[out, in]``."""
+def largest_parts(weight: Tensor, rank: int, scale: float, init: str = "pissa") -> Start:
+    """Return A ``[r, in]`` and B ``[out, r]`` with ``s · B A`` the largest part of a weight.
+
+    Args:
+        weight: ``[out, in]``, fp32 or wider.
+        rank: r.
+        scale: s.
+        init: ``pissa``, ``pissa_niter_N`` or ``olora``.
+    """
     if init == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank], q[:, :rank]
+
     _, _, rounds = init.partition("_niter_")
     if rounds:
         u, s, v = torch.svd_lowrank(weight, rank, niter=int(rounds))
         vh = v.t()
     else:
         u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+
     root = (s[:rank] / scale).sqrt()
     return root[:, None] * vh[:rank], u[:, :rank] * root

@@ -65,7 +65,8 @@ class Target:
         if self.kind is LoRAParameter:
             pair = shapes_for(layer, self.parameter, rank)
         else:
-            wide, narrow = _sizes(layer)
+            linear = linear_shape(layer)
+            wide, narrow = linear or (layer.num_embeddings, layer.embedding_dim)
             if layer is model.get_input_embeddings():
                 wide = rows or wide
             elif layer is model.get_output_embeddings():
@@ -88,14 +89,12 @@ class Target:
         elif self.kind is LoRAEmbedding:
             adapted = LoRAEmbedding(layer, config)
         else:
-            adapted = LoRALinear(layer, config, *_sizes(layer))
+            sizes = linear_shape(layer)
+            assert sizes is not None
+            adapted = LoRALinear(layer, config, *sizes)
+
         parent, _, name = self.layer.rpartition(".")
         setattr(model.get_submodule(parent), name, adapted.train(layer.training))
-
-
-def _sizes(layer: Any) -> tuple[int, int]:
-    """Return ``(in, out)`` of a linear layer, ``(V, D)`` of an embedding."""
-    return linear_shape(layer) or (layer.num_embeddings, layer.embedding_dim)
 
 
 def targets_of(model: Any, config: LoRAConfig, left_out: Collection[str] = ()) -> list[Target]:
@@ -161,6 +160,7 @@ def targeted_parameters(
                 f"lora_target_parameters: {name!r} matches no parameter; those of stacked experts "
                 f"here: {known}"
             )
+
     keys = [key for key in parameters if ends_in(key, *wanted)]
     if layers is not None:
         keys = [key for key in keys if layer_number(key) in layers]
@@ -169,34 +169,30 @@ def targeted_parameters(
             f"lora_layers: none of lora_target_parameters={list(wanted)!r} is in these layers; "
             "leave it out"
         )
+
     for key in keys:
-        _check_parameter(model, key)
+        path, _, name = key.rpartition(".")
+        layer = model.get_submodule(path)
+        parameter = model.get_parameter(key)
+        if not path or isinstance(layer, nn.Embedding) or linear_shape(layer) is not None:
+            raise ValueError(
+                f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or "
+                f"embedding is adapted as such: name {path.rpartition('.')[2]!r} in "
+                "lora_target_modules instead"
+            )
+        if name in packed_shapes(layer):
+            continue
+        if not parameter.is_floating_point() or parameter.element_size() == 1:
+            raise ValueError(
+                f"lora_target_parameters: {key!r} is quantised ({parameter.dtype}), and no adapter "
+                "is computed over that; load the base in 16 bit, or leave it out"
+            )
+        if parameter.ndim not in (2, 3):
+            raise ValueError(
+                f"lora_target_parameters: {key!r} has {parameter.ndim} dimensions; a matrix has 2, "
+                "one for each expert 3; leave it out"
+            )
     return keys
-
-
-def _check_parameter(model: Any, key: str) -> None:
-    """Raise ValueError if a parameter cannot be adapted by itself."""
-    path = key.rpartition(".")[0]
-    layer = model.get_submodule(path)
-    parameter = model.get_parameter(key)
-    if not path or isinstance(layer, nn.Embedding) or linear_shape(layer) is not None:
-        raise ValueError(
-            f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or "
-            f"embedding is adapted as such: name {path.rpartition('.')[2]!r} in "
-            "lora_target_modules instead"
-        )
-    if key.rpartition(".")[2] in packed_shapes(layer):
-        return
-    if not parameter.is_floating_point() or parameter.element_size() == 1:
-        raise ValueError(
-            f"lora_target_parameters: {key!r} is quantised ({parameter.dtype}), and no adapter is "
-            "computed over that; load the base in 16 bit, or leave it out"
-        )
-    if parameter.ndim not in (2, 3):
-        raise ValueError(
-            f"lora_target_parameters: {key!r} has {parameter.ndim} dimensions; a matrix has 2, "
-            "one for each expert 3; leave it out"
-        )
 
 
 def stacked_parameters(model: nn.Module) -> list[str]:

@@ -7,9 +7,10 @@ import importlib
 import pkgutil
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.columns import Column, Columns
 from chronicals.objectives.registry import OBJECTIVES, build_objective, register
 from chronicals.objectives.terms import (
+    Column,
+    Columns,
     Count,
     Objective,
     Paper,

@@ -28,11 +28,17 @@ from chronicals.data.kinds.preferences import JUDGED
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
-from chronicals.objectives.columns import REFERENCE_POLICY
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Count, Paper, ScoredDocument, Value, settings
+from chronicals.objectives.terms import (
+    REFERENCE_POLICY,
+    Count,
+    Paper,
+    ScoredDocument,
+    Value,
+    settings,
+)
 
 OWN = 0
 MISMATCHED = 1

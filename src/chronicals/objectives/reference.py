@@ -26,16 +26,17 @@ from chronicals.data.tokens.template import FINGERPRINT_TEXT
 from chronicals.lora import adapters_are_fresh, why_base_is_gone, without_adapters
 from chronicals.models import PresentedModel, has_4bit_layers, in_evaluation
 from chronicals.models.loading import without_field
-from chronicals.objectives.columns import (
+from chronicals.objectives.log_probabilities import document_sums, score_tokens
+from chronicals.objectives.registry import OBJECTIVES
+from chronicals.objectives.terms import (
     REFERENCE_POLICY,
     Column,
     Columns,
+    Objective,
     ReferencePolicy,
     ReferenceRecord,
+    settings,
 )
-from chronicals.objectives.log_probabilities import document_sums, score_tokens
-from chronicals.objectives.registry import OBJECTIVES
-from chronicals.objectives.terms import Objective, settings
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)

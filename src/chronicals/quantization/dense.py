@@ -151,16 +151,6 @@ class AdapterPadding:
         """
         return cls(weight.down, weight.up, tuple(sizes), tuple(ranks), weight.written)
 
-    @classmethod
-    def apart(
-        cls, weight: Tensor, sizes: Sequence[int], ranks: Sequence[int], device: torch.device
-    ) -> AdapterPadding:
-        """Return padding in buffers of its own, for a weight ``[N, K]`` that does not read it."""
-        columns = columns_for(ranks)
-        down = weight.new_zeros((columns, weight.shape[1]), device=device)
-        up = weight.new_zeros((len(weight), columns), device=device)
-        return cls(down, up, tuple(sizes), tuple(ranks))
-
     @property
     def columns(self) -> int:
         """R."""

@@ -105,8 +105,8 @@ class FP8Base(Base):
         return 0 if self.trained else self.weight.bytes
 
     def dense(self) -> Tensor:
-        """Return the 16-bit weight."""
-        return self.weight.matrix
+        """Return the 16-bit weight on the device of the products; a copy if it is elsewhere."""
+        return self.weight.matrix.to(self.device)
 
     def _layouts(self) -> list[Scaled]:
         """Return the quantised layouts of a frozen weight, made anew if it was written to."""
@@ -141,10 +141,6 @@ class FP8InHost(FP8Base):
     dense_stays = False
     packed_bytes = 1
     bytes_for_host = 0  # they are there already
-
-    def dense(self) -> Tensor:
-        """Return a copy of the 16-bit weight on the device of the products."""
-        return self.weight.matrix.to(self.device)
 
 
 class FP8Experts:

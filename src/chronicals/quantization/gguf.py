@@ -6,9 +6,7 @@ multiplies by when the file is deployed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -73,21 +71,6 @@ class Blocks(PackedWeight):
     def options(self) -> tuple[str, ...]:
         """The kind."""
         return (self.kind,)
-
-    @classmethod
-    def of_tensors(
-        cls,
-        options: tuple[str, ...],
-        tensors: Sequence[Tensor],
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> Self:
-        """Return the weight; codes of a rank's buffer are one row of bytes."""
-        (kind,) = options
-        (codes,) = tensors
-        if codes.ndim == 1:
-            codes = codes.view(shape[0], -1)
-        return cls(codes, shape, dtype, kind)
 
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""

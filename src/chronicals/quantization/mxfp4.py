@@ -42,10 +42,10 @@ class MXFP4(PackedWeight):
 
     PARTS: ClassVar[tuple[str, ...]] = ("scales",)
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    DESCRIBED_BY: ClassVar[tuple[str, Any]] = ("quant_method", "mxfp4")
     STACK_PARTS: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
     label = f"MXFP4 in blocks of {MXFP4_BLOCK}"
-    short_label = "MXFP4"
 
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
@@ -56,20 +56,15 @@ class MXFP4(PackedWeight):
         return dequantize_mxfp4_reference(self.codes, self.scales, self.shape, self.dtype)
 
     @classmethod
-    def reads(cls, described: Mapping[str, Any]) -> bool:
-        """Return whether this ``quantization_config`` is of a checkpoint in MXFP4."""
-        return described.get("quant_method") == "mxfp4"
-
-    @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return by name of each weight the names of its blocks and scales."""
         blocks, scales = cls.STACK_PARTS
-        weights = [name.removesuffix(blocks) for name in names if name.endswith(blocks)]
-        return {
-            weight: (weight + blocks, weight + scales)
-            for weight in weights
-            if weight + scales in names
-        }
+        parts = {}
+        for name in names:
+            weight = name.removesuffix(blocks)
+            if name.endswith(blocks) and weight + scales in names:
+                parts[weight] = (weight + blocks, weight + scales)
+        return parts
 
     @classmethod
     def stored_shape(
@@ -83,6 +78,7 @@ class MXFP4(PackedWeight):
     def read(cls, name: str, stored: Mapping[str, Tensor]) -> Self:
         """Return the weight ``[E · N, K]`` of the tensors, sharing their memory."""
         codes, scales = (stored[name + part] for part in cls.STACK_PARTS)
+
         for part, tensor in zip(cls.STACK_PARTS, (codes, scales)):
             if tensor.dtype != torch.uint8:
                 raise ValueError(
@@ -93,6 +89,8 @@ class MXFP4(PackedWeight):
                 f"{name}_blocks: is {list(codes.shape)} beside scales {list(scales.shape)}, not "
                 "[experts, rows, blocks, 16] beside [experts, rows, blocks]; download it again"
             )
+
+        # The experts lie one below the other, as the rows of one matrix.
         experts, rows, blocks, _ = codes.shape
         shape = experts * rows, blocks * MXFP4_BLOCK
         return cls(codes.reshape(-1), scales.reshape(-1), shape, torch.bfloat16)

@@ -85,6 +85,8 @@ class Packed(PackedWeight):
     PARTS: ClassVar[tuple[str, ...]] = SCALE_TENSORS
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes", "absmax", "absmax2")
 
+    DESCRIBED_BY: ClassVar[tuple[str, Any]] = ("load_in_4bit", True)
+
     base = NF4
     linear = Linear4bit
     why_not_saved = None
@@ -169,11 +171,6 @@ class Packed(PackedWeight):
         return f"{self.code} in blocks of {self.block}"
 
     @property
-    def short_label(self) -> str:
-        """Name of the format in one word."""
-        return self.code.upper()
-
-    @property
     def recipe(self) -> FourBits:  # type: ignore[override]
         """Recipe by which the weight was quantised, as far as known."""
         return FourBits.of(self, self.dtype)
@@ -198,11 +195,6 @@ class Packed(PackedWeight):
                 "nested, its block"
             )
         return there
-
-    @classmethod
-    def reads(cls, described: Mapping[str, Any]) -> bool:
-        """Return whether this ``quantization_config`` is of a checkpoint in 4 bits."""
-        return bool(described.get("load_in_4bit"))
 
     @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:

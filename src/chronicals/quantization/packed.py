@@ -148,7 +148,6 @@ class PackedWeight(ABC):
         PARTS: names of the tensors next to the codes, in order; they are buffers of the layer.
         DIVIDED: names of the tensors that belong to rows, including codes; the other tensors are
             the same on all ranks.
-        trained: True if a run trains the weight itself; packed codes get no gradient.
         recipe: recipe by which a 16- or 32-bit weight was quantised (a ``FourBits``); None if the
             model's files hold these codes.
         why_whole: reason why rows are never divided among ranks; None if they are divided when
@@ -161,7 +160,6 @@ class PackedWeight(ABC):
     shape: Any
     dtype: Any
 
-    trained: ClassVar[Any] = False
     recipe: ClassVar[Any] = None
     why_whole: ClassVar[Any] = None
     base: ClassVar[Any] = PackedStorage
@@ -169,6 +167,9 @@ class PackedWeight(ABC):
 
     PARTS: ClassVar[tuple[str, ...]] = ()
     DIVIDED: ClassVar[tuple[str, ...]] = ("codes",)
+    DESCRIBED_BY: ClassVar[tuple[str, Any] | None] = None
+    """Field and value of the ``quantization_config`` of checkpoints in this format, if there are."""
+
     STACK_PARTS: ClassVar[tuple[str, ...]] = ()
     """Name suffixes of the tensors of a stacked weight in checkpoints.
 
@@ -292,11 +293,6 @@ class PackedWeight(ABC):
         """Name of the format for logs."""
         return type(self).__name__
 
-    @property
-    def short_label(self) -> str:
-        """Name of the format in one or two words, for logs."""
-        return self.label
-
     # Rows of a rank.
 
     def divides(self, count: int) -> bool:
@@ -370,11 +366,6 @@ class PackedWeight(ABC):
         return self.with_tensors(tensors)
 
     @classmethod
-    def reads(cls, described: Mapping[str, Any]) -> bool:
-        """Return whether this ``quantization_config`` is of a checkpoint in this format."""
-        return False
-
-    @classmethod
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return the weights of this format among the tensor names of a checkpoint.
 
@@ -427,8 +418,10 @@ class PackedWeight(ABC):
 def format_of_files(described: Mapping[str, Any]) -> type[PackedWeight] | None:
     """Return the packed format of a checkpoint with this ``quantization_config``, or None."""
     for known in PACKED_FORMATS.values():
-        if known.reads(described):
-            return known
+        if known.DESCRIBED_BY is not None:
+            field, value = known.DESCRIBED_BY
+            if described.get(field) == value:
+                return known
     return None
 
 

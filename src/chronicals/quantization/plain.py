@@ -59,11 +59,6 @@ class PlainWeight(PackedWeight):
         """Return the weight itself."""
         return self.codes
 
-    @property
-    def trained(self) -> bool:  # type: ignore[override]
-        """True if the weight requires a gradient."""
-        return self.codes.requires_grad
-
 
 def frozen_weight(layer: nn.Module, dtype: torch.dtype | None = None) -> PackedWeight | None:
     """Return the weight of a plain or packed linear layer; None for any other module.

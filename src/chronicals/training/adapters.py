@@ -86,6 +86,12 @@ def attach_adapters(
     """
     quantise_as_asked(model, config)
     _check_that_pefts_learn(model)
+    # Ours or transformers'; only some of transformers' kinds can be trained.
+    quantiser = getattr(model, "hf_quantizer", None)
+    theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
+        quantiser, "is_qat_trainable", False
+    )
+    is_quantised = theirs or has_packed_layers(model) or has_4bit_experts(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
         model.chronicals_lora = _with_heads(model.chronicals_lora, heads)
@@ -95,7 +101,7 @@ def attach_adapters(
         if resumed is not None and (resumed / WEIGHTS_FILE).exists():
             start = stored_start(resumed) if asked.takes_from_weights else {}
         apply_lora(model, asked, start)
-    elif _is_quantised(model) and not any(
+    elif is_quantised and not any(
         type(module).__module__.startswith("peft.") for module in model.modules()
     ):
         raise ConfigurationError(
@@ -300,15 +306,6 @@ def _check_what_is_trained(model: Any) -> None:
             "saved; freeze them, or train "
             "without adapters"
         )
-
-
-def _is_quantised(model: Any) -> bool:
-    """Return whether we or transformers quantised the model so that it cannot be trained."""
-    quantiser = getattr(model, "hf_quantizer", None)
-    theirs = bool(getattr(model, "is_quantized", False)) and not getattr(
-        quantiser, "is_qat_trainable", False
-    )
-    return theirs or has_packed_layers(model) or has_4bit_experts(model)
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:

@@ -209,13 +209,25 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     before = evaluate_data(model, tokenizer, held, config)
     result = ChronicalsTrainer(model, tokenizer, config).train(data, held)
     assert result.evaluation is not None
-    questions = [train_rows[len(train_rows) // 2], held_rows[0]]
+    asked = load_trained(untrained)
+    trained = load_trained(result.model_dir)
+    answers = []
+    for row in (train_rows[len(train_rows) // 2], held_rows[0]):
+        question, documented = (message["content"] for message in row["messages"])
+        answers.append(
+            Answer(
+                question,
+                generate_answer(asked, question, max_new_tokens=80),
+                generate_answer(trained, question, max_new_tokens=80),
+                documented,
+            )
+        )
     return Quickstart(
         len(train_rows) + len(held_rows),
         parameters,
         before,
         result.evaluation,
-        _ask(questions, untrained, result.model_dir),
+        answers,
         result,
         config,
     )
@@ -255,16 +267,3 @@ def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _ask(rows: list[dict], before: Path, after: Path) -> list[Answer]:
-    untrained = load_trained(before)
-    trained = load_trained(after)
-    answers = []
-    for row in rows:
-        question, documented = (message["content"] for message in row["messages"])
-        before_training, after_training = (
-            generate_answer(m, question, max_new_tokens=80) for m in (untrained, trained)
-        )
-        answers.append(Answer(question, before_training, after_training, documented))
-    return answers

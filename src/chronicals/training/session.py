@@ -54,16 +54,13 @@ from chronicals.training.columns.frozen import bring_frozen, frozen_attending
 from chronicals.training.run.checkpoint import MODEL
 from chronicals.training.step.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.step.graphs import GraphedStep
-from chronicals.training.step.in_backward import UpdatesInBackward
-from chronicals.training.step.optimizer import build_optimizer, say_learning_rates
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.in_backward import ScatteredStep, UpdatesInBackward
+from chronicals.training.step.optimizer import Precision, build_optimizer, say_learning_rates
 from chronicals.training.step.routers import add_router_terms, prepare_routers
-from chronicals.training.step.scattered import ScatteredStep
 from chronicals.training.step.training_step import (
     EagerStep,
     FrozenGatheredStep,
     GatheredStep,
-    TrainingStepParts,
     counts_of,
     known_before,
     nothing,
@@ -258,9 +255,9 @@ class Session:
     parameters: list[Tensor]
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
-    _parts: TrainingStepParts = field(init=False)
+    _parts: EagerStep = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
-    _summing: ScatteredStep | None = field(init=False, default=None)
+    _sums: ScatteredStep | Mesh | Shards | WeightShards = field(init=False)
     _compiles: bool = field(init=False, default=False)
     _has_magnitudes: bool = field(init=False, default=False)
 
@@ -312,23 +309,23 @@ class Session:
             self.model.zero_grad(set_to_none=True)
             yield
 
-    def _step_parts(self, around: ExitStack) -> TrainingStepParts:
-        """Return what computes micro-batches and updates, as decided."""
+    def _step_parts(self, around: ExitStack) -> EagerStep:
+        """Return what computes micro-batches and updates, as decided; set what sums gradients."""
+        sums = self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
+        self._sums = sums
         given = self.presented, self.objective, self.parameters, self.optimizer, self.precision
         norm = self.config.max_grad_norm
         if self.decisions["optimizer_in_backward"].runs:
             return around.enter_context(UpdatesInBackward(*given, self.ranks.norm))
-        if self.decisions["reduce_in_backward"].runs and isinstance(self.optimizer, ShardedAdamW):
-            shards = self.optimizer.shards
-            assert isinstance(shards, Shards)
-            scattered = ScatteredStep(*given, norm, shards.norm, shards=shards)
-            self._summing = around.enter_context(scattered)
-            return self._summing
-        if isinstance(self._sums, WeightShards):
-            return GatheredStep(*given, norm, self._sums.norm)
+        if self.decisions["reduce_in_backward"].runs and isinstance(sums, Shards):
+            scattered = ScatteredStep(*given, norm, sums.norm, shards=sums)
+            self._sums = around.enter_context(scattered)
+            return scattered
+        if isinstance(sums, WeightShards):
+            return GatheredStep(*given, norm, sums.norm)
         if gathers_of(self.model) is not None:
-            return FrozenGatheredStep(*given, norm, self._sums.norm)
-        return EagerStep(*given, norm, self._sums.norm)
+            return FrozenGatheredStep(*given, norm, sums.norm)
+        return EagerStep(*given, norm, sums.norm)
 
     def train_once(
         self, step: Step, inspect: Callable[[], None] | None = None
@@ -393,14 +390,7 @@ class Session:
                     (), float(self._hooks.wants_to_stop()), device=self.precision.device
                 )
             }
-        return (self._summing or self._sums).reduce(
-            self.parameters, [*scalars, *self._beside.values()]
-        )
-
-    @property
-    def _sums(self) -> Mesh | Shards | WeightShards:
-        """Mesh or shards that sum gradients over the ranks after the backward pass."""
-        return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
+        return self._sums.reduce(self.parameters, [*scalars, *self._beside.values()])
 
     def _inspect(self, inspect: Callable[[], None]) -> None:
         """Call ``inspect`` with all summed gradients; if they are sharded, once for each bucket."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,8 @@ from chronicals.data.packs.packing import PackPlan, plan_epoch
 from chronicals.distributed import (
     Mesh,
     RankWatch,
-    fingerprint_here,
     prove_alike,
     shared_settings,
-    whole_parts,
 )
 from chronicals.kernels.launch import identify_compiler
 from chronicals.memory import checkpoints_end_with_errors
@@ -43,10 +41,14 @@ from chronicals.training.preparation import (
     teach_generation_to_stop,
 )
 from chronicals.training.run.callbacks import Callback, Callbacks, MetricsFile
-from chronicals.training.run.disk import check_disk, disk_use
 from chronicals.training.run.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.run.finish import about_data, finish
-from chronicals.training.run.guard import check_that_something_was_applied, saying_what_helps
+from chronicals.training.run.guard import (
+    check_disk,
+    check_that_something_was_applied,
+    disk_use,
+    saying_what_helps,
+)
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.run.loop import Loop, Stop
 from chronicals.training.run.progress import ProgressBar, heard
@@ -167,6 +169,7 @@ class ChronicalsTrainer:
             Interrupted: stopped by a signal or ``stop``, after a checkpoint.
         """
         self._stop = Stop()
+        self._earlier = None
         padding = self.tokenizer.pad_token
         try:
             watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
@@ -180,8 +183,8 @@ class ChronicalsTrainer:
                     resumed = checkpoint_to_resume(
                         self.output_dir, resume, self.ranks, self.config.overwrite
                     )
-                    with self._in_its_folder() as self._earlier:
-                        return self._train(train_dataset, eval_dataset, resumed)
+                    self.ranks.writer_does(partial(self._make_room, held), CheckpointError)
+                    return self._train(train_dataset, eval_dataset, resumed)
         finally:
             self._session = None
             # An objective may have chosen another padding token for the model that it saved.
@@ -221,8 +224,12 @@ class ChronicalsTrainer:
             if store is not None:
                 check_dealt(store, self.objective, self.config)
         plan = plan_epoch(train_store, self.config)
+        # From here on, batch and learning rate of the configuration fit the data.
+        fitted = fit_batch(
+            fit_learning_rate(self.config, self.ranks, model), plan, self.ranks, resumed
+        )
+        config = with_token_ids(fitted, self.tokenizer)
         with (
-            self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),
             checkpoints_end_with_errors(),
         ):
@@ -233,7 +240,7 @@ class ChronicalsTrainer:
             )
             eval_store = held_out[0] if held_out else None
             samples = Samples(
-                model, self.tokenizer, eval_store or train_store, self._samples(), self.output_dir
+                model, self.tokenizer, eval_store or train_store, config, objective, self.ranks
             )
             if self.ranks.writer and resumed is None:
                 samples.before()
@@ -250,40 +257,19 @@ class ChronicalsTrainer:
         model.eval()
         return result
 
-    @contextmanager
-    def _in_its_folder(self) -> Iterator[EarlierRun | None]:
-        """Return a context in which the run may write to its folder.
+    def _make_room(self, held: ExitStack) -> None:
+        """Begin the run's folder, on the first rank: an earlier run makes way, the recipe is there.
 
-        It yields the earlier run that is to be replaced, on rank 0, or None.
+        Args:
+            held: context of the run, at whose end the earlier run is back, or replaced.
         """
         folder = self.output_dir
-        earlier = None
-
-        def make_room() -> None:
-            nonlocal earlier
-            has_run = holds_a_run(folder)
-            if self.config.overwrite and has_run:
-                check_replaceable(folder, self.model, self.config)
-                earlier = contexts.enter_context(replacing(folder))
-            if self._write_recipe is not None and (earlier is not None or not has_run):
-                self._write_recipe(folder)
-
-        with ExitStack() as contexts:
-            self.ranks.writer_does(make_room, CheckpointError)
-            yield earlier
-
-    @contextmanager
-    def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
-        """Return a context in which batch and learning rate of the configuration fit the data."""
-        original = self.config
-        self.config = fit_batch(
-            fit_learning_rate(original, self.ranks, self.model), plan, self.ranks, resumed
-        )
-        try:
-            self.config = with_token_ids(self.config, self.tokenizer)
-            yield self.config
-        finally:
-            self.config = original
+        has_run = holds_a_run(folder)
+        if self.config.overwrite and has_run:
+            check_replaceable(folder, self.model, self.config)
+            self._earlier = held.enter_context(replacing(folder))
+        if self._write_recipe is not None and (self._earlier is not None or not has_run):
+            self._write_recipe(folder)
 
     def _run(
         self,
@@ -294,15 +280,25 @@ class ChronicalsTrainer:
         resumed: Path | None,
         samples: Samples,
     ) -> TrainingResult:
-        config = self.config
+        config = session.config
         model = self.model
+        stream_of = partial(
+            BatchStream,
+            config=config,
+            padding_token_id=filler_token(self.tokenizer, embedding_table(model).shape[0]),
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_count,
+            pin=self.device.type == "cuda",
+            context=self.ranks.context,
+        )
+        in_order = partial(stream_of, epochs=1, shuffle=False)
         limited = partial(self._watch.limited, "computing the reference, before the first step")
-        columns = StartColumns(session, partial(self._stream, epochs=1, shuffle=False), limited)
+        columns = StartColumns(session, in_order, limited)
         columns.write_or_compare(self.output_dir, resumed)
         train_store = columns.beside(train_store)
         eval_store = None if eval_store is None else columns.beside(eval_store)
         keep_anchor(session, train_store, self.output_dir, resumed)
-        stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
+        stream = stream_of(train_store, epochs=config.epochs, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
             raise ConfigurationError(
@@ -317,20 +313,20 @@ class ChronicalsTrainer:
         if run.step < run.total_steps:
             use = disk_use(model, config, run, keeps_best)
             self.ranks.writer_does(lambda: check_disk(use, config), CheckpointError)
-        self._prove_that_ranks_are_alike(run, stream, eval_store)
-        if resumed is None:
-            self.ranks.writer_does(samples.keep, OSError)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        run.trainable_share = trained / count_values(model)
-        held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
         divided = model if session.decisions["sharding"].how == DIVIDE_WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
             lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
+        held_out = None if eval_store is None else in_order(eval_store)
         loop = Loop(
             session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
         )
+        loop.prove_that_ranks_are_alike()
+        if resumed is None:
+            self.ranks.writer_does(samples.keep, OSError)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        run.trainable_share = trained / count_values(model)
         with self._stop.on_signals(), callbacks.around(run):
             with saved, session.stepping(loop.hooks()):
                 loop.train()
@@ -338,59 +334,3 @@ class ChronicalsTrainer:
             return finish(
                 run, model, self.tokenizer, config, self.ranks, saved, about, samples.after
             )
-
-    def _samples(self) -> int:
-        """Return how many answers the report shows."""
-        if self.config.report_samples and not self.objective.generates:
-            logger.info(
-                "the report has no sample answers: objective=%r trains no language model",
-                self.config.objective,
-            )
-            return 0
-        if (
-            self.config.report_samples
-            and self.config.sharding == DIVIDE_WEIGHTS
-            and self.ranks.count > 1
-        ):
-            logger.info(
-                "the report has no sample answers: no process has all weights (sharding='weights')"
-            )
-            return 0
-        return self.config.report_samples
-
-    def _stream(
-        self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None
-    ) -> BatchStream:
-        return BatchStream(
-            store,
-            self.config,
-            filler_token(self.tokenizer, embedding_table(self.model).shape[0]),
-            epochs=epochs,
-            rank=self.ranks.data_rank,
-            ranks=self.ranks.data_count,
-            shuffle=shuffle,
-            pin=self.device.type == "cuda",
-            plan=plan,
-            context=self.ranks.context,
-        )
-
-    def _prove_that_ranks_are_alike(
-        self, run: Run, stream: BatchStream, eval_store: TokenStore | None
-    ) -> None:
-        if self.ranks.count > 1:
-            weights = (
-                p for p in whole_parts(self.model.parameters()) if p.device.type == self.device.type
-            )
-            facts = {
-                "step": run.step,
-                "position": run.position,
-                "steps in all": run.total_steps,
-                "best step": run.best_step,
-            }
-            held_out = eval_store and eval_store.key
-            data = {
-                "training data": stream.data,
-                "held-out data": held_out,
-                "order": stream.fingerprint,
-            }
-            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint_here(weights)})

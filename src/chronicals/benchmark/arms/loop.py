@@ -74,9 +74,9 @@ def padded(
     ordered = sorted(documents, key=len, reverse=True)
     lengths = [len(document) for document in ordered]
     groups = [ordered[start:end] for start, end in grouped(lengths, rows, overhead)]
-    targets = [
-        sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups
-    ]
+    targets = []
+    for group in groups:
+        targets.append(sum(int((document.labels[1:] != -100).sum()) for document in group))
     micro_batches = []
     slots = 0
     for group, group_targets in zip(groups, targets):

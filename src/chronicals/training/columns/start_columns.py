@@ -20,7 +20,7 @@ from chronicals.data import BatchStream, TokenStore
 from chronicals.distributed.rank_agreement import fingerprint_over
 from chronicals.lora import adapters, adapters_are_fresh
 from chronicals.models import PresentedModel, in_evaluation
-from chronicals.objectives.columns import Columns, ReferenceRecord
+from chronicals.objectives.terms import Columns, ReferenceRecord
 from chronicals.training.columns.stored_columns import ColumnSource, StoredColumns
 from chronicals.training.errors import CheckpointError
 from chronicals.training.loading import LOADED_FROM

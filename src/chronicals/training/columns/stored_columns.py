@@ -1,6 +1,6 @@
 """Columns of the data that are computed once and stored beside the tokens.
 
-An objective declares them (``chronicals/objectives/columns.py``). Files lie in the cache beside the
+An objective declares them (``chronicals/objectives/terms.py``). Files lie in the cache beside the
 token store. Their names are digests of the documents, the model, the settings and the precision, so
 that another run finds them:
 
@@ -32,7 +32,7 @@ from chronicals.data import BatchStream, TokenStore
 from chronicals.data.making.store import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
-from chronicals.objectives.columns import Columns
+from chronicals.objectives.terms import Columns
 from chronicals.training.step.metrics import Moment
 
 logger = logging.getLogger(__name__)
@@ -89,20 +89,23 @@ class ColumnSource:
                 earlier = Moment(self.device)
 
 
+@dataclass(frozen=True)
 class StoredColumns:
     """Adds the columns of a declaration to stores, from the cache or computed now."""
 
-    def __init__(self, declared: Columns, source: ColumnSource, identity: str):
-        self.declared = declared
-        self.source = source
-        self.ranks = source.ranks
-        self.identity = identity
+    declared: Columns
+    source: ColumnSource
+    identity: str
 
     def beside(self, store: TokenStore) -> TokenStore:
         """Return the store with the columns."""
+        digest = hashlib.sha256(f"{store.key} {self.identity}".encode())
+        for numbers in (store.id_starts, store.lengths):
+            digest.update(np.ascontiguousarray(numbers).tobytes())
+        stem = f"{digest.hexdigest()[:32]}.{self.declared.name}"
         if self.declared.per == "target":
-            folder = store.path.with_name(self._stem(store))
-            if all(self.ranks.gather_values(folder.exists())):
+            folder = store.path.with_name(stem)
+            if all(self.source.ranks.gather_values(folder.exists())):
                 logger.info(
                     "%s: %s of %s targets read from %s",
                     self.declared.name,
@@ -116,25 +119,18 @@ class StoredColumns:
                 file = folder / f"{column.name}.npy"
                 store = store.with_values(column.name, np.load(file, mmap_mode="r"))
             return store
-        values = self._read(store)
+        file = store.path.with_name(f"{stem}.safetensors")
+        values = self._read(store, file)
         if values is None:
-            values = self._compute(store)
+            values = self._compute(store, file)
         for column in self.declared.columns:
             store = store.with_column(column.name, values[column.name])
         return store
 
-    def _stem(self, store: TokenStore) -> str:
-        """Return the digest that names the files of a store, with the declaration's name."""
-        digest = hashlib.sha256(f"{store.key} {self.identity}".encode())
-        for numbers in (store.id_starts, store.lengths):
-            digest.update(np.ascontiguousarray(numbers).tobytes())
-        return f"{digest.hexdigest()[:32]}.{self.declared.name}"
-
     # --- values of documents
 
-    def _read(self, store: TokenStore) -> dict[str, np.ndarray] | None:
+    def _read(self, store: TokenStore, file: Path) -> dict[str, np.ndarray] | None:
         """Return the values that the first rank finds in the cache, on all ranks; or None."""
-        file = store.path.with_name(f"{self._stem(store)}.safetensors")
         columns = self.declared.columns
 
         def read() -> list[list] | None:
@@ -144,7 +140,7 @@ class StoredColumns:
             except (OSError, SafetensorError, KeyError):
                 return None
 
-        lists = self.ranks.writer_does(read, OSError)
+        lists = self.source.ranks.writer_does(read, OSError)
         if lists is None or any(len(values) != len(store) for values in lists):
             return None
         logger.info(
@@ -158,7 +154,7 @@ class StoredColumns:
             column.name: np.asarray(values, column.dtype) for column, values in zip(columns, lists)
         }
 
-    def _compute(self, store: TokenStore) -> dict[str, np.ndarray]:
+    def _compute(self, store: TokenStore, file: Path) -> dict[str, np.ndarray]:
         """Compute the values on all ranks, and write them on the first."""
         columns = self.declared.columns
         device = self.source.device
@@ -176,11 +172,10 @@ class StoredColumns:
             for total, value in zip(totals, values):
                 total.index_copy_(0, index, value.to(total.dtype))
         with self.source.limited():
-            summed = [self.ranks.sum(total[:-1]).cpu().numpy() for total in totals]
+            summed = [self.source.ranks.sum(total[:-1]).cpu().numpy() for total in totals]
         tensors = {column.name: values for column, values in zip(columns, summed)}
 
         def write() -> None:
-            file = store.path.with_name(f"{self._stem(store)}.safetensors")
             aside = file.with_suffix(f".{uuid.uuid4().hex[:8]}.aside")  # another run may write it
             try:
                 save_file(tensors, aside)
@@ -188,7 +183,7 @@ class StoredColumns:
             finally:
                 aside.unlink(missing_ok=True)
 
-        self.ranks.writer_does(write, OSError)
+        self.source.ranks.writer_does(write, OSError)
         return tensors
 
     # --- values of targets
@@ -233,7 +228,7 @@ class StoredColumns:
                 np.lib.format.open_memmap(aside / f"{column.name}.npy", "w+", column.dtype, shape)
             return aside.name
 
-        aside = folder.with_name(self.ranks.writer_does(create, ConfigurationError))
+        aside = folder.with_name(self.source.ranks.writer_does(create, ConfigurationError))
 
         def rename() -> None:
             try:
@@ -244,15 +239,15 @@ class StoredColumns:
 
         try:
             self._fill(store, aside)
-            self.ranks.writer_does(rename, OSError)
+            self.source.ranks.writer_does(rename, OSError)
         finally:
-            if self.ranks.writer:
+            if self.source.ranks.writer:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _fill(self, store: TokenStore, aside: Path) -> None:
         """Write this rank's targets into the files, and wait until all ranks have."""
         paths = [aside / f"{column.name}.npy" for column in self.declared.columns]
-        if not all(self.ranks.gather_values(paths[0].exists())):
+        if not all(self.source.ranks.gather_values(paths[0].exists())):
             raise ConfigurationError(
                 f"{self.declared.setting}: {aside.parent} is not the same folder on all machines; "
                 "set cache_dir to one that is"
@@ -265,4 +260,4 @@ class StoredColumns:
                 file[rows] = value.cpu().numpy()
         for file in files:
             file.flush()
-        self.ranks.gather_values(True)
+        self.source.ranks.gather_values(True)

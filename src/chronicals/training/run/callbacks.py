@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,9 +89,11 @@ class Callbacks:
         self.callbacks = callbacks
         self.may_call_the_model = may_call_the_model
         self.ranks = ranks
-        self._divided = (
-            frozenset(divided.modules()) if divided is not None and may_call_the_model else None
-        )
+        self._alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        if divided is not None and may_call_the_model:
+            # An operation that would wait for other ranks raises an error.
+            modules = frozenset(divided.modules())
+            self._alone = partial(refusing_collectives, modules, _needs_all)
         self.error: BaseException | None = None
 
     def tell(self, event: Callable[[Callback], None]) -> None:
@@ -105,12 +108,6 @@ class Callbacks:
             if self.ranks.count == 1:
                 raise
             self.error = error
-
-    def _alone(self) -> AbstractContextManager[None]:
-        """Return a context in which an operation that would wait for other ranks raises an error."""
-        if self._divided is None:
-            return nullcontext()
-        return refusing_collectives(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
         """Raise a callback's exception on rank 0, and a TrainingError with its words elsewhere.

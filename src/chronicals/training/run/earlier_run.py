@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,12 @@ LEFT = re.compile(
 """Pattern of the lock file, and of files and folders that a killed run may leave."""
 
 
+@dataclass
 class EarlierRun:
     """The earlier run in ``output_dir``; the caller has locked the folder."""
 
-    def __init__(self, output_dir: Path):
-        self.output_dir = output_dir
-        self.kept = True
+    output_dir: Path
+    kept: bool = True
 
     def begin(self) -> None:
         """Move the files whose names the new run uses aside."""

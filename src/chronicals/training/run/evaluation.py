@@ -29,7 +29,7 @@ from chronicals.models import (
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending, with_frozen_columns
 from chronicals.training.step.metrics import Moment
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import asked_before, counts_of, nothing, values_before
 
 if TYPE_CHECKING:

@@ -104,7 +104,9 @@ def finish(
         saved.write_model(aside, model_step, text_files(model, tokenizer), about())
         kept = f"The checkpoint of the last step stays: {saved.folder_of(run.step)}"
         try:
-            wrong = list(differences(aside, model, tokenizer, about(), divided=saved.is_divided))
+            wrong = list(
+                differences(aside, model, tokenizer, about(), divided=saved.divided is not None)
+            )
         except (ValueError, OSError, KeyError) as error:
             raise CheckpointError(
                 f"{model_dir}: what was written cannot be read back: {error}. {kept}"

@@ -42,34 +42,30 @@ class Length:
     Attributes:
         packs, tokens: packs and tokens of one epoch.
         packs_a_step: packs of an optimizer step on all ranks together.
+        steps_an_epoch: optimizer steps of one epoch; the last one may take fewer packs.
         steps: optimizer steps of the run.
+        epochs: passes over the data in the whole run.
     """
 
     packs: int
     tokens: int
     packs_a_step: int
+    steps_an_epoch: int
     steps: int
+    epochs: float
 
     @classmethod
     def of(cls, config: ChronicalsConfig, plan: PackPlan, ranks: int = 1) -> Length:
         """Return the length of a run over ``plan`` on so many ranks."""
         packs_a_step = config.batch_size * config.gradient_accumulation_steps * ranks
         packs = len(plan) * (config.epochs or 1)
+        steps_an_epoch = -(-len(plan) // packs_a_step)
         steps = config.max_steps or -(-packs // packs_a_step)
-        return cls(len(plan), plan.tokens, packs_a_step, steps)
-
-    @property
-    def steps_an_epoch(self) -> int:
-        """Optimizer steps of one epoch; the last one may take fewer packs."""
-        return -(-self.packs // self.packs_a_step)
-
-    def epochs(self, config: ChronicalsConfig) -> float:
-        """Return the number of passes over the data in the whole run."""
-        return config.epochs or self.steps * self.packs_a_step / self.packs
+        epochs = config.epochs or steps * packs_a_step / len(plan)
+        return cls(len(plan), plan.tokens, packs_a_step, steps_an_epoch, steps, epochs)
 
     def words(self, config: ChronicalsConfig) -> str:
         """Describe the length for the log."""
-        epochs = self.epochs(config)
         batch = (
             f"batch_size {config.batch_size} x gradient_accumulation_steps "
             f"{config.gradient_accumulation_steps}"
@@ -81,8 +77,8 @@ class Length:
         )
         ranks = self.packs_a_step // (config.batch_size * config.gradient_accumulation_steps)
         return (
-            f"training: {_counted(self.steps, 'step')}, {_counted(epochs, 'epoch')}, "
-            f"{round(epochs * self.tokens):,} tokens; "
+            f"training: {_counted(self.steps, 'step')}, {_counted(self.epochs, 'epoch')}, "
+            f"{round(self.epochs * self.tokens):,} tokens; "
             f"an epoch is {_counted(self.packs, 'pack')} of up to {config.max_seq_length:,} "
             "tokens, a step takes "
             f"{self.packs_a_step} ({batch}{f' x {ranks} {who}' if ranks > 1 else ''})"
@@ -161,30 +157,22 @@ def fit_batch(
     fitted = config.fitted(**length_before, **shrunk)
     length = Length.of(fitted, plan, ranks.data_count)
     if ranks.writer:
-        if not before:
-            _say_shrunk(config, fitted, Length.of(config, plan, ranks.data_count), length)
+        sizes = [
+            " x ".join(str(getattr(asked, name)) for name in reversed(SHRUNK))
+            for asked in (config, fitted)
+        ]
+        if not before and sizes[0] != sizes[1]:
+            logger.info(
+                "little data: the default batch_size x gradient_accumulation_steps of %s shrinks "
+                "to %s, so that an epoch is %s (%d before)",
+                *sizes,
+                _counted(length.steps_an_epoch, "step"),
+                Length.of(config, plan, ranks.data_count).steps_an_epoch,
+            )
         _warn_of_other_steps(before, fitted, ranks.data_count)
         _warn_of_few_steps(config, fitted, length)
         logger.info("%s", length.words(fitted))
     return fitted
-
-
-def _say_shrunk(
-    asked: ChronicalsConfig, fitted: ChronicalsConfig, before: Length, after: Length
-) -> None:
-    sizes = [
-        " x ".join(str(getattr(config, name)) for name in reversed(SHRUNK))
-        for config in (asked, fitted)
-    ]
-    if sizes[0] != sizes[1]:
-        logger.info(
-            "little data: the default batch_size x gradient_accumulation_steps of %s shrinks to "
-            "%s, so that an epoch is "
-            "%s (%d before)",
-            *sizes,
-            _counted(after.steps_an_epoch, "step"),
-            before.steps_an_epoch,
-        )
 
 
 def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:
@@ -196,7 +184,7 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
     merges = length.packs_a_step > length.packs
     if length.steps_an_epoch >= STEPS_AN_EPOCH or not (merges or fitted.max_steps is None):
         return
-    epochs = length.epochs(fitted)
+    epochs = length.epochs
     run = (
         f"{_counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} "
         f"{_counted(length.steps, 'step')}"

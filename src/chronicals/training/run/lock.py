@@ -33,27 +33,23 @@ def locked(folder: Path) -> Iterator[bool]:
         FolderInUse: somebody else holds the lock.
         OSError: the folder cannot be opened.
     """
-    handle = _acquire(folder)
+    handle = None
+    try:
+        handle = _open_and_lock(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.filename is not None:  # from open, not from the lock
+            raise
+        try:
+            handle = _open_and_lock(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+        except OSError as unlocked:
+            logger.warning(
+                "%s: cannot be locked (%s); see that no other run writes there", folder, unlocked
+            )
     try:
         yield handle is not None
     finally:
         if handle is not None:
             os.close(handle)
-
-
-def _acquire(folder: Path) -> int | None:
-    try:
-        return _open_and_lock(folder, os.O_RDONLY)
-    except OSError as error:
-        if error.filename is not None:  # from open, not from the lock
-            raise
-    try:
-        return _open_and_lock(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        logger.warning(
-            "%s: cannot be locked (%s); see that no other run writes there", folder, error
-        )
-        return None
 
 
 def _open_and_lock(path: Path, flags: int) -> int:

@@ -9,17 +9,24 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from chronicals.data.packs.steps import Steps
-from chronicals.distributed import WAITING, Mesh, RankWatch
+from chronicals.distributed import (
+    WAITING,
+    Mesh,
+    RankWatch,
+    fingerprint_here,
+    prove_alike,
+    whole_parts,
+)
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.run.callbacks import Callback, Callbacks
 from chronicals.training.run.evaluation import evaluate
@@ -35,6 +42,7 @@ from chronicals.training.step.training_step import rate_factor, set_learning_rat
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Stop:
     """Request to end a run, from any rank.
 
@@ -43,9 +51,8 @@ class Stop:
         save: True if a checkpoint is written first.
     """
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.save = True
+    reason: str | None = None
+    save: bool = True
 
     def ask(self, reason: str, save: bool = True) -> None:
         """Ask the run to end; may be called from any thread and from signal handlers."""
@@ -159,6 +166,33 @@ class Loop:
         compiling = partial(self.watch.alone, "compiling the first step")
         return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
 
+    def prove_that_ranks_are_alike(self) -> None:
+        """Check that all ranks are at the same step of the same data, with the same weights.
+
+        Raises:
+            ConfigurationError: they are not; the message names what differs.
+        """
+        ranks = self.session.ranks
+        if ranks.count == 1:
+            return
+        run = self.run
+        weights = (
+            p
+            for p in whole_parts(self.session.model.parameters())
+            if p.device.type == self.device.type
+        )
+        facts = {
+            "training data": self.steps.data,
+            "held-out data": None if self.held_out is None else self.held_out.data,
+            "order": self.steps.fingerprint,
+            "step": run.step,
+            "position": run.position,
+            "steps in all": run.total_steps,
+            "best step": run.best_step,
+            "weights": fingerprint_here(weights),
+        }
+        prove_alike(ranks, facts)
+
     def _wants_to_stop(self) -> bool:
         asked = self.stop.reason is not None
         return self.saved.failed or asked or self.callbacks.error is not None
@@ -179,7 +213,7 @@ class Loop:
         session.model.train()
 
         for step in self.steps.steps(
-            run.position, count=0 if self._gains_no_more() else run.total_steps - run.step
+            run.position, count=0 if run.gains_no_more(config) else run.total_steps - run.step
         ):
             factor = rate_factor(config, run.step, run.total_steps)
             set_learning_rate(session.optimizer, factor)
@@ -188,7 +222,13 @@ class Loop:
             run.step = run.step + 1
             run.position = step.state
             if audit:
-                run.coverage = audit.close(bool(scalars["applied"]), flat=self._is_flat(scalars))
+                # It waits for the device, which a first step may.
+                values = {name: float(value) for name, value in scalars.items()}
+                is_flat = (
+                    values["grad_norm"] == 0.0
+                    and session.objective.why_no_gradient(values) is not None
+                )
+                run.coverage = audit.close(bool(values["applied"]), flat=is_flat)
                 # A step that was skipped, or whose loss is flat, has no coverage: look at the next.
                 audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
             self.saved.prepare(run, session.optimizer)
@@ -220,17 +260,6 @@ class Loop:
         self._tell_what_is_saved()
         self.callbacks.raise_anywhere()
 
-    def _is_flat(self, scalars: Mapping[str, Tensor]) -> bool:
-        """Return whether a step has no gradient and the objective gives a reason.
-
-        It waits for the device.
-        """
-        values = {name: float(value) for name, value in scalars.items()}
-        return (
-            values["grad_norm"] == 0.0
-            and self.session.objective.why_no_gradient(values) is not None
-        )
-
     def _due(self) -> set[str]:
         """Return what is due after this step: ``evaluate``, ``save``, ``stop``."""
         run = self.run
@@ -245,7 +274,10 @@ class Loop:
             due.add("save")
         # Several ranks ask each other, which waits for the device, only if the metrics of the step,
         # which are the same on all of them, say that one rank was asked.
-        if (self.session.ranks.count == 1 or self._told) and self._is_stopped():
+        ranks = self.session.ranks
+        if (ranks.count == 1 or self._told) and self.stop.is_asked(
+            ranks, self.device, self.callbacks, self.saved.failed
+        ):
             due.add("stop")
         return due
 
@@ -257,8 +289,10 @@ class Loop:
         """
         run = self.run
         better = "evaluate" in due and self._evaluate()
-        asked = self._is_stopped()
-        enough = self._gains_no_more()
+        asked = self.stop.is_asked(
+            self.session.ranks, self.device, self.callbacks, self.saved.failed
+        )
+        enough = run.gains_no_more(self.config)
         if (
             "save" in due
             or (better and self.saved.keeps_best)
@@ -283,15 +317,6 @@ class Loop:
             lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
-
-    def _is_stopped(self) -> bool:
-        return self.stop.is_asked(
-            self.session.ranks, self.device, self.callbacks, self.saved.failed
-        )
-
-    def _gains_no_more(self) -> bool:
-        patience = self.config.early_stopping_patience
-        return patience is not None and self.run.evaluations_without_gain >= patience
 
     def _deliver(self, pending: PendingMetrics) -> None:
         with self.watch.step(self.run.step):

@@ -27,8 +27,11 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import DataReport, Ledger, TokenStore
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.reading.ledger import LEDGER_COLUMNS
+from chronicals.distributed import Mesh
 from chronicals.generation import Trained, generate
 from chronicals.models import input_device
+from chronicals.objectives import Objective
+from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -134,18 +137,17 @@ class Report:
         }
         title = html.escape(self.title)
         figure = base64.b64encode(_figure(self.metrics)).decode()
-        parts = [
-            f"<h1>{title}</h1>{_pairs(facts)}",
-            *(_section(f"Data: {found.get('data', '')}", _data(found)) for found in self.data),
-            _section(
-                "Curves", f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
-            ),
-        ]
+        sections = [(f"Data: {found.get('data', '')}", _data(found)) for found in self.data]
+        curves = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
+        sections.append(("Curves", curves))
         if self.samples:
             rows = [(sample.prompt, sample.before, sample.after) for sample in self.samples]
             answers = _table(("prompt", "before", "after"), rows)
-            parts.append(_section("Answers before and after", answers))
-        parts.append(_section("Settings", _settings(self.config)))
+            sections.append(("Answers before and after", answers))
+        sections.append(("Settings", _settings(self.config)))
+        parts = [f"<h1>{title}</h1>{_pairs(facts)}"]
+        for name, content in sections:
+            parts.append(f"\n<h2>{html.escape(name)}</h2>\n{content}")
         path.write_text(
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
             f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n",
@@ -159,39 +161,50 @@ class Samples:
     Args:
         model: the trained model.
         tokenizer: its tokenizer.
-        count: number of prompts; 0 is used if answers take long: on a CPU, for a model that is not
-            small.
         store: data that the prompts are taken from.
-        output_dir: folder of the run.
+        config: configuration of the run. Its ``report_samples`` are answered, none if answers take
+            long: on a CPU, for a model that is not small.
+        objective: objective of the run; without a language model there are no answers.
+        ranks: all ranks of the run.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, store: TokenStore, count: int, output_dir: Path):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        store: TokenStore,
+        config: ChronicalsConfig,
+        objective: Objective,
+        ranks: Mesh,
+    ):
+        count = config.report_samples
+        reason = None
+        if not objective.generates:
+            reason = f"objective={config.objective!r} trains no language model"
+        elif config.sharding == DIVIDE_WEIGHTS and ranks.count > 1:
+            reason = "no process has all weights (sharding='weights')"
+        if count and reason is not None:
+            logger.info("the report has no sample answers: %s", reason)
+            count = 0
         on_card = input_device(model).type == "cuda"
         cheap = (
             on_card or sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_MODEL
         )
-        self.file = output_dir / _SAMPLES_FILE
+        self.file = config.output_dir / _SAMPLES_FILE
         self.asked = Trained(model, tokenizer, tuple(store.kinds))
-        self.prompts = self._first_prompts(store, count) if cheap else []
         self.answered: list[str] = []
-
-    @staticmethod
-    def _first_prompts(store: TokenStore, count: int) -> list[list[int]]:
-        """Return the token ids of the first prompts, each up to its first trained token.
-
-        A text that is trained whole contributes its beginning.
-        """
-        prompts: list[list[int]] = []
+        # Each prompt ends before its first trained token; of a text that is trained whole it is
+        # the beginning.
+        self.prompts: list[list[int]] = []
         sides = store.columns.get(SIDE_COLUMN)
-        for number in range(min(len(store), LOOKED_AT)):
+        for number in range(min(len(store), LOOKED_AT) if cheap else 0):
             if sides is not None and sides[number] != 0:
                 continue
             ids, trained = store.whole_document(number)
             begin = int(trained.argmax()) if trained.any() else len(ids)
             begin = begin if begin > 1 or sides is not None else min(OF_A_TEXT, len(ids) - 1)
-            if 0 < begin <= LONGEST_PROMPT and len(prompts) < count:
-                prompts.append(ids[:begin].tolist())
-        return prompts
+            if 0 < begin <= LONGEST_PROMPT and len(self.prompts) < count:
+                self.prompts.append(ids[:begin].tolist())
 
     def before(self) -> None:
         """Generate the answers before training."""
@@ -302,10 +315,6 @@ def _settings(config: ChronicalsConfig) -> str:
         _table(columns, chosen)
         + f"<details><summary>left to their defaults</summary>{defaults}</details>"
     )
-
-
-def _section(title: str, content: str) -> str:
-    return f"\n<h2>{html.escape(title)}</h2>\n{content}"
 
 
 def _pairs(facts: Mapping[str, object]) -> str:

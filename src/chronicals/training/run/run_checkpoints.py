@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from chronicals.training.run import checkpoint
 from chronicals.training.run.earlier_run import EarlierRun
 from chronicals.training.run.length import PROCESSES
 from chronicals.training.run.run_state import Run
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ OF_A_START = {"overwrite"}
 """Fields that matter only when a run begins."""
 
 
-class RunCheckpoints:
+class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     """Checkpoints of a run of ``model`` in ``config.output_dir``.
 
     Args:
@@ -60,6 +60,7 @@ class RunCheckpoints:
             for none.
 
     Attributes:
+        divided: writes the model's files if no process has whole weights; None if all have them.
         written: step and folder of each finished checkpoint that callbacks do not know yet, on the
             first rank.
         hold_update: waits, between the backward pass and the update, until the tensors of a
@@ -90,18 +91,13 @@ class RunCheckpoints:
         self._ended: WorkEnded | None = None
         self._text_files: dict[str, bytes] = {}
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-        self._divided = (
+        self.divided = (
             checkpoint.DividedModel(model, dtype)
             if any(is_divided(p) for p in model.parameters())
             else None
         )
         self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
-
-    @property
-    def is_divided(self) -> bool:
-        """Return whether no process has whole weights."""
-        return self._divided is not None
 
     def write_model(
         self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]
@@ -111,7 +107,7 @@ class RunCheckpoints:
         It is from this process if it has whole weights, else from the files that all ranks wrote
         into the step's checkpoint.
         """
-        if self._divided is None:
+        if self.divided is None:
             save_model(aside, self.model, text_files, about)
         else:
             shutil.copytree(
@@ -141,7 +137,7 @@ class RunCheckpoints:
         )
         state = loaded["state"]
         random_states = loaded["random_states"]
-        if self._divided is not None:
+        if self.divided is not None:
             assert isinstance(optimizer, ShardedAdamW)
             checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
         else:
@@ -186,7 +182,7 @@ class RunCheckpoints:
         """
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
-        if self._divided is None:
+        if self.divided is None:
             checkpoint.load_checkpoint_weights(folder, self.model)
             states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
         random_states = load_file(folder / checkpoint.RNG)
@@ -217,7 +213,21 @@ class RunCheckpoints:
                 f"{not in_8bit} cannot go on with them; resume with use_8bit_optimizer={in_8bit}, "
                 "or begin a new run from its model in another output_dir"
             )
-        self._check_base(folder, state.get("about", {}))
+        about = state.get("about", {})
+        if "base" in about:  # older versions may not describe it
+            there = BaseFormat.read(about["base"])
+            here = BaseFormat.of(self.model)
+            difference = None
+            if there is not None:
+                difference = there.difference(here)
+            elif here is not None:
+                difference = f"nothing was quantised there, here {here}"
+            if difference is not None:
+                raise CheckpointError(
+                    f"{folder}: its adapters were trained over another base ({difference}); resume "
+                    "with the model, quantization and mixed_precision that the run began with, or "
+                    "choose another output_dir"
+                )
         before = {"model": state["model"], **state["config"]}
         now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
         changed = {
@@ -239,27 +249,6 @@ class RunCheckpoints:
             )
         if changed:
             logger.warning("resuming with %s", ", ".join(changed.values()))
-
-    def _check_base(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Check that adapters continue on the same base model.
-
-        Checkpoints of older versions may not describe it.
-        """
-        if "base" not in about:
-            return
-        there = BaseFormat.read(about["base"])
-        here = BaseFormat.of(self.model)
-        if there is None and here is None:
-            return
-        difference = (
-            f"nothing was quantised there, here {here}" if there is None else there.difference(here)
-        )
-        if difference is not None:
-            raise CheckpointError(
-                f"{folder}: its adapters were trained over another base ({difference}); resume "
-                "with the model, quantization "
-                "and mixed_precision that the run began with, or choose another output_dir"
-            )
 
     def _send_weights(self) -> None:
         """Send the first rank's weights to all ranks.
@@ -292,7 +281,7 @@ class RunCheckpoints:
     ) -> checkpoint.CheckpointState:
         """Return the state that this rank writes: the tensors themselves, no copies."""
         weights: dict[str, Tensor] = {}
-        if self.ranks.writer and self._divided is None:
+        if self.ranks.writer and self.divided is None:
             weights = self.model.state_dict(keep_vars=True)
         states: dict[str, Any] = {}
         # The first rank writes; all ranks do if states are sharded.
@@ -398,9 +387,9 @@ class RunCheckpoints:
     ) -> None:
         """Write the checkpoint of a step, on the first rank, with the files of the other ranks."""
         write_divided = None
-        if self._divided is not None and files is not None:
+        if self.divided is not None and files is not None:
             write_divided = partial(
-                self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files
+                self.divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files
             )
         earlier = self._earlier
         ready = None
@@ -431,7 +420,7 @@ class RunCheckpoints:
     def _deliver(self, files: RankFiles, state: checkpoint.CheckpointState) -> None:
         """Write this rank's part of the checkpoint, and hand it to the first rank."""
         share = (
-            None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
+            None if self.divided is None else partial(self.divided.write_share, checkpoint.MODEL)
         )
         files.deliver(lambda folder: state.write_optimizer(folder, self.ranks), share)
 
@@ -456,9 +445,6 @@ class RunCheckpoints:
     def failed(self) -> bool:
         """Return whether this rank failed to write a checkpoint; ``finish`` raises the error."""
         return self._background.error is not None
-
-    def __enter__(self) -> RunCheckpoints:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish the checkpoint that was begun, however the run ended.
@@ -520,7 +506,7 @@ class RunCheckpoints:
                     damage,
                 )
                 return False
-            if self._divided is not None:
+            if self.divided is not None:
                 return True
             try:
                 checkpoint.load_checkpoint_weights(best, self.model)
@@ -531,7 +517,7 @@ class RunCheckpoints:
 
         if not self.ranks.writer_does(load, CheckpointError):
             return run.step
-        if self._divided is not None:
+        if self.divided is not None:
             assert isinstance(self._optimizer, ShardedAdamW)
             checkpoint.load_divided(best, self.model, self._optimizer, self.ranks, states=False)
         else:

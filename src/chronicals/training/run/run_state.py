@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chronicals.config import ChronicalsConfig
 from chronicals.training.run.evaluation import Evaluation
 from chronicals.training.step.audit import Coverage
 
@@ -100,6 +101,11 @@ class Run:
             setattr(self, name, NO_NUMBER.get(name) if kept[name] is None else kept[name])
         for name in EVALUATIONS:
             setattr(self, name, kept[name] and Evaluation.from_dict(kept[name]))
+
+    def gains_no_more(self, config: ChronicalsConfig) -> bool:
+        """Return whether the held-out loss has not fallen for long enough to stop early."""
+        patience = config.early_stopping_patience
+        return patience is not None and self.evaluations_without_gain >= patience
 
     def evaluated(self, evaluation: Evaluation) -> bool:
         """Record an evaluation; return whether it is the best so far."""

@@ -14,7 +14,7 @@ from chronicals.models import PresentedModel, input_device
 from chronicals.objectives import Count, Objective
 from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.fused_weights import row_norms
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import micro_step
 
 

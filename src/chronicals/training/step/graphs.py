@@ -36,7 +36,7 @@ from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.step.training_step import TrainingStepParts, gradients_of
+from chronicals.training.step.training_step import EagerStep, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class GraphedStep:
 
     def __init__(
         self,
-        parts: TrainingStepParts,
+        parts: EagerStep,
         weights: Iterable[Tensor],
         parameters: list[Tensor],
         optimizer: FusedAdamW,
@@ -192,7 +192,12 @@ class GraphedStep:
                 self._give_up("a weight that had no gradient before has one now")
             return scalars
         captured = self.of_micro[shape]
-        _fill(captured.batch, batch)
+        static = captured.batch
+        for name in ("input_ids", "targets", "position_ids", "cu_seqlens"):
+            getattr(static, name).copy_(getattr(batch, name), non_blocking=True)
+        given = _further(batch)
+        for name, tensor in _further(static).items():
+            tensor.copy_(given[name], non_blocking=True)
         captured.graph.replay()
         return captured.scalars
 
@@ -412,14 +417,6 @@ def _rounded(batch: Batch) -> Batch:
         return batch
     share = -(-len(batch) // SHARES)
     return replace(batch, trained=min(len(batch), -(-batch.trained // share) * share))
-
-
-def _fill(static: Batch, batch: Batch) -> None:
-    for name in ("input_ids", "targets", "position_ids", "cu_seqlens"):
-        getattr(static, name).copy_(getattr(batch, name), non_blocking=True)
-    given = _further(batch)
-    for name, tensor in _further(static).items():
-        tensor.copy_(given[name], non_blocking=True)
 
 
 def _further(batch: Batch) -> dict[str, Tensor]:

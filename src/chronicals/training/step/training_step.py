@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,53 +24,11 @@ from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training.errors import TrainingError
-from chronicals.training.step.precision import Precision
+from chronicals.training.step.optimizer import Precision
 
 
 def nothing() -> None:
     """Do nothing; default of optional callbacks."""
-
-
-class TrainingStepParts(Protocol):
-    """The two parts of a step that have several implementations, ``micro`` and ``update``.
-
-    Attributes:
-        inspect: called while the gradients of a step exist, before they are used; or None.
-    """
-
-    inspect: Callable[[], None] | None
-
-    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
-        """Prepare for a step; called before its first micro-batch.
-
-        Args:
-            hold: waits until weights may change. It is called here if ``micro`` changes weights;
-                else the caller does so before ``update``.
-            micro_batches: number of micro-batches of the step.
-        """
-
-    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
-        """Run forward and backward of one micro-batch, and add to the gradients.
-
-        Args:
-            batch: a Batch in host memory.
-            counts: counts of the whole step, by name.
-            first: True for the first micro-batch of the step.
-
-        Returns:
-            The micro-batch's part of the step's ``loss`` and of the objective's metrics: scalars on
-                the device, valid until the next call.
-        """
-
-    def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Clip, apply and drop the gradients.
-
-        Args:
-            holders: result of ``reduce`` of ``train_step``.
-
-        Returns:
-            Scalars on the device: ``grad_norm`` before clipping, and ``applied`` (1 or 0).
-        """
 
 
 def train_step(
@@ -89,12 +46,12 @@ def train_step(
     Args:
         step: micro-batches of the step.
         counts: result of ``counts_of``.
-        micro: as in ``TrainingStepParts``.
+        micro: as in ``EagerStep``.
         reduce: replaces all gradients, and the scalars that it is given, by their sums over the
             ranks. It may start while gradients are computed, but has finished in stream order when
             it returns. It returns how many ranks had a gradient of each parameter, fp32
             ``[parameters]``, or None for one rank.
-        update: as in ``TrainingStepParts``.
+        update: as in ``EagerStep``.
         passed: called after each micro-batch is launched; the device may not have finished it.
 
     Returns:
@@ -112,7 +69,7 @@ def train_step(
 
 
 class EagerStep:
-    """The parts of a step, launched kernel by kernel.
+    """The parts of a step, launched kernel by kernel; subclasses are its other implementations.
 
     Args:
         parameters: the trained parameters.
@@ -120,7 +77,8 @@ class EagerStep:
         norm: returns the norm of all gradients.
 
     Attributes:
-        inspect: called between ``reduce`` and the update, while the gradients of the step exist.
+        inspect: called while the gradients of a step exist, here between ``reduce`` and the update;
+            or None.
     """
 
     inspect: Callable[[], None] | None = None
@@ -144,15 +102,38 @@ class EagerStep:
         self.norm = norm
 
     def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
-        """Do nothing: weights change only in ``update``."""
+        """Prepare for a step; called before its first micro-batch. Nothing is to be done here.
+
+        Args:
+            hold: waits until weights may change. It is called here if ``micro`` changes weights;
+                else the caller does so before ``update``.
+            micro_batches: number of micro-batches of the step.
+        """
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
-        """Run forward and backward of a micro-batch, and add to the gradients."""
+        """Run forward and backward of one micro-batch, and add to the gradients.
+
+        Args:
+            batch: a Batch in host memory.
+            counts: counts of the whole step, by name.
+            first: True for the first micro-batch of the step.
+
+        Returns:
+            The micro-batch's part of the step's ``loss`` and of the objective's metrics: scalars on
+                the device, valid until the next call.
+        """
         moved = batch.to(self.precision.device, non_blocking=True)
         return micro_step(self.model, self.objective, moved, counts, self.precision)
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
-        """Clip, apply and drop the gradients."""
+        """Clip, apply and drop the gradients.
+
+        Args:
+            holders: result of ``reduce`` of ``train_step``.
+
+        Returns:
+            Scalars on the device: ``grad_norm`` before clipping, and ``applied`` (1 or 0).
+        """
         if self.inspect is not None:
             self.inspect()
         scalars = update(
@@ -188,15 +169,12 @@ class FrozenGatheredStep(EagerStep):
     Every micro-step gathers the same weights in the same order, including all that it reads.
     """
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Forget which weights earlier passes gathered."""
         gathers = gathers_of(self.model.model)
         assert gathers is not None
         self.gathers = gathers
-
-    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
-        """Forget which weights earlier passes gathered."""
-        self.gathers.forget()
+        gathers.forget()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         """Run a micro-batch in a pass that gathers its weights layer by layer."""

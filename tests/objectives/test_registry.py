@@ -189,15 +189,9 @@ def fields(tmp_path):
     return {**{name: usual[name] for name in names}, **given}
 
 
-def test_a_recipe_and_flags_train_it(tmp_path, fields, monkeypatch, toy):
+def test_a_recipe_and_flags_train_it(tmp_path, fields, record_calls, toy):
     """The section of a recipe, a setting overridden by a flag; ``--resume`` keeps both."""
-    seen = []
-    own = toy.__init__
-    monkeypatch.setattr(
-        toy,
-        "__init__",
-        lambda self, *given: (own(self, *given), seen.append(self.settings.power))[0],
-    )
+    built = record_calls(toy, "__init__")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**fields, "toy": {"power": 2}}))
     assert (
         CliRunner()
@@ -205,8 +199,8 @@ def test_a_recipe_and_flags_train_it(tmp_path, fields, monkeypatch, toy):
         .exit_code
         == 0
     )
-    assert set(seen) == {2.0}
-    seen.clear()
+    assert {objective.settings.power for objective, *_ in built} == {2.0}
+    built.clear()
     again = [
         "train",
         "--resume",
@@ -218,7 +212,7 @@ def test_a_recipe_and_flags_train_it(tmp_path, fields, monkeypatch, toy):
         "3e0",
     ]
     assert CliRunner().invoke(app, again, catch_exceptions=False).exit_code == 0
-    assert set(seen) == {3.0}
+    assert {objective.settings.power for objective, *_ in built} == {3.0}
     assert yaml.safe_load((tmp_path / "run" / "resume.yaml").read_text())["toy"] == {"power": 2}
 
 
