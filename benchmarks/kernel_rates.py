@@ -71,10 +71,9 @@ from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.linear_distillation import (
     Divergence,
-    LinearHead,
     linear_distillation_reference,
 )
-from chronicals.kernels.linear_head import Adapter
+from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.products import HIGH_PRIORITY

@@ -276,7 +276,8 @@ def by_the_copy_engine(count: int, width: int, inner: int) -> None:
 
 def distilled(targets: torch.Tensor) -> list[Callable[..., object]]:
     """Students at the heads' logits, each kind of divergence, with and without a temperature."""
-    from chronicals.kernels.linear_distillation import Divergence, LinearHead, linear_distillation
+    from chronicals.kernels.linear_distillation import Divergence, linear_distillation
+    from chronicals.kernels.linear_head import LinearHead
 
     teacher = LinearHead(torch.randn(256, 512).to(HALF), torch.randn(4096, 512).to(HALF))
 

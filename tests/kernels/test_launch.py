@@ -25,7 +25,8 @@ from chronicals.kernels import (
 )
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.launch import operator
-from chronicals.kernels.linear_distillation import Divergence, LinearHead
+from chronicals.kernels.linear_distillation import Divergence
+from chronicals.kernels.linear_head import LinearHead
 from chronicals.lora.merged_linear import MergedWeights, merged_linear
 
 WIDTH = 16

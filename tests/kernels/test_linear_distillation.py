@@ -21,13 +21,12 @@ from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
 from chronicals.kernels.linear_distillation import (
     DistillationSums,
     Divergence,
-    LinearHead,
     StoredTokens,
     distillation_of_logits,
     linear_distillation,
     linear_distillation_reference,
 )
-from chronicals.kernels.linear_head import Adapter
+from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.logit_rows import IGNORE_INDEX
 from comparison import assert_as_exact_as_plain
 from mutants import mutant

@@ -100,6 +100,17 @@ class ExpertWeights(NamedTuple):
         frozen = self.in_fp8 is not None and not getattr(self.weight, "requires_grad", False)
         return self.weight if isinstance(self.weight, Tensor) and not frozen else None
 
+    def with_tensors(
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+    ) -> ExpertWeights:
+        """Return the same with these tensors; ``weight`` is None if it is not ``held``."""
+        chosen = self.weight if weight is None else weight
+        return ExpertWeights(chosen, self.transposed, bias, down, up, self.scale, self.in_fp8)
+
 
 class ProductInput(NamedTuple):
     """The input of a product.
@@ -187,37 +198,14 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
 class _Settings(NamedTuple):
     """Arguments of the function that are no tensors or are not differentiated.
 
-    Pairs are those of the two products.
-
     Attributes:
-        weights: weights that are not ``held``, else None.
+        gate: the gated unit.
+        first, second: both products without the tensors that the backward pass saves.
     """
 
     gate: Gate
-    transposed: tuple[bool, bool]
-    scales: tuple[float, float]
-    weights: tuple[Any, Any]
-    in_fp8: tuple[InFP8 | None, InFP8 | None]
-
-    def product(
-        self,
-        number: int,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        down: Tensor | None,
-        up: Tensor | None,
-    ) -> ExpertWeights:
-        """Return the weights of product ``number`` (0 or 1), made of its saved tensors."""
-        chosen = self.weights[number] if weight is None else weight
-        return ExpertWeights(
-            chosen,
-            self.transposed[number],
-            bias,
-            down,
-            up,
-            self.scales[number],
-            self.in_fp8[number],
-        )
+    first: ExpertWeights
+    second: ExpertWeights
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -238,8 +226,8 @@ class _FusedExperts(torch.autograd.Function):
         to: Dispatch,
         settings: _Settings,
     ) -> Tensor:
-        first = settings.product(0, w1, b1, a1, u1)
-        second = settings.product(1, w2, b2, a2, u2)
+        first = settings.first.with_tensors(w1, b1, a1, u1)
+        second = settings.second.with_tensors(w2, b2, a2, u2)
         of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
         h, thin, of_first = _through(of_x, first, to, True, x.dtype)
         del of_x  # in FP8 it holds a copy of x
@@ -293,8 +281,8 @@ class _FusedExperts(torch.autograd.Function):
         ) = ctx.saved_tensors
         settings: _Settings = ctx.kept
         to = Dispatch(*placed, *ctx.sizes)
-        first = settings.product(0, w1, b1, a1, u1)
-        second = settings.product(1, w2, b2, a2, u2)
+        first = settings.first.with_tensors(w1, b1, a1, u1)
+        second = settings.second.with_tensors(w2, b2, a2, u2)
         wanted = dict(
             zip(
                 ("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"),
@@ -380,16 +368,18 @@ def fused_experts(
     gate = gate or Gate()
     _check(x, experts, shares, first, second)
     to = dispatch_to_experts(experts, first.sizes[0])
-    saved = first.held, second.held
-    unsaved = (
-        first.weight if saved[0] is None else None,
-        second.weight if saved[1] is None else None,
-    )
-    scales = (first.scale, second.scale)
-    in_fp8 = (first.in_fp8, second.in_fp8)
-    settings = _Settings(gate, (first.transposed, second.transposed), scales, unsaved, in_fp8)
-    of_first = saved[0], first.bias, first.down, first.up
-    of_second = saved[1], second.bias, second.down, second.up
+    of_first = first.held, first.bias, first.down, first.up
+    of_second = second.held, second.bias, second.down, second.up
+    bare = [
+        ExpertWeights(
+            of.weight if of.held is None else None,
+            of.transposed,
+            scale=of.scale,
+            in_fp8=of.in_fp8,
+        )
+        for of in (first, second)
+    ]
+    settings = _Settings(gate, *bare)
     y: Tensor = _FusedExperts.apply(
         x.contiguous(), shares, *of_first, *of_second, experts, to, settings
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 from chronicals.kernels.launch import differentiable_once, operator, runs_triton, tl, triton
 from chronicals.kernels.linear_head import (
     Adapter,
+    LinearHead,
     Rows,
     check_head,
     chunk_logits,
@@ -35,7 +36,6 @@ from chronicals.kernels.logit_rows import (
     IGNORE_INDEX,
     LossOptions,
     loss_and_gradient_,
-    shaped_reference,
 )
 from chronicals.kernels.products import at_once, product
 from chronicals.kernels.token_log_probability import token_log_probability
@@ -514,11 +514,8 @@ def linear_cross_entropy_reference(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Compute ``linear_cross_entropy`` in plain torch with all logits at once."""
-    x = torch.nn.functional.linear(hidden, weight if rows is None else rows.within(weight), bias)
-    if adapter is not None:
-        down = torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t()
-        x = x + adapter.scale * down @ adapter.b.t()
-    z = shaped_reference(x, LossOptions(scale, softcap))
+    whole = weight if rows is None else rows.within(weight)
+    z = LinearHead(hidden, whole, bias, adapter, scale, softcap).logits()
     losses = torch.nn.functional.cross_entropy(
         z, targets, reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
     )

@@ -47,7 +47,7 @@ from chronicals.kernels.linear_cross_entropy import (
     write_states_gradient,
 )
 from chronicals.kernels.linear_head import (
-    Adapter,
+    LinearHead,
     check_head,
     chunk_logits,
     chunks,
@@ -56,47 +56,8 @@ from chronicals.kernels.linear_head import (
     trained_rows,
     with_adapter,
 )
-from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, shaped_reference
+from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions
 from chronicals.kernels.products import at_once
-
-
-class LinearHead(NamedTuple):
-    """Hidden states and the linear head that turns them into logits.
-
-    Attributes:
-        hidden: ``[T, D]``.
-        weight: ``[V, D]``.
-        bias: ``[V]`` or None.
-        adapter: a low-rank addition, or None.
-        scale, softcap: applied to the logits, in this order.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    adapter: Adapter | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def of_rows(self, vocabulary: int) -> LinearHead:
-        """Return the same with the first ``vocabulary`` rows of the head only."""
-        if vocabulary == len(self.weight):
-            return self
-        bias = None if self.bias is None else self.bias[:vocabulary]
-        adapter = (
-            None if self.adapter is None else self.adapter._replace(b=self.adapter.b[:vocabulary])
-        )
-        return self._replace(weight=self.weight[:vocabulary], bias=bias, adapter=adapter)
-
-    def logits(self) -> Tensor:
-        """Return all logits ``[T, V]`` in plain torch, fp32 or wider."""
-        x = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
-        if self.adapter is not None:
-            down = (
-                torch.nn.functional.dropout(self.hidden, self.adapter.dropout) @ self.adapter.a.t()
-            )
-            x = x + self.adapter.scale * down @ self.adapter.b.t()
-        return shaped_reference(x, LossOptions(self.scale, self.softcap))
 
 
 class StoredTokens(NamedTuple):

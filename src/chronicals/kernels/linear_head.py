@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.logit_rows import IGNORE_INDEX
+from chronicals.kernels.logit_rows import IGNORE_INDEX, LossOptions, shaped_reference
 
 
 class Adapter(NamedTuple):
@@ -51,6 +51,45 @@ class Rows(NamedTuple):
     def within(self, weight: Tensor) -> Tensor:
         """Return a copy of ``weight`` ``[V, in]`` with the values put in, differentiable in them."""
         return weight.index_copy(0, self.ids, self.values.to(weight.dtype))
+
+
+class LinearHead(NamedTuple):
+    """Hidden states and the linear head that turns them into logits.
+
+    Attributes:
+        hidden: ``[T, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
+        adapter: a low-rank addition, or None.
+        scale, softcap: applied to the logits, in this order.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    adapter: Adapter | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def of_rows(self, vocabulary: int) -> LinearHead:
+        """Return the same with the first ``vocabulary`` rows of the head only."""
+        if vocabulary == len(self.weight):
+            return self
+        bias = None if self.bias is None else self.bias[:vocabulary]
+        adapter = (
+            None if self.adapter is None else self.adapter._replace(b=self.adapter.b[:vocabulary])
+        )
+        return self._replace(weight=self.weight[:vocabulary], bias=bias, adapter=adapter)
+
+    def logits(self) -> Tensor:
+        """Return all logits ``[T, V]`` in plain torch, fp32 or wider."""
+        x = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
+        if self.adapter is not None:
+            down = (
+                torch.nn.functional.dropout(self.hidden, self.adapter.dropout) @ self.adapter.a.t()
+            )
+            x = x + self.adapter.scale * down @ self.adapter.b.t()
+        return shaped_reference(x, LossOptions(self.scale, self.softcap))
 
 
 def chunks(rows: int, size: int) -> list[slice]:

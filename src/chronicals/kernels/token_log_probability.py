@@ -21,6 +21,7 @@ from torch import Tensor
 from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_head import (
     Adapter,
+    LinearHead,
     check_head,
     chunk_logits,
     chunks,
@@ -286,16 +287,7 @@ def token_log_probability_reference(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities and entropies in plain torch with all logits at once."""
-    x = torch.nn.functional.linear(hidden, weight, bias)
-    if adapter is not None:
-        x = (
-            x
-            + adapter.scale
-            * (torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t())
-            @ adapter.b.t()
-        )
-    z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = LinearHead(hidden, weight, bias, adapter, scale, softcap).logits()
     log_p = torch.log_softmax(z, 1)
     ignored = targets == IGNORE_INDEX
     return (

@@ -31,11 +31,11 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.linear_distillation import (
     DistillationSums,
     Divergence,
-    LinearHead,
     StoredTokens,
     distillation_of_logits,
     linear_distillation,
 )
+from chronicals.kernels.linear_head import LinearHead
 from chronicals.models import Head, PresentedModel, Term, Terms, embedding_table
 from chronicals.models.loading import without_field
 from chronicals.objectives.reference import ADAPTER_BASE_REMEDY, check_same_tokenizer

@@ -171,7 +171,7 @@ class HostStates:
     def _parts(
         self, tensors: Tensors, whole: LaunchPart
     ) -> Iterator[tuple[LaunchPart, Tensors, list[Move]]]:
-        """Yield the parts of a launch: position, tensors with states in a buffer, and the copies to make."""
+        """Yield the parts of a launch: position, tensors with states in a buffer, copies to make."""
         lane = self._lane(tensors.weights[0].device)
         shares = {
             name: share for name, share in STATE_SHARES.items() if getattr(tensors, name, None)
