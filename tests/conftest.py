@@ -197,12 +197,15 @@ def let_raise(monkeypatch):
 def plant(monkeypatch):
     """Let a function do something wrong: ``plant(module, "f", lambda right, *given: -right(*given))``.
 
-    The wrong function is given the right one, then the arguments of the call.
+    The owner is a module, a class or a dictionary. The wrong function is given the right one, then
+    the arguments of the call.
     """
 
     def change(owner, name, wrong):
-        right = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given, **named: wrong(right, *given, **named))
+        is_mapping = isinstance(owner, dict)
+        right = owner[name] if is_mapping else getattr(owner, name)
+        replace = monkeypatch.setitem if is_mapping else monkeypatch.setattr
+        replace(owner, name, lambda *given, **named: wrong(right, *given, **named))
 
     return change
 

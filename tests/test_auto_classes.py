@@ -15,7 +15,7 @@ FIRST = [
     "import chronicals; from transformers import Qwen3MoeConfig",
     "import chronicals; import transformers.masking_utils",
     "import chronicals; from transformers import pipeline",
-    "import chronicals.moe.experts",
+    "import chronicals.moe.attention",
     "from chronicals.moe import ChronicalsMoeForCausalLM",
 ]
 THEN = (

@@ -1,5 +1,5 @@
 """One of several processes that sum gradients of weights in shards: the program of
-``test_exchanged_sums.py``.
+``test_fsdp_extensions.py``.
 
 ``python exchanged_ranks.py FOLDER SEED``: every rank writes its rows of the sums to ``RANK.pt``, by
 exchange and by FSDP's own reduce-scatter in fp32.

@@ -280,14 +280,14 @@ def test_what_stays_whole_is_said_once(rank, caplog):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_products_that_are_not_side_by_side_are_said_once(rank, monkeypatch, caplog):
-    given = {
-        "names_of_products": ["a", "b"],
-        "decoder_layers": [],
-        "trains_layers": True,
-        "weight_mesh": None,
-    }
-    for name, value in {**given, "shard_weights": 1}.items():
-        monkeypatch.setattr(divided_weights, name, lambda *_, value=value: value)
+def test_products_that_are_not_side_by_side_are_said_once(rank, let_return, caplog):
+    let_return(
+        divided_weights,
+        names_of_products=["a", "b"],
+        decoder_layers=[],
+        trains_layers=True,
+        weight_mesh=None,
+        shard_weights=1,
+    )
     divided_weights.divide_weights(nn.Linear(4, 4), ChronicalsConfig(), Mesh(rank, 2), 2)
     assert ("1 of 2 products take their weights one by one" in caplog.text) == (rank == 0)

@@ -1,5 +1,5 @@
 """One of two processes whose micro-batches use other weights of a unit: the program of
-``test_even_gradients.py``.
+``test_fsdp_extensions.py``.
 
 ``python uneven_ranks.py FOLDER SEED``: every rank writes to ``RANK.pt``, by dtype, how many ranks
 had a gradient of each weight, and its rows of the sums; and what ``after_a_broken_step`` gives.

@@ -115,29 +115,28 @@ def exchanged(right, stored):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_in_another_order_are_found_in_low_bits(layout, tmp_path, monkeypatch):
-    kind = type(LAYOUTS[layout])
-    right = kind.written
-    monkeypatch.setattr(
-        kind, "written", lambda self, stored: exchanged(lambda given: right(self, given), stored)
+def test_experts_in_another_order_are_found_in_low_bits(layout, tmp_path, plant):
+    plant(
+        type(LAYOUTS[layout]),
+        "written",
+        lambda right, self, stored: exchanged(lambda given: right(self, given), stored),
     )
     with pytest.raises(NotProved, match="quantised weights, safetensors: FAILED"):
         export(of_experts(tmp_path, "qwen3_moe"), layout)
 
 
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
-def test_scales_of_another_expert_are_found_by_transformers(tmp_path, monkeypatch):
+def test_scales_of_another_expert_are_found_by_transformers(tmp_path, plant):
     """A fault in the way there and in the way back: the layout is read as it was written, and is
     another than the package's.
     """
-    right = FP8Layout.quantise
-    back = FP8Layout.read
-    monkeypatch.setattr(
-        FP8Layout,
-        "quantise",
-        lambda self, weight: (lambda codes, scale: (codes, scale / 2))(*right(self, weight)),
-    )
-    monkeypatch.setattr(FP8Layout, "read", lambda self, found, name: 2 * back(self, found, name))
+
+    def quantise(right, *given):
+        codes, scale = right(*given)
+        return codes, scale / 2
+
+    plant(FP8Layout, "quantise", quantise)
+    plant(FP8Layout, "read", lambda right, *given: 2 * right(*given))
     with pytest.raises(NotProved, match="same weights and inputs, transformers: FAILED"):
         export(of_experts(tmp_path, "mixtral"), "fp8")
 
@@ -206,28 +205,23 @@ def test_four_bits_by_hand():
 
 @pytest.mark.parametrize("planted", ["another scale", "rows exchanged"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_faults_are_found(layout, planted, tmp_path, monkeypatch):
-    kind = type(LAYOUTS[layout])
-    right = kind.quantise
-
-    def plant(self, weight):
-        codes, scale = right(self, weight)
+def test_faults_are_found(layout, planted, tmp_path, plant):
+    def wrong(right, *given):
+        codes, scale = right(*given)
         return (codes, 1.5 * scale) if planted == "another scale" else (codes.flip(0), scale)
 
-    monkeypatch.setattr(kind, "quantise", plant)
+    plant(type(LAYOUTS[layout]), "quantise", wrong)
     with pytest.raises(NotProved, match="quantised weights, safetensors: FAILED"):
         export(saved(tmp_path), layout)
     assert list((tmp_path / "export").iterdir()) == []
 
 
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
-def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, monkeypatch):
-    right = compressed_tensors.name_dtype
-
-    def name_dtype(folder, kind, quantization_config):
+def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, plant):
+    def name_dtype(right, folder, kind, quantization_config):
         right(folder, kind, quantization_config={**quantization_config, "ignore": []})
 
-    monkeypatch.setattr(compressed_tensors, "name_dtype", name_dtype)
+    plant(compressed_tensors, "name_dtype", name_dtype)
     with pytest.raises((NotProved, ValueError)):
         export(saved(tmp_path), "fp8")
 
@@ -307,16 +301,14 @@ def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
     assert nf4.NF4_LOGIT_BOUND < check.bound < 0.3 and check.value < check.bound
 
 
-def test_codes_of_another_weight_are_found_in_nf4(tmp_path, monkeypatch):
+def test_codes_of_another_weight_are_found_in_nf4(tmp_path, plant):
     from chronicals.export import nf4
 
-    right = nf4.stored_tensors
-
-    def stored_tensors(name, packed):
+    def stored_tensors(right, name, packed):
         found = right(name, packed)
         return {**found, name: found[name].flip(0)} if "layers.0.mlp.up_proj" in name else found
 
-    monkeypatch.setattr(nf4, "stored_tensors", stored_tensors)
+    plant(nf4, "stored_tensors", stored_tensors)
     with pytest.raises(NotProved, match="quantised weights, bitsandbytes: FAILED"):
         export(saved(tmp_path), "nf4")
 

@@ -186,23 +186,24 @@ def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
         export(base, "gguf-adapter", tmp_path / "whole")
 
 
-def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
+def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, plant):
     """As by a program that takes alpha over r for rsLoRA."""
-    module = importlib.import_module("chronicals.export.adapter")
     folder = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4)
-    right = module._read_pairs
-    kept = GGUFAdapter.write
+    writing = []
 
-    def write(self, given, target):
-        monkeypatch.setattr(
-            module,
-            "_read_pairs",
-            lambda x: {k: replace(pair, scale=pair.scale / 2) for k, pair in right(x).items()},
-        )
-        kept(self, given, target)
-        monkeypatch.setattr(module, "_read_pairs", right)
+    def write(right, *given):
+        writing.append(True)
+        right(*given)
+        writing.clear()
 
-    monkeypatch.setattr(GGUFAdapter, "write", write)
+    def read_pairs(right, source):
+        pairs = right(source)
+        if not writing:
+            return pairs
+        return {path: replace(pair, scale=pair.scale / 2) for path, pair in pairs.items()}
+
+    plant(GGUFAdapter, "write", write)
+    plant(importlib.import_module("chronicals.export.adapter"), "_read_pairs", read_pairs)
     with pytest.raises(NotProved, match="what is added, gguf: FAILED"):
         export(folder, "gguf-adapter")
 
@@ -272,15 +273,14 @@ def test_large_models_are_compared_in_16_bits(run, tmp_path, set_constants):
 # --------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, monkeypatch):
+def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, plant):
     changes = importlib.import_module("chronicals.export.adapter_changes")
-    right = changes.AdapterChanges.merged
 
-    def twice(self, stored, changes):
+    def twice(right, self, stored, changes):
         total = right(self, stored, changes)
         return total if total is None else 2 * total - stored.read().float()
 
-    monkeypatch.setattr(changes.AdapterChanges, "merged", twice)
+    plant(changes.AdapterChanges, "merged", twice)
     for kind in ("merged-fp32", "gguf-f32"):
         with pytest.raises(NotProved, match="beside the trained model"):
             export(run, kind, tmp_path)
@@ -288,10 +288,8 @@ def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("planted", ["template", "stop", "tokenizer", "settings"])
-def test_faults_beside_the_weights_are_found(planted, run, tmp_path, monkeypatch):
-    right = whole.make_compatible
-
-    def plant(folder, stops):
+def test_faults_beside_the_weights_are_found(planted, run, tmp_path, plant):
+    def wrong(right, folder, stops):
         right(folder, stops)
         if planted == "template":
             file = folder / "chat_template.jinja"
@@ -306,7 +304,7 @@ def test_faults_beside_the_weights_are_found(planted, run, tmp_path, monkeypatch
             described["model"]["merges"] = described["model"]["merges"][:5]
             (folder / "tokenizer.json").write_text(json.dumps(described))
 
-    monkeypatch.setattr(whole, "make_compatible", plant)
+    plant(whole, "make_compatible", wrong)
     said = {
         "template": "chat template",
         "stop": "where generation ends",
@@ -468,7 +466,7 @@ def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
     text = (tmp_path / "mine-f16.Modelfile").read_text()
     assert text.startswith("FROM ./mine-f16.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
     assert ollama.template_of(tiny.tokenizer()) in text
-    assert '{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ ' in text
+    assert '{{ else if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ ' in text
     assert (
         '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ '
         "end }}" in text

@@ -729,15 +729,14 @@ def test_normalisation_is_reported(tmp_path):
 # ----------------------------------------------------------------------------------------------------
 
 
-def edited(monkeypatch, **changes):
+def edited(plant, **changes):
     """What is written of the vocabulary is another than what the model has."""
-    right = gguf.write_gguf
 
-    def planted(target, planned, tensors, v, *rest):
+    def planted(right, target, planned, tensors, v, *rest):
         wrong = replace(v, **{name: change(v) for name, change in changes.items()})
         right(target, planned, tensors, wrong, *rest)
 
-    monkeypatch.setattr(gguf, "write_gguf", planted)
+    plant(gguf, "write_gguf", planted)
 
 
 FAULTS = {
@@ -762,9 +761,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_of_the_vocabulary_are_found(name, tmp_path, monkeypatch):
-    plant, said = FAULTS[name]
-    plant(monkeypatch)
+def test_faults_of_the_vocabulary_are_found(name, tmp_path, plant):
+    fault, said = FAULTS[name]
+    fault(plant)
     found = failed(saved(tmp_path, gguf_models.build("llama")))
     assert said in found
 
@@ -777,56 +776,44 @@ def failed(folder, kind="f32"):
     return str(error.value)
 
 
-def planted_when_written(monkeypatch, change):
+def planted_when_written(plant, change):
     """A fault in the way from the model to the file, and not in the way back."""
-    right = gguf.write_gguf
 
-    def write(target, planned, tensors, vocabulary, kind, about):
-        right(
-            target,
-            replace(planned, pieces=[change(piece) for piece in planned.pieces]),
-            tensors,
-            vocabulary,
-            kind,
-            about,
-        )
+    def write(right, target, planned, *rest):
+        right(target, replace(planned, pieces=[change(piece) for piece in planned.pieces]), *rest)
 
-    monkeypatch.setattr(gguf, "write_gguf", write)
+    plant(gguf, "write_gguf", write)
 
 
-def test_experts_in_another_order_are_found(tmp_path, monkeypatch):
+def test_experts_in_another_order_are_found(tmp_path, plant):
     def change(piece):
         return replace(piece, sources=piece.sources[::-1]) if "_exps" in piece.name else piece
 
-    planted_when_written(monkeypatch, change)
+    planted_when_written(plant, change)
     assert "weights in F32, gguf: FAILED" in failed(saved(tmp_path, gguf_models.build("mixtral")))
 
 
-def test_a_block_with_another_scale_is_found(tmp_path, monkeypatch):
+def test_a_block_with_another_scale_is_found(tmp_path, plant):
     import gguf as library
 
-    right = library.quants.quantize
-
-    def quantize(values, kind):
+    def quantize(right, values, kind):
         found = right(values, kind)
         if kind.name == "Q8_0":
             found = found.copy()
             found.reshape(-1)[1] ^= 0x04  # the exponent of the fp16 scale: twice or half of it
         return found
 
-    monkeypatch.setattr(library.quants, "quantize", quantize)
+    plant(library.quants, "quantize", quantize)
     assert "weights in Q8_0" in failed(saved(tmp_path, gguf_models.build("llama")), "q8_0")
 
 
-def test_a_head_beside_a_tied_embedding_is_found(tmp_path, monkeypatch):
-    right = gguf.write_gguf
-
-    def write(target, planned, tensors, vocabulary, kind, about):
+def test_a_head_beside_a_tied_embedding_is_found(tmp_path, plant):
+    def write(right, target, planned, tensors, vocabulary, kind, about):
         planned.extra["output.weight"] = np.zeros((310, 64), np.float32)
         right(target, planned, tensors, vocabulary, kind, about)
         planned.extra.pop("output.weight")
 
-    monkeypatch.setattr(gguf, "write_gguf", write)
+    plant(gguf, "write_gguf", write)
     assert "nothing else is there" in failed(saved(tmp_path, gguf_models.build("qwen2")))
 
 

@@ -276,44 +276,39 @@ def refused(folder, name, what):
     assert not list((folder / "export").glob("*.gguf"))
 
 
-def test_a_dropped_tensor_of_the_projector_is_found(tmp_path, monkeypatch):
-    right = gguf_vision.write_projector
-    monkeypatch.setattr(
+def test_a_dropped_tensor_of_the_projector_is_found(tmp_path, plant):
+    plant(
         gguf_vision,
         "write_projector",
-        lambda target, settings, pieces, *rest: right(target, settings, pieces[:-1], *rest),
+        lambda right, target, settings, pieces, *rest: right(target, settings, pieces[:-1], *rest),
     )
     refused(tmp_path, "llava", "every tensor is there")
 
 
-def with_pieces(monkeypatch, change):
+def with_pieces(plant, change):
     """The writer lays a piece out otherwise; what reads the file back does not."""
-    right = gguf_vision.write_projector
-    monkeypatch.setattr(
-        gguf_vision,
-        "write_projector",
-        lambda target, settings, pieces, *rest: right(
-            target, settings, [change(piece) for piece in pieces], *rest
-        ),
-    )
+
+    def wrong(right, target, settings, pieces, *rest):
+        right(target, settings, [change(piece) for piece in pieces], *rest)
+
+    plant(gguf_vision, "write_projector", wrong)
 
 
-def test_a_kernel_that_is_not_split_is_found(tmp_path, monkeypatch):
+def test_a_kernel_that_is_not_split_is_found(tmp_path, plant):
     """The first frame's half twice."""
 
     def change(piece: TensorPiece) -> TensorPiece:
         first = lambda given: given[0][:, :, 0]  # noqa: E731
         return replace(piece, forward=first) if piece.name.startswith("v.patch_embd") else piece
 
-    with_pieces(monkeypatch, change)
+    with_pieces(plant, change)
     refused(tmp_path, "qwen2_5_vl", "weights in F32")
 
 
-def test_mean_and_deviation_swapped_are_found(tmp_path, monkeypatch):
-    right = gguf_vision.vision_settings
+def test_mean_and_deviation_swapped_are_found(tmp_path, plant):
     saw = []
 
-    def swapped(config, folder):
+    def swapped(right, config, folder):
         found = right(config, folder)
         saw.append(1)
         if len(saw) > 1:  # the writer alone
@@ -323,7 +318,7 @@ def test_mean_and_deviation_swapped_are_found(tmp_path, monkeypatch):
             "clip.vision.image_std": found["clip.vision.image_mean"],
         }
 
-    monkeypatch.setattr(gguf_vision, "vision_settings", swapped)
+    plant(gguf_vision, "vision_settings", swapped)
     refused(tmp_path, "gemma3", "settings")
 
 
@@ -349,26 +344,18 @@ WRONG = {
 
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("fault", WRONG)
-def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(
-    fault, tmp_path, monkeypatch
-):
+def test_an_image_shows_settings_that_writer_and_reader_both_have_wrong(fault, tmp_path, plant):
     name, change = WRONG[fault]
-    right = gguf_vision.vision_settings
-    monkeypatch.setattr(
-        gguf_vision, "vision_settings", lambda config, folder: change(right(config, folder))
-    )
+    plant(gguf_vision, "vision_settings", lambda right, *given: change(right(*given)))
     refused(tmp_path, name, SEEN)
 
 
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(
-    name, tmp_path, monkeypatch
-):
+def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(name, tmp_path, plant):
     """Queries taken for keys; a norm without its one: back and forth they are right."""
-    right = vision._pieces_of_one
 
-    def wrong(own, shape):
+    def wrong(right, own, shape):
         for piece in right(own, shape):
             if "mm_soft_emb_norm" in own:
                 yield replace(
@@ -383,7 +370,7 @@ def test_an_image_shows_a_layout_that_writer_and_reader_both_have_wrong(
             else:
                 yield piece
 
-    monkeypatch.setattr(vision, "_pieces_of_one", wrong)
+    plant(vision, "_pieces_of_one", wrong)
     refused(tmp_path, name, SEEN)
 
 

@@ -55,10 +55,9 @@ def command(monkeypatch, capsys):
     """Runs ``chronicals push`` in this process."""
 
     def push(*arguments):
-        monkeypatch.setattr("sys.argv", ["chronicals", "push", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
-            main()
+            main(["push", *map(str, arguments)])
         said = capsys.readouterr()
         return ended.value.code, said.out, said.err
 

@@ -223,15 +223,13 @@ def test_recomputed_and_kept(tmp_path, changes):
     [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}],
     ids=["full", "adapters"],
 )
-def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch, let_return):
+def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, let_return, record_calls):
     """Such layers, which a run has on a card only."""
     let_return(facts, why_not_fused=None)
     # a proof runs layers, too
-    monkeypatch.setattr(facts, "plan_for", lambda model: PatchPlan())
-    remakes = []
-    remake = halves.Remake
+    let_return(facts, plan_for=PatchPlan())
+    remakes = record_calls(halves, "Remake")
     found = []
-    monkeypatch.setattr(halves, "Remake", lambda *given: remakes.append(given) or remake(*given))
     for memory in ([], ["recompute_elementwise"], ["recompute_layers"]):
         model = tiny.llama()
         patch_parts(model, whole_layers=True)  # which proves them, once
@@ -245,7 +243,7 @@ def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch, let
     assert with_norms == 3 * units > 0 and again == 2 * units
 
 
-def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
+def test_recomputed_as_far_as_memory_needs_it(tmp_path, let_return):
     """On a card that one layer's activations do not fit on, and later, with the same model, on
     one where all do.
     """
@@ -254,8 +252,8 @@ def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
     recomputed = []
     for name, total in (("first layer", 5), ("nothing", 9)):
         card = Estimate(1, 2, {NOTHING: 3, LAYERS: 0}, total)
-        monkeypatch.setattr(facts, "card_memory", lambda _, total=total: total)
-        monkeypatch.setattr(needed_memory, "estimate", lambda *_, card=card: card)
+        let_return(facts, card_memory=total)
+        let_return(needed_memory, estimate=card)
         runs.train(tmp_path / name, model=model)
         recomputed.append([layer.gradient_checkpointing for layer in model.get_decoder().layers])
         model.load_state_dict(tiny.llama().state_dict())

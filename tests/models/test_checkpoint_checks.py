@@ -156,20 +156,25 @@ httpx = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") e
 """What this version of the hub's client sends its requests by."""
 
 
-def answers(monkeypatch, error):
+@pytest.fixture
+def answers(monkeypatch, set_constants):
     """A hub that raises an error, or knows every model; how often it was asked."""
-    asked = []
 
-    def model_info(self, name, **options):
-        asked.append(name)
-        assert options["timeout"] <= 5
-        if error is not None:
-            raise error
+    def hub(error):
+        asked = []
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    check_exists.cache_clear()
-    return asked
+        def model_info(self, name, **options):
+            asked.append(name)
+            assert options["timeout"] <= 5
+            if error is not None:
+                raise error
+
+        set_constants(constants, HF_HUB_OFFLINE=False)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+        check_exists.cache_clear()
+        return asked
+
+    return hub
 
 
 def http(kind, status=404):
@@ -178,8 +183,8 @@ def http(kind, status=404):
 
 
 @pytest.mark.parametrize("load", [load_config, load_tokenizer])
-def test_a_mistyped_name_is_told_once_and_at_once(load, monkeypatch, tmp_path):
-    asked = answers(monkeypatch, http(RepositoryNotFoundError))
+def test_a_mistyped_name_is_told_once_and_at_once(load, answers, tmp_path):
+    asked = answers(http(RepositoryNotFoundError))
     began = time.monotonic()
     with pytest.raises(
         ValueError,
@@ -189,8 +194,8 @@ def test_a_mistyped_name_is_told_once_and_at_once(load, monkeypatch, tmp_path):
     assert time.monotonic() - began < 5 and asked == ["bsae"] and "\n" not in str(told.value)
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch):
-    asked = answers(monkeypatch, httpx.ConnectError("[Errno -2] Name or service not known"))
+def test_a_hub_that_cannot_be_reached(answers):
+    asked = answers(httpx.ConnectError("[Errno -2] Name or service not known"))
     message = (
         "model='owner/bsae': there is no such folder here, and the hub cannot be reached to "
         "look for the name there"
@@ -201,8 +206,8 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["./bsae", "/nowhere/bsae", "a/b/c", "~/bsae", "model folder"])
-def test_what_can_be_no_hub_name_is_not_asked_for(name, monkeypatch):
-    asked = answers(monkeypatch, None)
+def test_what_can_be_no_hub_name_is_not_asked_for(name, answers):
+    asked = answers(None)
     with pytest.raises(
         ValueError,
         match=re.escape(f"model={name!r}: there is no such folder here, and no hub name"),
@@ -214,27 +219,27 @@ def test_what_can_be_no_hub_name_is_not_asked_for(name, monkeypatch):
 @pytest.mark.parametrize(
     "error", [None, http(GatedRepoError, 403), http(HfHubHTTPError, 503)], ids=str
 )
-def test_what_leaves_it_open_is_left_to_whoever_loads(error, monkeypatch):
-    asked = answers(monkeypatch, error)
+def test_what_leaves_it_open_is_left_to_whoever_loads(error, answers):
+    asked = answers(error)
     check_exists("owner/name")
     check_exists("owner/name")
     assert asked == ["owner/name"]
 
 
-def test_a_folder_is_not_asked_for(monkeypatch, tmp_path):
-    asked = answers(monkeypatch, http(RepositoryNotFoundError))
+def test_a_folder_is_not_asked_for(answers, tmp_path):
+    asked = answers(http(RepositoryNotFoundError))
     tiny.llama().save_pretrained(tmp_path)
     assert load_config(tmp_path).vocab_size == 300 and asked == []
 
 
-def test_offline_the_cache_alone_is_asked(monkeypatch, set_constants):
-    asked = answers(monkeypatch, http(RepositoryNotFoundError))
+def test_offline_the_cache_alone_is_asked(answers, set_constants):
+    asked = answers(http(RepositoryNotFoundError))
     set_constants(constants, HF_HUB_OFFLINE=True)
     check_exists("owner/name")
     assert asked == []
 
 
-def test_an_error_of_ours_is_not_taken_for_the_hubs(monkeypatch):
-    answers(monkeypatch, TypeError("ours"))
+def test_an_error_of_ours_is_not_taken_for_the_hubs(answers):
+    answers(TypeError("ours"))
     with pytest.raises(TypeError, match="ours"):
         check_exists("owner/name")

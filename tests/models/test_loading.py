@@ -1,5 +1,6 @@
 """What is said of a folder from which no model can be loaded."""
 
+import builtins
 import json
 import logging
 
@@ -176,13 +177,13 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["shapes", "rows"])
 def test_a_model_with_code_of_its_own_is_read_where_its_code_is_trusted(
-    tmp_path, monkeypatch, by_rows
+    tmp_path, monkeypatch, let_return, by_rows
 ):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    let_return(builtins, input="n")
     folder, whole = (
         tmp_path / f"model-{by_rows}",
         tiny.llama(),

@@ -92,10 +92,9 @@ def test_a_run_saves_what_it_was_trained_with(lora, tmp_path):
     assert first_difference(own, AutoTokenizer.from_pretrained(result.model_dir)) is None
 
 
-def test_what_cannot_be_read_back_ends_before_the_first_step(tmp_path, monkeypatch):
+def test_what_cannot_be_read_back_ends_before_the_first_step(tmp_path, set_constants):
     class_of_its_model = ("Qwen2TokenizerFast", "TokenizersBackend")
-    monkeypatch.setattr(saved_tokenizer, "GENERIC", class_of_its_model)
-    monkeypatch.setattr(saved_tokenizer, "SOURCE", "")
+    set_constants(saved_tokenizer, GENERIC=class_of_its_model, SOURCE="")
     said = r"tokenizer: \w+ beside a qwen2 model is saved as a tokenizer that AutoTokenizer reads otherwise: .*; give Pre"
     with pytest.raises(ConfigurationError, match=said):
         ChronicalsTrainer(qwen(), tiny.tokenizer(), runs.config(tmp_path)).train(tiny.chat_rows(20))

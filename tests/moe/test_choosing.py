@@ -38,7 +38,11 @@ def test_the_rule_is_found(family):
         early = next(x for x in router if not x.is_floating_point())
         assert (
             hits(
-                predictor.order(n, predictor.reuse(n, recorded.features[n])[:, 0]), early, K
+                predictor.choice.order(
+                    predictor.reuse(n, recorded.features[n])[:, 0], predictor.corrections[n]
+                ),
+                early,
+                K,
             ).mean()
             == 1
         )
@@ -156,5 +160,10 @@ def test_they_are_saved_with_their_rule(recalls, tmp_path):
     assert loaded.choice == found.predictor.choice
     logits = torch.randn(20, E)
     for layer in range(2):
-        assert equal(loaded.order(layer, logits), found.predictor.order(layer, logits))
+        assert equal(
+            *(
+                made.choice.order(logits, made.corrections[layer])
+                for made in (loaded, found.predictor)
+            )
+        )
     assert bool(loaded.corrections.any()) and mixture_layers(mixture())[0].correction is None

@@ -315,9 +315,9 @@ def test_a_pack_without_documents_adds_nothing(made):
     assert len(alone.tokens[2]) == 0
     expected = alone.sum(lambda t: np.log(np.exp(z[t]).sum()) ** 2)
     assert float(
-        CountedTokens.of(some, W).sum_over_packs(
-            losses.z_losses(computed.router_logits[0]), CountedTokens.of(some, W).counted
-        )
+        CountedTokens.of(some, W)
+        .means(losses.z_losses(computed.router_logits[0]), CountedTokens.of(some, W).counted)
+        .sum()
     ) == (pytest.approx(expected, rel=1e-6))
     for name in both[0]:
         assert torch.isfinite(both[1][name].sum)

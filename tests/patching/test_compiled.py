@@ -148,14 +148,14 @@ def test_one_layer_is_one_graph(dtype, packed, device):
 
 
 @pytest.mark.parametrize("backend", ["flex", "flash"])
-def test_decoder_layers_over_documents(backend, device, monkeypatch):
+def test_decoder_layers_over_documents(backend, device, let_return):
     """As the trainer compiles them where they do not run fused; here without gradients, which
     FlexAttention has on a card.
     """
     on_card = device.type == "cuda"
     if backend == "flash" and not on_card:
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(backends, "order", lambda needs: (backend,))
+    let_return(backends, order=(backend,))
     model = families.build("llama").to(device, torch.bfloat16 if on_card else torch.float32)
     patch_parts(model)
     for layer in model.get_decoder().layers:

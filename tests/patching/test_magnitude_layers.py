@@ -77,7 +77,7 @@ def test_over_weights_in_4_bits():
     families.assert_same(*both(adapted(four_bits=True), families.documents_batch()))
 
 
-def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
+def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch, let_return):
     """Norms of rows of weights that were not dequantised, and of adapters that were not written."""
     model = fused(adapted(four_bits=True))
     batch = families.documents_batch()
@@ -97,7 +97,7 @@ def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
         "micro_step",
         lambda model, *_: families.states_and_gradients(model.model, batch),
     )
-    monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
+    let_return(torch.random, fork_rng=nullcontext())
     expected = families.states_and_gradients(copy.deepcopy(model), batch)
     compilation.compile_micro_step(
         SimpleNamespace(model=model), None, batch, {}, SimpleNamespace(device=torch.device("cpu"))

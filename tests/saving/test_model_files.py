@@ -23,7 +23,7 @@ from chronicals.saving import (
     save_without_weights,
     stored_weights,
 )
-from chronicals.saving.model_files import PARTS_INDEX, WHOLE_FILE, save_model
+from chronicals.saving.model_files import PARTS_INDEX, WHOLE_FILE
 from comparison import equal
 
 MODELS = {

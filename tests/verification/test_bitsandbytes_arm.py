@@ -97,16 +97,15 @@ def test_a_base_quantised_in_another_type_than_that_of_the_run(folder, tmp_path,
     assert found.passed and found.bitsandbytes, (found.failures, found.notes)
 
 
-def test_codes_that_are_rounded_otherwise_are_taken_and_told(folder, tmp_path, monkeypatch, seed):
+def test_codes_that_are_rounded_otherwise_are_taken_and_told(folder, tmp_path, plant, seed):
     """Without that gradients would differ by more than fp32 rounds."""
-    right = nf4.quantize_nf4
 
-    def wrong(*given):
+    def wrong(right, *given):
         codes, absmax = right(*given)
         absmax.view(-1)[0] *= 1.01
         return codes, absmax
 
-    monkeypatch.setattr(nf4, "quantize_nf4", wrong)
+    plant(nf4, "quantize_nf4", wrong)
     found = compared(folder, tmp_path, seed=seed)
     assert found.passed and found.bitsandbytes, found.failures
     assert any(
@@ -119,15 +118,14 @@ def test_codes_that_are_rounded_otherwise_are_taken_and_told(folder, tmp_path, m
 # -----------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, monkeypatch, seed):
+def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, plant, seed):
     """Which no arm of ours shows, for all multiply by them."""
-    right = nf4.quantize_nf4
 
-    def wrong(*given):
+    def wrong(right, *given):
         codes, absmax = right(*given)
         return codes, absmax * 1.02
 
-    monkeypatch.setattr(nf4, "quantize_nf4", wrong)
+    plant(nf4, "quantize_nf4", wrong)
     found = compared(folder, tmp_path, seed=seed)
     assert not any("bitsandbytes" not in line for line in found.failures)
     assert re.search(
@@ -136,14 +134,12 @@ def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, monkeypa
     )
 
 
-def test_an_adapter_that_is_scaled_otherwise_fails(folder, tmp_path, monkeypatch, seed):
-    right = bitsandbytes_arm.rank_and_scale
-
-    def wrong(*given):
+def test_an_adapter_that_is_scaled_otherwise_fails(folder, tmp_path, plant, seed):
+    def wrong(right, *given):
         rank, scale = right(*given)
         return rank, 1.1 * scale
 
-    monkeypatch.setattr(bitsandbytes_arm, "rank_and_scale", wrong)
+    plant(bitsandbytes_arm, "rank_and_scale", wrong)
     found = compared(folder, tmp_path, seed=seed)
     assert any("PEFT: its gradients of" in line for line in found.failures), found.failures
 
@@ -161,11 +157,11 @@ def note_of(found):
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "peft"])
-def test_what_is_not_installed_is_named(folder, tmp_path, monkeypatch, let_return, package):
+def test_what_is_not_installed_is_named(folder, tmp_path, let_return, package):
     if package == "peft":
         let_return(bitsandbytes_arm, find_spec=None)
     else:
-        monkeypatch.setattr(bitsandbytes_arm, "missing_for_bitsandbytes", lambda: [package])
+        let_return(bitsandbytes_arm, missing_for_bitsandbytes=[package])
     assert f"{package}: not installed" in note_of(compared(folder, tmp_path))
 
 
@@ -184,17 +180,16 @@ def test_a_model_that_was_changed_since_is_named(folder, tmp_path):
     )
 
 
-def test_a_product_that_bitsandbytes_gets_wrong_is_named(tmp_path, monkeypatch):
+def test_a_product_that_bitsandbytes_gets_wrong_is_named(tmp_path, plant):
     """Where inputs are no multiple of a block, on CPUs."""
     pytest.importorskip("bitsandbytes")
     tiny.llama(intermediate_size=96).save_pretrained(tmp_path / "base")
     model = load_model(tmp_path / "base", torch.float32, quantization="nf4")
-    right = bitsandbytes_arm.dense_weight
     shifted = {id(layer) for layer in model.modules()}
-    monkeypatch.setattr(
+    plant(
         bitsandbytes_arm,
         "dense_weight",
-        lambda path, layer: right(path, layer) * (1 if id(layer) in shifted else 1.1),
+        lambda right, path, layer: right(path, layer) * (1 if id(layer) in shifted else 1.1),
     )
     assert "does not multiply by the weight that its codes stand for (off by" in note_of(
         compared(tmp_path, tmp_path, model)

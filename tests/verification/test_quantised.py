@@ -96,12 +96,11 @@ def test_verify_takes_a_model_in_four_bits(tmp_path, mode):
     assert found.passed, found.failures
 
 
-def test_other_values_are_seen(tmp_path, monkeypatch):
+def test_other_values_are_seen(tmp_path, plant):
     """Were the base of the plain arms another one, by a twentieth in every weight, the run would
     be wrong.
     """
-    right = reference.dense_weight
-    monkeypatch.setattr(reference, "dense_weight", lambda *given: right(*given) * 1.05)
+    plant(reference, "dense_weight", lambda right, *given: right(*given) * 1.05)
     config = runs.config(tmp_path, use_lora=True, lora_rank=4)
     assert not verify(in_four_bits(), tiny.tokenizer(), config, tiny.chat_rows()).passed
 
@@ -178,9 +177,8 @@ def mixture(name):
 
 
 @pytest.fixture
-def small_experts_too(monkeypatch, set_constants):
-    for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
-        monkeypatch.setattr(fp8_experts, limit, 1)
+def small_experts_too(set_constants):
+    set_constants(fp8_experts, MIN_MEAN_WIDTH=1, MIN_EXPERT_ROWS=1)
     set_constants(layer_policies, MIN_FP8_WIDTH=4096)
 
 
@@ -194,14 +192,12 @@ def test_a_healthy_run_of_a_mixture_passes(tmp_path, name, changes):
 
 @pytest.mark.parametrize("where", ["rows", "columns"])
 @pytest.mark.usefixtures("fused_anywhere", "small_experts_too")
-def test_a_wrong_scale_of_experts_fails(tmp_path, monkeypatch, where):
-    usual = getattr(FP8Experts, where)
-
-    def wrong(self, *given):
-        found = usual(self, *given)
+def test_a_wrong_scale_of_experts_fails(tmp_path, plant, where):
+    def wrong(right, *given):
+        found = right(*given)
         return found._replace(scale=1.3 * found.scale)
 
-    monkeypatch.setattr(FP8Experts, where, wrong)
+    plant(FP8Experts, where, wrong)
     assert not compare(tmp_path, mixture("qwen3_moe"), **IN_EXPERTS).passed
 
 
@@ -236,26 +232,24 @@ def test_the_plain_experts_round_as_the_products_do(name):
         assert (got - expected).norm() <= allowed * expected.norm(), number
 
 
-def scale_wrongly(monkeypatch, factor, of_weights, where):
+def scale_wrongly(plant, factor, of_weights, where):
     """Scales of weights, or of what they are multiplied by, are off where this layout is asked
     for.
     """
     weights = set()
-    usual = FORMAT.fp8_quantize
-    usual_weight = FP8Base.dense
 
-    def quantize(x, layout="rows", **options):
-        made = usual(x, layout=layout, **options)
+    def dense(right, self):
+        weights.add(self.weight.matrix.data_ptr())
+        return right(self)
+
+    def quantize(right, x, layout="rows", **options):
+        made = right(x, layout=layout, **options)
         if layout != where or (x.data_ptr() in weights) != of_weights:
             return made
         return tuple(part and part._replace(scale=part.scale * factor) for part in made)
 
-    monkeypatch.setattr(
-        FP8Base,
-        "dense",
-        lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self),
-    )
-    monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
+    plant(FP8Base, "dense", dense)
+    plant(FORMAT, "fp8_quantize", quantize)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +258,8 @@ def scale_wrongly(monkeypatch, factor, of_weights, where):
     ids=["gradients", "x for dW", "weights for dX", "frozen weights"],
 )
 @pytest.mark.usefixtures("fused_anywhere")
-def test_a_wrong_scale_fails(tmp_path, monkeypatch, of_weights, where, changes):
-    scale_wrongly(monkeypatch, 1.3, of_weights, where)
+def test_a_wrong_scale_fails(tmp_path, plant, of_weights, where, changes):
+    scale_wrongly(plant, 1.3, of_weights, where)
     assert not compare(tmp_path, **changes).passed
 
 

@@ -45,34 +45,29 @@ def test_every_kernel_passes_here():
         assert 0 < result.error < (0.1 if result.name == "fp8_linear" else 0.05)
 
 
-def test_a_wrong_kernel_is_found(monkeypatch):
-    monkeypatch.setattr(
-        MODULE, "fused_swiglu", lambda gate, up: torch.nn.functional.silu(gate) * up * 1.02
-    )
+def test_a_wrong_kernel_is_found(plant):
+    plant(MODULE, "fused_swiglu", lambda right, gate, up: 1.02 * right(gate, up))
     assert [result.name for result in self_test() if not result.passed] == ["swiglu"]
 
 
-def test_a_wrong_norm_of_gradients_is_found(monkeypatch):
+def test_a_wrong_norm_of_gradients_is_found(plant):
     """Every step is clipped by it."""
-    right = MODULE.gradient_norm
-    monkeypatch.setattr(MODULE, "gradient_norm", lambda tensors: right(tensors[1:]))
+    plant(MODULE, "gradient_norm", lambda right, tensors: right(tensors[1:]))
     assert [result.name for result in self_test() if not result.passed] == ["gradient_norm"]
 
 
 @pytest.mark.parametrize("name", ["dropped_gradient_of_down", "add_dropped_product_"])
-def test_another_mask_in_the_backward_pass_is_found(monkeypatch, name):
-    right = getattr(MODULE, name)
-    monkeypatch.setattr(
+def test_another_mask_in_the_backward_pass_is_found(plant, name):
+    plant(
         MODULE,
         name,
-        lambda one, other, *rest: right(one, other, *rest[:-2], rest[-2] + 1, rest[-1]),
+        lambda right, *given: right(*given[:-2], given[-2] + 1, given[-1]),
     )
     assert [result.name for result in self_test() if not result.passed] == ["dropped_products"]
 
 
-def test_a_wrong_scale_is_found(monkeypatch):
-    right = MODULE.fp8_linear
-    monkeypatch.setattr(MODULE, "fp8_linear", lambda x, w: 1.1 * right(x, w))
+def test_a_wrong_scale_is_found(plant):
+    plant(MODULE, "fp8_linear", lambda right, x, w: 1.1 * right(x, w))
     assert [result.name for result in self_test() if not result.passed] == ["fp8_linear"]
 
 

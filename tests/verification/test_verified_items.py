@@ -2,7 +2,6 @@
 to the loss do not.
 """
 
-import functools
 import itertools
 import sys
 
@@ -78,89 +77,70 @@ OF_PAIRS = {name: cls for name, cls in IN_TREE.items() if issubclass(cls, pairs.
 """The registered objectives over pairs."""
 
 
-def sides_swapped(monkeypatch):
-    right = pairs.by_item
-    monkeypatch.setattr(
-        pairs, "by_item", lambda values, batch, side: right(values, batch, 1 - side)
+def sides_swapped(plant):
+    plant(pairs, "by_item", lambda right, values, batch, side: right(values, batch, 1 - side))
+
+
+def no_reference(plant):
+    plant(
+        reference.WithReference,
+        "reference_sums",
+        lambda right, *given: torch.zeros_like(right(*given)),
     )
 
 
-def no_reference(monkeypatch):
-    right = reference.WithReference.reference_sums
-    wrong = lambda *given: torch.zeros_like(right(*given))  # noqa: E731
-    monkeypatch.setattr(reference.WithReference, "reference_sums", wrong)
-
-
-def a_document_late(monkeypatch):
+def a_document_late(plant):
     """Each document's sum is that of the one before."""
-    right = log_probabilities.document_sums
     for module in (pairs, kto):
-        monkeypatch.setattr(
-            module, "document_sums", lambda values, batch: right(values, batch).roll(1)
-        )
+        plant(module, "document_sums", lambda right, values, batch: right(values, batch).roll(1))
 
 
-def of_a_micro_batch(monkeypatch):
+def of_a_micro_batch(plant):
     """KTO's divergence is of each Batch by itself."""
-    right = kto.KTO.__call__
 
-    def wrong(self, model, batch):
+    def wrong(right, self, model, batch):
         _, terms = self.before_step(model, batch)
         items = (batch.segments["side"] == 0).sum().clamp(min=1)
         batch.segments["kl"] = (terms["kl"].sum / items)[None]
         return right(self, model, batch)
 
-    monkeypatch.setattr(kto.KTO, "__call__", wrong)
+    plant(kto.KTO, "__call__", wrong)
 
 
-def a_wrong_sign(monkeypatch):
+def a_wrong_sign(plant):
     """Every loss is that of the other answer, or of the other label."""
     for module in (dpo, cpo):
-        monkeypatch.setattr(
-            module, "dpo_losses", lambda h, *given, right=module.dpo_losses: right(-h, *given)
-        )
-    monkeypatch.setattr(ipo, "ipo_losses", lambda h, tau, right=ipo.ipo_losses: right(-h, tau))
-    monkeypatch.setattr(
-        simpo, "simpo_losses", lambda a, b, gamma, right=simpo.simpo_losses: right(b, a, gamma)
-    )
-    monkeypatch.setattr(orpo, "log_odds_ratio", lambda a, b, right=orpo.log_odds_ratio: right(b, a))
-    monkeypatch.setattr(
-        kto,
-        "kto_losses",
-        lambda r, z, good, *given, right=kto.kto_losses: right(r, z, ~good, *given),
-    )
+        plant(module, "dpo_losses", lambda right, h, *given: right(-h, *given))
+    plant(ipo, "ipo_losses", lambda right, h, tau: right(-h, tau))
+    plant(simpo, "simpo_losses", lambda right, a, b, gamma: right(b, a, gamma))
+    plant(orpo, "log_odds_ratio", lambda right, a, b: right(b, a))
+    plant(kto, "kto_losses", lambda right, r, z, good, *given: right(r, z, ~good, *given))
 
 
-def by_token(monkeypatch):
+def by_token(plant):
     """The loss of pairs, or of judged answers, is divided by tokens."""
+
+    def wrong(right, *given):
+        return divided_by("targets", right(*given), 1.0)
+
     for cls in OF_PAIRS.values():
-        monkeypatch.setattr(
-            cls,
-            "terms",
-            lambda self, pairs, right=cls.terms: divided_by("targets", right(self, pairs), 1.0),
-        )
-    right = kto.KTO.__call__
-    monkeypatch.setattr(
-        kto.KTO,
-        "__call__",
-        lambda self, model, batch: divided_by("targets", right(self, model, batch), 1.0),
-    )
+        plant(cls, "terms", wrong)
+    plant(kto.KTO, "__call__", wrong)
 
 
-def a_mean_of_means(monkeypatch):
+def a_mean_of_means(plant):
     """The loss is a mean over the items of each micro-batch, and then over micro-batches."""
 
-    def of_pairs(self, pairs, right):
+    def of_pairs(right, self, pairs):
         return divided_by("packs", right(self, pairs), pairs.there.sum().clamp(min=1))
 
-    def of_answers(self, model, batch, right=kto.KTO.__call__):
-        return divided_by(
-            "packs", right(self, model, batch), (batch.segments["side"] == 0).sum().clamp(min=1)
-        )
+    def of_answers(right, self, model, batch):
+        items = (batch.segments["side"] == 0).sum().clamp(min=1)
+        return divided_by("packs", right(self, model, batch), items)
 
     for cls in OF_PAIRS.values():
-        monkeypatch.setattr(cls, "terms", functools.partialmethod(of_pairs, right=cls.terms))
-    monkeypatch.setattr(kto.KTO, "__call__", of_answers)
+        plant(cls, "terms", of_pairs)
+    plant(kto.KTO, "__call__", of_answers)
 
 
 def divided_by(per, terms, count):
@@ -193,8 +173,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_planted_fault_fails(fault, name, tmp_path, monkeypatch):
-    fault(monkeypatch)
+def test_a_planted_fault_fails(fault, name, tmp_path, plant):
+    fault(plant)
     changes = HEALTHY[name]
     if fault is no_reference or fault is of_a_micro_batch:
         tiny.llama(seed=7).save_pretrained(tmp_path / "other")

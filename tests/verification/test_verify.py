@@ -16,7 +16,7 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.packs.step_memory import StepMemory
-from chronicals.lora import LoRAConfig, apply_lora, parameter_layer, stacked_experts
+from chronicals.lora import LoRAConfig, apply_lora, parameter_layer
 from chronicals.lora.layers import LoRAEmbedding
 from chronicals.models import present
 from chronicals.optimizers import SCHEDULES, learning_rate_factor
@@ -215,14 +215,11 @@ def test_a_model_whose_heads_are_wider_in_some_layers_passes(tmp_path, seed, wid
     assert found.passed, found.failures
 
 
-def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, monkeypatch):
+def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, plant):
     """Of a class that balances in another way: the run warns of it, and the arms are alike."""
     from transformers.models.mixtral import modeling_mixtral
 
-    right = modeling_mixtral.load_balancing_loss_func
-    monkeypatch.setattr(
-        modeling_mixtral, "load_balancing_loss_func", lambda *given: 1.1 * right(*given)
-    )
+    plant(modeling_mixtral, "load_balancing_loss_func", lambda right, *given: 1.1 * right(*given))
     model = build("Mixtral", 0)
     model.config.output_router_logits = True
     model.config.initializer_range = 0.03
@@ -274,77 +271,69 @@ def test_ours_is_the_run_itself(tmp_path, seed, changes):
 # -----------------------------------------------------------------------------------------------------
 
 
-def a_wrong_head(monkeypatch, model):
+def a_wrong_head(plant, model):
     """The hidden states' gradient from the head is a tenth too large."""
-    kernel = sys.modules["chronicals.kernels.linear_cross_entropy"]._LinearCrossEntropy
-    right = kernel.backward
+    module = sys.modules["chronicals.kernels.linear_cross_entropy"]
 
-    def wrong(ctx, upstream):
+    def wrong(right, ctx, upstream):
         hidden, *rest = right(ctx, upstream)
         return hidden * 1.1, *rest
 
-    monkeypatch.setattr(kernel, "backward", staticmethod(wrong))
+    plant(module._LinearCrossEntropy, "backward", wrong)
 
 
-def a_wrong_swiglu(monkeypatch, model):
+def a_wrong_swiglu(plant, model):
     """The gradient of ``up`` lacks a tenth, in the kernel and in its reference."""
     patch_model(model)
     glu = sys.modules["chronicals.kernels.glu"]
-    reference = glu.REFERENCES["silu"]
-    right = glu._backward
 
-    def wrong(dy, gate, up, activation, merged, *rest):
+    def less(right, gate, up):
+        return right(gate, 0.9 * up + (0.1 * up).detach())
+
+    def wrong(right, dy, gate, up, activation, merged, *rest):
         *gradients, amax = right(dy, gate, up, activation, merged, *rest)
         d_up = gradients[0].chunk(2, -1)[1] if merged else gradients[1]
         d_up *= 0.9
         return [*gradients, amax]
 
-    monkeypatch.setitem(
-        glu.REFERENCES, "silu", lambda gate, up: reference(gate, 0.9 * up + (0.1 * up).detach())
-    )
-    monkeypatch.setattr(glu, "_backward", wrong)
+    plant(glu.REFERENCES, "silu", less)
+    plant(glu, "_backward", wrong)
 
 
-def a_dropped_bound(monkeypatch, model):
+def a_dropped_bound(plant, model):
     """The first two documents of a Batch are one to the attention."""
-    right = StepMemory.batches
 
     def without_its_first(batch, width):
         bounds = torch.cat((batch.cu_seqlens[:1], batch.cu_seqlens[2:], batch.cu_seqlens[-1:]))
         return dataclasses.replace(batch, cu_seqlens=bounds, max_seqlen=width)
 
-    def wrong(self, steps):
+    def wrong(right, self, steps):
         for step in right(self, steps):
             yield [without_its_first(batch, self.sizes.width) for batch in step]
 
-    monkeypatch.setattr(StepMemory, "batches", wrong)
+    plant(StepMemory, "batches", wrong)
 
 
-def a_mean_of_means(monkeypatch, model):
+def a_mean_of_means(plant, model):
     """Every micro-batch is divided by its own count."""
     step = sys.modules["chronicals.training.step.training_step"]
     objective = sys.modules["chronicals.objectives.next_token"].NextToken
-    right = objective.__call__
     own = {}
 
-    def remember(self, presented, batch):
+    def remember(right, self, presented, batch):
         own["weight"] = 2 * batch.trained
         return right(self, presented, batch)
 
-    divide = step.divide
-    monkeypatch.setattr(objective, "__call__", remember)
-    monkeypatch.setattr(step, "divide", lambda terms, _: divide(terms, own))
+    plant(objective, "__call__", remember)
+    plant(step, "divide", lambda right, terms, _: right(terms, own))
 
 
-def an_adapter_left_out(monkeypatch, model):
+def an_adapter_left_out(plant, model):
     targets = sys.modules["chronicals.lora.targets"]
-    right = targets.targeted_paths
-    monkeypatch.setattr(
-        targets, "targeted_paths", lambda *given, **named: right(*given, **named)[1:]
-    )
+    plant(targets, "targeted_paths", lambda right, *given, **named: right(*given, **named)[1:])
 
 
-def a_frozen_expert(monkeypatch, model):
+def a_frozen_expert(plant, model):
     """One of the slices of the experts' weights, the one most tokens were sent to, gets no
     gradient.
     """
@@ -358,62 +347,53 @@ def a_frozen_expert(monkeypatch, model):
         weight.register_hook(without)
 
 
-def frozen_experts(monkeypatch, model):
-    session = sys.modules[SESSION]
-    right = session.attach_adapters
+def frozen_experts(plant, model):
 
-    def wrong(model, *given):
+    def wrong(right, model, *given):
         model.get_submodule("model.layers.0.mlp.experts").requires_grad_(False)
         right(model, *given)
 
-    monkeypatch.setattr(session, "attach_adapters", wrong)
+    plant(sys.modules[SESSION], "attach_adapters", wrong)
 
 
-def no_faster_b(monkeypatch, model):
+def no_faster_b(plant, model):
     """LoRA+ is asked for, and B learns as slowly as A."""
-    session = sys.modules[SESSION]
-    right = session.build_optimizer
 
-    def wrong(*given):
+    def wrong(right, *given):
         optimizer = right(*given)
         for group in optimizer.param_groups:
             group["peak"] = 2e-4
         return optimizer
 
-    monkeypatch.setattr(session, "build_optimizer", wrong)
+    plant(sys.modules[SESSION], "build_optimizer", wrong)
 
 
-def a_weight_that_is_not_updated(monkeypatch, model):
-    session = sys.modules[SESSION]
-    right = session.build_optimizer
+def a_weight_that_is_not_updated(plant, model):
 
-    def wrong(*given):
+    def wrong(right, *given):
         optimizer = right(*given)
         optimizer.param_groups[0]["params"].pop(3)
         return optimizer
 
-    monkeypatch.setattr(session, "build_optimizer", wrong)
+    plant(sys.modules[SESSION], "build_optimizer", wrong)
 
 
-def an_expert_left_out(monkeypatch, model):
-    right = stacked_experts.adapted_experts
-    monkeypatch.setattr(
-        parameter_layer,
-        "adapted_experts",
-        lambda layer, factors, routed, *stacks: right(
-            layer, {name: found for name, found in factors.items() if name != "down_proj"}, routed
-        ),
-    )
+def an_expert_left_out(plant, model):
+
+    def wrong(right, layer, factors, routed, *stacks):
+        left = {name: found for name, found in factors.items() if name != "down_proj"}
+        return right(layer, left, routed)
+
+    plant(parameter_layer, "adapted_experts", wrong)
 
 
-def an_unscaled_embedding(monkeypatch, model):
-    right = LoRAEmbedding.forward
+def an_unscaled_embedding(plant, model):
 
-    def wrong(self, ids):
+    def wrong(right, self, ids):
         bare = self.base_layer(ids)
         return bare + (right(self, ids) - bare) / self.base_layer.embed_scale
 
-    monkeypatch.setattr(LoRAEmbedding, "forward", wrong)
+    plant(LoRAEmbedding, "forward", wrong)
 
 
 FAULTS = [
@@ -451,11 +431,9 @@ FAULTS = [
     FAULTS,
     ids=[f"{f.__name__}-{name}" for f, name, *_ in FAULTS],
 )
-def test_a_planted_fault_fails(
-    tmp_path, monkeypatch, seed, fault, family, changes, message, precision
-):
+def test_a_planted_fault_fails(tmp_path, plant, seed, fault, family, changes, message, precision):
     model = build(family, seed)
-    fault(monkeypatch, model)
+    fault(plant, model)
     found = compare(tmp_path, model, mixed_precision=precision, seed=seed, **changes)
     assert not found.passed
     assert re.search(message, "\n".join(found.failures)), found.failures[:5]
@@ -464,25 +442,16 @@ def test_a_planted_fault_fails(
 def of_groups(**wrong):
     """Every group of the optimizer has ``wrong`` in the place of what was asked for."""
 
-    def plant(monkeypatch):
-        session = sys.modules[SESSION]
-        right = session.build_optimizer
+    def built(right, *given):
+        optimizer = right(*given)
+        for group in optimizer.param_groups:
+            group.update({name: value for name, value in wrong.items() if group[name]})
+        return optimizer
 
-        def built(*given):
-            optimizer = right(*given)
-            for group in optimizer.param_groups:
-                group.update({name: value for name, value in wrong.items() if group[name]})
-            return optimizer
-
-        monkeypatch.setattr(session, "build_optimizer", built)
-
-    return plant
+    return "build_optimizer", built
 
 
-def no_clipping(monkeypatch):
-    session = sys.modules[SESSION]
-    right = session.EagerStep
-    monkeypatch.setattr(session, "EagerStep", lambda *given: right(*given[:-2], None, given[-1]))
+NO_CLIPPING = "EagerStep", lambda right, *given: right(*given[:-2], None, given[-1])
 
 
 ALONE = [
@@ -497,19 +466,19 @@ ALONE = [
     ("beta2", of_groups(betas=(0.9, 0.95)), {}),
     ("beta2-in-backward", of_groups(betas=(0.9, 0.95)), IN_BACKWARD),
     ("eps", of_groups(eps=1e-6), {}),
-    ("clipping", no_clipping, {"max_grad_norm": 0.1}),
-    ("clipping-lora", no_clipping, {"max_grad_norm": 0.1, **LORA}),
+    ("clipping", NO_CLIPPING, {"max_grad_norm": 0.1}),
+    ("clipping-lora", NO_CLIPPING, {"max_grad_norm": 0.1, **LORA}),
 ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "plant, changes", [case[1:] for case in ALONE], ids=[name for name, *_ in ALONE]
+    "fault, changes", [case[1:] for case in ALONE], ids=[name for name, *_ in ALONE]
 )
 def test_a_fault_of_the_optimizer_alone_fails_in_every_type(
-    tmp_path, monkeypatch, seed, plant, changes, precision
+    tmp_path, plant, seed, fault, changes, precision
 ):
-    plant(monkeypatch)
+    plant(sys.modules[SESSION], *fault)
     found = compare(tmp_path, tiny.llama(seed), mixed_precision=precision, seed=seed, **changes)
     assert re.search(r"q_proj.*: optimizer deviates", "\n".join(found.failures)), found.failures[:5]
     assert found.optimizer[0].ratio > 3
@@ -700,7 +669,7 @@ def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):
     )
 
 
-def test_a_class_without_eager_attention_is_named(tmp_path, monkeypatch):
+def test_a_class_without_eager_attention_is_named():
     reference = sys.modules["chronicals.verification.reference"]
 
     class Stubborn(type(tiny.llama())):

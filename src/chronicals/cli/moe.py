@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 
 moe_commands = typer.Typer(name="moe", no_args_is_help=True)
 
+# Options of both commands that load a mixture (``loaded_mixture``).
+BaseModel = Annotated[
+    str | None,
+    typer.Option(help="Base model of an adapter, where the adapter does not name it"),
+]
+In4Bits = Annotated[
+    bool,
+    typer.Option(
+        "--load-in-4bit",
+        help="Model, or base of an adapter, in 4 bits (default: as it was trained)",
+    ),
+]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes with the model")]
+
 
 @moe_commands.callback()
 def moe() -> None:
@@ -128,20 +142,9 @@ def trace(
         int, typer.Option(min=1, help="Packs in a forward pass, and in a file")
     ] = 4,
     objective: Annotated[str, typer.Option(help="How rows are read: sft, or pretraining")] = "sft",
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Base model of an adapter, where the adapter does not name it"),
-    ] = None,
-    load_in_4bit: Annotated[
-        bool,
-        typer.Option(
-            "--load-in-4bit",
-            help="Model, or base of an adapter, in 4 bits (default: as it was trained)",
-        ),
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="Run Python code that comes with the model")
-    ] = False,
+    base_model: BaseModel = None,
+    load_in_4bit: In4Bits = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write down which experts a mixture's routers choose.
 
@@ -252,20 +255,9 @@ def predict_train(
         str | None,
         typer.Option(help="How rows of --data are read: sft, or pretraining (default: sft)"),
     ] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Base model of an adapter, where the adapter does not name it"),
-    ] = None,
-    load_in_4bit: Annotated[
-        bool,
-        typer.Option(
-            "--load-in-4bit",
-            help="Model, or base of an adapter, in 4 bits (default: as it was trained)",
-        ),
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="Run Python code that comes with the model")
-    ] = False,
+    base_model: BaseModel = None,
+    load_in_4bit: In4Bits = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train heads that predict the experts of a frozen mixture.
 

@@ -82,6 +82,7 @@ class EmbeddingInShards(nn.Module):
             own_length = torch.tensor([len(sent)], device=ids.device)
             dist.all_gather_into_tensor(lengths, own_length, group=self.group)
             sent = F.pad(sent, (0, int(lengths.max()) - len(sent)))  # waits for the device
+        # Ids are small: gathering them and exchanging embeddings sends less than gathering W.
         everyone = sent.new_empty(self.count * len(sent))
         dist.all_gather_into_tensor(everyone, sent.contiguous(), group=self.group)
         parts = F.embedding(everyone, self.weight)

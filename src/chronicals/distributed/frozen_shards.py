@@ -378,15 +378,17 @@ class RowsRead(nn.Module):
         self.whole = [whole] if rows is None else []
 
     @classmethod
-    def reading(
+    def read(
         cls,
         ranks: Mesh,
         sharing: int,
         device: torch.device,
         dtype: torch.dtype,
         quantization: str | None,
-    ) -> Callable[[nn.Linear, Tensor], RowsRead]:
-        """Return a function that makes the placeholder of a linear layer from its weight in a file.
+        linear: nn.Linear,
+        weight: Tensor,
+    ) -> Self:
+        """Make the placeholder of a linear layer from its weight in a file.
 
         The weight is moved to ``device`` and quantised there if asked. Only one weight is whole at
         a time.
@@ -397,22 +399,18 @@ class RowsRead(nn.Module):
             device: device of this rank's rows.
             dtype: dtype of weights that are not packed.
             quantization: name of a recipe in ``RECIPES``, or None.
+            linear: the layer, whose weight is not loaded.
+            weight: its weight.
         """
-
-        def take(linear: nn.Linear, weight: Tensor) -> RowsRead:
-            weight = weight.to(device)
-            layer: nn.Linear | PackedLinear
-            if quantization is None:
-                layer = nn.Linear(
-                    linear.in_features, linear.out_features, bias=False, device="meta"
-                )
-                layer.weight = nn.Parameter(weight, requires_grad=False)
-            else:
-                layer = RECIPES[quantization].quantise(weight).layer()
-            rows = rows_of_layer(layer, ranks.rank % sharing, sharing, dtype)
-            return cls(linear, rows, layer)
-
-        return take
+        weight = weight.to(device)
+        layer: nn.Linear | PackedLinear
+        if quantization is None:
+            layer = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            layer = RECIPES[quantization].quantise(weight).layer()
+        rows = rows_of_layer(layer, ranks.rank % sharing, sharing, dtype)
+        return cls(linear, rows, layer)
 
 
 def put_whole(layers: Sequence[nn.Module], device: torch.device) -> None:

@@ -94,6 +94,8 @@ class ExchangedSums:
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"op={op}: gradients are summed; one place divides by their count")
+        # Each rank sends 2 bytes a weight, as computed. A reduce-scatter adds on the way, and would
+        # have to send fp32 for sums that are rounded no more than these.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(self.ranks, -1), 0, dtype=torch.float32, out=output_tensor)
@@ -118,6 +120,8 @@ def sum_evenly(unit: nn.Module) -> None:
             if whole.grad is not None or one.unsharded_accumulated_grad is not None:
                 setattr(one.sharded_param, USED, True)
             elif whole.untyped_storage().size():  # 0 if the weight is not gathered
+                # FSDP concatenates the gradients that are there. Without these zeros the rows of
+                # one weight would be added to those of another that this rank did not use.
                 whole.grad = torch.zeros_like(whole)
         summed(*unused)
 
@@ -155,6 +159,7 @@ class SideBySide:
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         self.bytes = self.flat.nbytes
         for part, place in zip(parts, self.flat.split(sizes)):
+            # FSDP copies what its collective returns straight into this view.
             part.all_gather_outputs = [place]
             part._unsharded_param = nn.Parameter(
                 place.view(part._orig_size), part.sharded_param.requires_grad
@@ -201,6 +206,7 @@ def lay_side_by_side(
         linears = [getattr(owner, name) for name in names]
         for kind in ("weight", "bias"):
             parts = [there.get((id(linear), kind)) for linear in linears]
+            # FSDP pads rows that do not divide, and padding would lie between the weights.
             if any(part is None or part._orig_size[0] % ranks for part in parts):
                 continue
             part = parts[0]

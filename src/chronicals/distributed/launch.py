@@ -121,6 +121,7 @@ def become_launcher(count: int, arguments: Sequence[str]) -> None:
         raise ConfigurationError(
             f"nproc={count}: this machine has {cards} card{'s' * (cards > 1)}; give at most as many"
         )
+    # The processes divide the CPU cores among themselves.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     launcher = [
         sys.executable,

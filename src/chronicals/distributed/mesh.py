@@ -285,8 +285,7 @@ class Mesh:
     def writer_does(self, work: Callable[[], WriterResult], error: type[Exception]) -> WriterResult:
         """Run ``work`` on rank 0 and return its result (plain JSON) on all ranks.
 
-        The other ranks wait for as long as it takes. They poll the store instead of a collective,
-        so nothing times out, and they still handle signals.
+        The other ranks wait for as long as it takes.
 
         Raises:
             Exception: on rank 0 what ``work`` raised; on the others ``error`` with its message.
@@ -294,22 +293,31 @@ class Mesh:
         if self.count == 1:
             return work()
         key = f"chronicals/{next(_announcements)}"
+        # The store instead of a collective: nothing times out, and signals are still handled.
         store = dist.distributed_c10d._get_default_store()
         if not self.writer:
             with WAITING.within():
-                parts = int(awaited(store, key))
-                texts = [store.get(f"{key}/{number}").decode() for number in range(parts)]
+                count = int(awaited(store, key))
+                texts = [store.get(f"{key}/{number}").decode() for number in range(count)]
             result, words = json.loads("".join(texts))
             if words is not None:
                 raise error(f"rank 0 stopped: {words}")
             return result
+        words = None
+        result = None
         try:
             result = work()
+            return result
         except BaseException as failure:
-            _say(store, key, json.dumps([None, f"{type(failure).__name__}: {failure}"]))
+            words = f"{type(failure).__name__}: {failure}"
             raise
-        _say(store, key, json.dumps([result, None]))
-        return result
+        finally:
+            # In parts, and last their number: the store refuses values above 8 MiB.
+            text = json.dumps([result, words])
+            parts = [text[begin : begin + STORE_PART] for begin in range(0, len(text), STORE_PART)]
+            for number, part in enumerate(parts):
+                store.set(f"{key}/{number}", part)
+            store.set(key, str(len(parts)))
 
 
 def _join(launch: Launch) -> None:
@@ -399,19 +407,26 @@ class HostExchange:
         dist.destroy_process_group(self._group)
 
 
-def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor]]:
-    """Group gradients into buckets, in order: neighbours of one dtype, at most ``size`` bytes each.
+def buckets(
+    tensors: Sequence[Tensor], needed: Sequence[int], size: int = BUCKET
+) -> list[list[Tensor]]:
+    """Group tensors into buckets, in order: neighbours of one dtype, at most ``size`` bytes each.
 
-    A gradient larger than ``size`` has a bucket of its own.
+    A tensor that needs more than ``size`` has a bucket of its own.
+
+    Args:
+        tensors: gradients, or weights whose gradients travel together.
+        needed: bytes of each in a bucket.
+        size: maximum bytes of a bucket.
     """
     found = list[list[Tensor]]()
     room = 0
-    for gradient in gradients:
-        if not found or gradient.nbytes > room or gradient.dtype != found[-1][0].dtype:
+    for tensor, own in zip(tensors, needed):
+        if not found or own > room or tensor.dtype != found[-1][0].dtype:
             found.append([])
             room = size
-        found[-1].append(gradient)
-        room -= gradient.nbytes
+        found[-1].append(tensor)
+        room -= own
     return found
 
 
@@ -419,19 +434,19 @@ def buckets(gradients: Sequence[Tensor], size: int = BUCKET) -> list[list[Tensor
 def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
     """Replace every gradient by its sum over the ranks, in stream order and in few collectives.
 
-    Every collective costs a launch, and a model with adapters has hundreds of small gradients. A
-    bucket costs one copy in and one copy out at memory bandwidth, which is many times the bandwidth
-    between GPUs. A gradient that fills a bucket by itself is summed in place.
+    Every collective costs a launch, and a model with adapters has hundreds of small gradients.
 
     Args:
         gradients: the same number, order, shapes and dtypes on all ranks.
         size: maximum bytes of a bucket.
     """
-    waiting = deque(buckets(gradients, size))
+    waiting = deque(buckets(gradients, [gradient.nbytes for gradient in gradients], size))
     flying: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
     while waiting or flying:
         if waiting and len(flying) < IN_FLIGHT:
             bucket = waiting.popleft()
+            # A bucket costs one copy in and one copy out at memory bandwidth, which is many times
+            # the bandwidth between GPUs. A gradient by itself is summed in place.
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
             flying.append(([] if alone else bucket, flat, dist.all_reduce(flat, async_op=True)))
@@ -443,14 +458,6 @@ def sum_over_ranks(gradients: Sequence[Tensor], size: int = BUCKET) -> None:
             torch._foreach_copy_(
                 bucket, [part.view(gradient.shape) for part, gradient in zip(sums, bucket)]
             )
-
-
-def _say(store: dist.Store, key: str, text: str) -> None:
-    """Set a text in the store in parts, and last their number: it refuses values above 8 MiB."""
-    parts = [text[begin : begin + STORE_PART] for begin in range(0, len(text), STORE_PART)]
-    for number, part in enumerate(parts):
-        store.set(f"{key}/{number}", part)
-    store.set(key, str(len(parts)))
 
 
 def awaited(store: dist.Store, key: str) -> bytes:

@@ -159,12 +159,12 @@ class Presence:
     def _gone(self) -> Gone | None:
         """Return a process that is gone, or None.
 
-        Rank 0 looks at every other process and the others at rank 0, so that the store is asked
-        only a few times a second.
+        Rank 0 looks at every other process and the others at rank 0.
         """
         first = Gone.first(self._own)
         if first is not None:
             return first
+        # So the store is asked only a few times a second, however many ranks there are.
         for other in range(1, self.count) if self.rank == 0 else [0]:
             about = last_post(self._own, other)
             (beat, at) = self._heard[other]

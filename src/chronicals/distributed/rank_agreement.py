@@ -115,6 +115,8 @@ def _sums_of_bits(tensor: Tensor) -> Tensor:
     words = flat.view(
         torch.uint8 if flat.dtype == torch.bool else INTEGER_DTYPES[flat.element_size()]
     )
+    # Both sums wrap around. A zero adds nothing to the first, wherever it is: an fp32 shard of a
+    # bf16 weight has its bits and zeros.
     places = torch.arange(1, min(len(words), SUMMED_AT_A_TIME) + 1, device=flat.device)
     sums = [torch.zeros(2, dtype=torch.int64, device=flat.device)]
     for begin in range(0, len(words), SUMMED_AT_A_TIME):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chronicals.distributed.mesh import BUCKET, IN_FLIGHT, Mesh
+from chronicals.distributed.mesh import BUCKET, IN_FLIGHT, Mesh, buckets
 from chronicals.kernels.adamw_8bit import MOMENT_BLOCK
 from chronicals.kernels.gradient_norm import gradient_norm
 
@@ -36,6 +36,7 @@ def share_bounds(elements: int, rank: int, count: int) -> tuple[int, int]:
 
 def width_of(elements: int, count: int) -> int:
     """Return the largest number of elements of a share, which rank 0 has."""
+    # Whole blocks, so that 8-bit states have the same blocks for any number of ranks.
     return -(-elements // (MOMENT_BLOCK * count)) * MOMENT_BLOCK
 
 
@@ -169,18 +170,11 @@ class Shards(RankShares):
         for weight, share in self.shares.items():
             if share.dtype != weight.dtype or share.device != weight.device:
                 share.data = _as(weight, self.own_part(weight)).clone()
-        # Neighbours of one dtype, with at most ``size`` bytes of gradients.
-        together = list[list[Tensor]]()
-        room = 0
-        for weight in self.weights:
-            needed = 4 * self.ranks.count * width_of(weight.numel(), self.ranks.count)
-            if not together or needed > room or weight.dtype != together[-1][0].dtype:
-                together.append([])
-                room = self.size
-            together[-1].append(weight)
-            room -= needed
+        # Gradients travel in fp32, 4 bytes each, with the shares of all ranks at their full width.
+        count = self.ranks.count
+        sent = [4 * count * width_of(weight.numel(), count) for weight in self.weights]
         self.buckets = []
-        for weights in together:
+        for weights in buckets(self.weights, sent, self.size):
             widths = [width_of(weight.numel(), self.ranks.count) for weight in weights]
             own = weights[0].new_zeros(sum(widths), requires_grad=False)
             gradients = torch.zeros(len(own), dtype=torch.float32, device=own.device)

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -71,7 +71,14 @@ class RankWatch:
         # A collective or the store raised it; gloo raises RuntimeError.
         by_gloo = type(error) is RuntimeError and "gloo" in str(error)
         if error is not None and (isinstance(error, dist.DistError) or by_gloo):
-            raise self.error(self._reason(error)) from error
+            # Say how another rank ended, or else what all ranks are doing.
+            first = None
+            doing = "the other processes cannot be asked where they stand"
+            with suppress(RuntimeError):  # the store may be gone, too
+                first = self._first_error(wait=GRACE)
+                doing = _told(self._posts())
+            reason = first or f"another process is gone: {doing}; {error}"
+            raise self.error(reason) from error
         if error is not None:
             self._announce(f"{kind.__name__ if kind else ''}: {error}")
             return False
@@ -86,20 +93,6 @@ class RankWatch:
         except RuntimeError as failure:
             logger.debug("the other processes had gone: %s", failure)
         return False
-
-    def _reason(self, failure: BaseException) -> str:
-        """Return why a collective failed: how another rank ended, or what all ranks are doing."""
-        try:
-            first = self._first_error(wait=GRACE)
-        except RuntimeError:
-            first = None
-        if first:
-            return first
-        try:
-            doing = _told(self._posts())
-        except RuntimeError:
-            doing = "the other processes cannot be asked where they stand"
-        return f"another process is gone: {doing}; {failure}"
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -221,9 +214,9 @@ class RankWatch:
     def _lost(self) -> str | None:
         """Announce a rank that has not posted for ``LOST`` seconds, and return the message.
 
-        None if there is no such rank. Rank 0 looks at every other rank and the others at rank 0, so
-        that the store is asked only a few times a second.
+        None if there is no such rank. Rank 0 looks at every other rank and the others at rank 0.
         """
+        # So the store is asked only a few times a second, however many ranks there are.
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
             beat, at = self._heard[rank]
             found = self._posted(rank) or last_post(self._store, rank)

@@ -1,4 +1,4 @@
-"""What one rank does by itself while the others wait or go on, such as a callback on rank 0.
+"""Work that one rank does by itself while the others wait or go on, such as a callback on rank 0.
 
 ``WorkEnded`` tells the others that it is done. ``refusing_collectives`` makes a collective in such
 work an error: the other ranks take no part in it, so it would block for ever.

@@ -212,7 +212,7 @@ class GGUFAdapter(ArtefactFormat):
         proof.bounded("what is added", GGUF_READER, errors[worst], PRODUCT_ERROR, worst)
         reason = None
         if not llama_cpp.is_there():
-            reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
+            reason = llama_cpp.NOT_INSTALLED
         elif source.saved.about.get("base"):
             reason = "the base was in 4 bits, which no file in GGUF holds exactly"
         if reason is not None:

@@ -116,6 +116,7 @@ class AdapterChanges:
         dequantised: weights that were in 4 bits under the adapter and are not in the files: how,
             and whether they are transposed (Conv1D).
         experts: stacked experts that were in 4 bits.
+        base_is_packed: the base's files hold weights in 4 bits, which are dequantised when read.
         recoded: names of all tensors that are replaced by the values of their 4 bits.
     """
 
@@ -157,6 +158,7 @@ class AdapterChanges:
         self.dequantised: dict[str, tuple[FourBits, bool]] = {}
         self.experts: DequantisedExperts | None = None
         self.recoded: set[str] = set()
+        self.base_is_packed = False
 
     def place_in(self, tensors: list[StoredTensor], base: Path) -> None:
         """Find the weight of each layer and embedding.
@@ -170,6 +172,7 @@ class AdapterChanges:
         """
         self.base_names = StoredNames(tensor.name for tensor in tensors)
         self.tensors = {tensor.name: tensor for tensor in tensors}
+        self.base_is_packed = any(tensor.is_packed for tensor in tensors)
         paths = {path.rpartition(".lora_")[0] for path in self._names if ".lora_" in path}
         if not paths:
             raise MergeError(f"{self.folder}: holds no matrices of an adapter")
@@ -242,11 +245,6 @@ class AdapterChanges:
                 )
             self.dequantised[name] = kind, type(modules[path]).__name__ == "Conv1D"
         self.recoded = self.dequantised.keys() | self.experts.owners.keys()
-
-    @property
-    def base_is_packed(self) -> bool:
-        """True if the base's files hold weights in 4 bits, which are dequantised when read."""
-        return any(tensor.is_packed for tensor in self.tensors.values())
 
     def replaces(self, stored: StoredTensor) -> bool:
         """Return whether the merged model has another tensor than the base's files hold."""

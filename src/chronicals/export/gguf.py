@@ -184,9 +184,10 @@ class GGUFModel(ArtefactFormat):
         for name, values in planned.extra.items():
             proof.equal(name, GGUF_READER, values.tolist(), written.read(name).tolist())
         source.prove_merged(proof)
-        prove_weights(source.trained_language, restored, written, proof)
+        trained = source.language_part(source.trained_tensors)
+        prove_weights(trained, restored, written, proof)
         if self.kind in WEIGHT_TYPES:
-            _prove_rounded(source, written, planned, proof)
+            _prove_rounded(trained, written, planned, proof)
         with tempfile.TemporaryDirectory(dir=aside.parent) as place:
             model = _load_restored(source, restored, Path(place), proof)
             source.prove_survival(model, proof)
@@ -200,8 +201,7 @@ class GGUFModel(ArtefactFormat):
             if llama_cpp.is_there():
                 _prove_by_llama_cpp(source, aside, model, self.kind, proof)
             else:
-                reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
-                proof.not_run("ids and logits", "llama.cpp", reason)
+                proof.not_run("ids and logits", "llama.cpp", llama_cpp.NOT_INSTALLED)
 
 
 def _write_ours(source: SourceModel, target: Path, planned: GGUFPlan, kind: str) -> None:
@@ -258,14 +258,16 @@ def prove_weights(
         proof.bounded(f"weights in {kind}", GGUF_READER, error, bound, name)
 
 
-def _prove_rounded(source: SourceModel, written: GGUFFile, planned: GGUFPlan, proof: Proof) -> None:
+def _prove_rounded(
+    trained: dict[str, StoredTensor], written: GGUFFile, planned: GGUFPlan, proof: Proof
+) -> None:
     """Compare every tensor with the trained weights, summed anew and rounded once to its type."""
     import gguf as package
 
     worst: dict[str, tuple[float, float, str]] = {}
     for piece in planned.pieces:
-        trained = [source.trained_language[name].read().float() for name in piece.sources]
-        values = piece.forward(trained).contiguous()
+        sources = [trained[name].read().float() for name in piece.sources]
+        values = piece.forward(sources).contiguous()
         kind = planned.types[piece.name]
         rounded = package.quants.dequantize(package.quants.quantize(values.numpy(), kind), kind)
         expected = torch.from_numpy(np.array(rounded, np.float32)).view(values.shape)

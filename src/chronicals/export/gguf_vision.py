@@ -116,8 +116,7 @@ class GGUFProjector(ArtefactFormat):
         restored = RestoredTensors(pieces, shapes, written.read)
         prove_weights(tensors, restored, written, proof)
         if not llama_cpp.is_there():
-            reason = f"{llama_cpp.PACKAGE} is not installed: pip install {llama_cpp.PACKAGE}"
-            proof.not_run("embeddings of an image", "llama.cpp", reason)
+            proof.not_run("embeddings of an image", "llama.cpp", llama_cpp.NOT_INSTALLED)
             return
         with tempfile.TemporaryDirectory(dir=aside.parent) as place:
             language = Path(place) / "language.gguf"

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 PACKAGE = "llama-cpp-python"
+NOT_INSTALLED = f"{PACKAGE} is not installed: pip install {PACKAGE}"
+
 GGML_F32 = 0
 """ggml's fp32, for the cache of keys and values, so that these are not rounded."""
 

@@ -93,19 +93,15 @@ class SourceModel:
     @cached_property
     def language(self) -> dict[str, StoredTensor]:
         """The tensors of the language part, by their names in a model of text alone."""
-        return self._language_part(self.tensors)
+        return self.language_part(self.tensors)
 
     @cached_property
     def trained_tensors(self) -> dict[str, StoredTensor]:
         """Every trained weight by name, read from base and adapter, not from files of sums."""
         return self.tensors if self.sums is None else self.sums.tensors()
 
-    @cached_property
-    def trained_language(self) -> dict[str, StoredTensor]:
-        """The trained weights of the language part, named as ``language``."""
-        return self._language_part(self.trained_tensors)
-
-    def _language_part(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def language_part(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return those of some tensors that are of the language part, named as ``language``."""
         if not reads_images(self.config):
             return tensors
         named = {language_name(name): stored for name, stored in tensors.items()}

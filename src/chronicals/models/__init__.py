@@ -33,9 +33,14 @@ from chronicals.models.loading import (
     load_tokenizer,
     load_whole,
 )
-from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
+from chronicals.models.packability import (
+    Packability,
+    check_positions,
+    last_position,
+    prove_packability,
+    why_neighbours_matter,
+)
 from chronicals.models.peft_kinds import unfused_kind, within_adapters
-from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation
 from chronicals.models.presenting import present
 from chronicals.models.routed_experts import speaks_of_experts

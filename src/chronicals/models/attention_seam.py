@@ -229,15 +229,6 @@ def remove_seam(model: nn.Module, seam: Seam) -> None:
             vars(module).pop(SEAMS, None)
 
 
-def is_in(model: nn.Module, seam: Seam) -> bool:
-    """Return True if ``seam`` is installed in ``model``."""
-    return any(
-        seam in there.seams
-        for module in model.modules()
-        for there in vars(module).get(SEAMS, {}).values()
-    )
-
-
 def module_without(model: Any, seam: Seam) -> str:
     """Return the class of a module that attends or makes masks without ``seam``; empty if none."""
     for module, name in places(model):

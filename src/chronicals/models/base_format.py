@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from chronicals.models.peft_kinds import within_adapters
 from chronicals.quantization import FourBits, packed_experts, packed_modules
 from chronicals.quantization.bitsandbytes import recipe_of_layer
@@ -142,17 +140,6 @@ class BaseFormat:
             return {self.usual}
         return {*self.layers.values(), *self.experts.values()}
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype in which the weights must be read before they are quantised; None if unknown.
-
-        If the layers were quantised from several dtypes it is fp32, which holds every value of
-        each.
-        """
-        names = {kind.quantized_from for kind in self.kinds}
-        known = [getattr(torch, name) for name in names if name is not None]
-        return (known[0] if len(known) == 1 else torch.float32) if known else None
-
     def difference(self, other: BaseFormat | None) -> str | None:
         """Describe how another model's layers are quantised differently; None if they are not.
 
@@ -171,8 +158,14 @@ class BaseFormat:
                 theirs = there.get(path)
                 ours = here.get(path)
                 both = theirs is not None and ours is not None
-                if not (theirs.same_codes(ours) if both else theirs is ours):
-                    return f"{path} is {_in_words(theirs)} there, {_in_words(ours)} here"
+                if theirs.same_codes(ours) if both else theirs is ours:
+                    continue
+                words = []
+                for kind in (theirs, ours):
+                    source = "" if kind is None else kind.quantized_from
+                    named = "in 16 or 32 bit" if kind is None else str(kind)
+                    words.append(f"{named}, quantised from {source}" if source else named)
+                return f"{path} is {words[0]} there, {words[1]} here"
         return None
 
     def __str__(self) -> str:
@@ -193,10 +186,3 @@ class BaseFormat:
 def path_without_adapters(path: str) -> str:
     """Return the path that a module has in a model without adapters."""
     return ".".join(part for part in path.split(".") if part != BESIDE_ADAPTERS)
-
-
-def _in_words(kind: FourBits | None) -> str:
-    if kind is None:
-        return "in 16 or 32 bit"
-    source = "" if kind.quantized_from is None else f", quantised from {kind.quantized_from}"
-    return f"{kind}{source}"

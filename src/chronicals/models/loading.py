@@ -215,7 +215,12 @@ def load_base(
         ValueError: it cannot be loaded; the message says why.
         OtherBase: the layers of the files cannot be brought to these formats.
     """
-    read_in = form.dtype or dtype
+    sources = {kind.quantized_from for kind in form.kinds if kind.quantized_from is not None}
+    read_in = dtype
+    if len(sources) == 1:
+        read_in = getattr(torch, sources.pop())
+    elif sources:
+        read_in = torch.float32  # holds every value of each dtype that layers were quantised from
     described = (
         {} if gguf_of(name) is not None else quantization_of(load_config(name, trust_remote_code))
     )

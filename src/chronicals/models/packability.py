@@ -8,8 +8,10 @@ document bounds.
 
 The same twin shows two more properties: ``read_head`` reads the head correctly, and answers attend
 to a prompt that they share. The second fails for classes that make masks from positions.
-
 Results are cached by class and configuration.
+
+How long documents may be is found here, too. A table of learned positions ends; rotary embeddings
+continue, beyond the length of training.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch, SharedKeys
 from chronicals.models.linear import UnknownHead, read_head
 from chronicals.models.one_by_one import own_choice
+from chronicals.models.peft_kinds import within_adapters
 from chronicals.models.presentation import PresentedModel
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 
@@ -33,6 +36,9 @@ DOCUMENT_LENGTHS = (7, 1, 12, 5)
 PROMPT = 3
 ANSWERS = (0, 1)
 """Indices into ``DOCUMENT_LENGTHS``; prompt and answers together are no longer than the longest."""
+
+POSITIONS = 16
+"""Positions of the twin that shows whether its class has more."""
 
 _TOLERANCE = 1e-4
 """Allowed error relative to the largest value; fp32 rounding gives 1e-6, a leak 1e-1."""
@@ -106,6 +112,63 @@ def why_neighbours_matter(config: Any, width: int) -> str:
                 f"{limit:,} tokens; with max_seq_length={limit} none is"
             )
     return ""
+
+
+def check_positions(model: Any, longest: int) -> None:
+    """Check that ``model`` has positions for a document of ``longest`` tokens.
+
+    Logs a warning if the model has them but was not trained with so many.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    model = within_adapters(model)
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(stated, int) or not 0 < stated < longest:
+        return
+    found = (
+        f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), "
+        f"documents have up to {longest:,}"
+    )
+    if last_position(model, longest):
+        raise ValueError(f"{found}: set max_seq_length to at most {stated}")
+    # Configurations differ in whether max_position_embeddings includes the scaling of rotary
+    # positions; no warning is logged for lengths that only one of the two readings covers.
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    if longest > stated * max(float(part.get("factor") or 1.0) for part in parts):
+        logger.warning(
+            "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches "
+            "further",
+            found,
+            stated,
+        )
+
+
+def last_position(model: Any, longest: int) -> int | None:
+    """Return the number of positions of ``model`` if it is a limit below ``longest``, else None.
+
+    It is a limit if a small random twin fails beyond its last position. It counts as none if no
+    twin can be built.
+    """
+    model = within_adapters(model)
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(stated, int) or not 0 < stated < longest:
+        return None
+    try:
+        config = twin_config(model.config)
+        config.get_text_config().max_position_embeddings = POSITIONS
+        with plain_surroundings():
+            decoder = build_twin(type(model), config).get_decoder()
+            decoder(input_ids=torch.full((1, POSITIONS), FIRST_TOKEN), use_cache=False)
+    except Exception:  # a class may reject the small sizes with any error
+        return None
+    try:
+        with plain_surroundings():
+            decoder(input_ids=torch.full((1, 2 * POSITIONS), FIRST_TOKEN), use_cache=False)
+    except (IndexError, RuntimeError, ValueError):
+        return stated
+    return None
 
 
 def _prove(cls: Any, config: Any) -> Packability:
@@ -189,7 +252,25 @@ def _answers_see_prompts(twin: Any) -> bool:
     documents = _documents(twin)
     prompt = documents[PROMPT]
     answers = [documents[n] for n in ANSWERS]
-    batch = _sharing(prompt, answers)
+    # A Batch of the answers, followed by the prompt that they share.
+    ids = torch.cat([*answers, prompt])
+    lengths = [*(len(answer) for answer in answers), len(prompt)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    own = [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths)]
+    index = torch.cat([*(torch.cat([own[-1], tokens]) for tokens in own[:-1]), own[-1]])
+    seen = [*(len(prompt) + length for length in lengths[:-1]), len(prompt)]
+    ends = torch.tensor([0, *seen]).cumsum(0)
+    places = torch.full((len(answers) + 1, len(ids)), -1)
+    for number, tokens in enumerate(own[:-1]):
+        places[number + 1, own[-1]] = ends[number] + torch.arange(len(prompt))
+        places[0, tokens] = ends[number] + len(prompt) + torch.arange(len(tokens))
+    places[0, own[-1]] = ends[-2] + torch.arange(len(prompt))
+    after = [len(prompt) + torch.arange(len(answer)) for answer in answers]
+    positions = torch.cat([*after, torch.arange(len(prompt))])
+    keys = SharedKeys(index, ends.to(torch.int32), places, int(ends.diff().max()))
+    untrained = torch.full_like(ids, IGNORED)
+    bounds = starts.to(torch.int32)
+    batch = Batch(ids, untrained, positions, bounds, max(lengths), keys=keys)
     whole = [
         twin.get_decoder()(
             input_ids=torch.cat([prompt, x])[None], use_cache=False
@@ -201,38 +282,6 @@ def _answers_see_prompts(twin: Any) -> bool:
         shared = presented.hidden_states(batch)
     gradients = [_embedding_gradient(twin, states) for states in (alone, shared)]
     return _distance(alone, shared) <= _TOLERANCE and _distance(*gradients) <= _TOLERANCE
-
-
-def _sharing(prompt: Tensor, answers: list[Tensor]) -> Batch:
-    """Return a Batch of answers followed by the prompt that they share."""
-    ids = torch.cat([*answers, prompt])
-    lengths = [*(len(answer) for answer in answers), len(prompt)]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    own = [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths)]
-    index = torch.cat([*(torch.cat([own[-1], tokens]) for tokens in own[:-1]), own[-1]])
-    ends = torch.tensor(
-        [0, *(len(prompt) + length for length in lengths[:-1]), len(prompt)]
-    ).cumsum(0)
-    places = torch.full((len(answers) + 1, len(ids)), -1)
-    for number, tokens in enumerate(own[:-1]):
-        places[number + 1, own[-1]] = ends[number] + torch.arange(len(prompt))
-        places[0, tokens] = ends[number] + len(prompt) + torch.arange(len(tokens))
-    places[0, own[-1]] = ends[-2] + torch.arange(len(prompt))
-    positions = torch.cat(
-        [
-            *(len(prompt) + torch.arange(len(answer)) for answer in answers),
-            torch.arange(len(prompt)),
-        ]
-    )
-    keys = SharedKeys(index, ends.to(torch.int32), places, int(ends.diff().max()))
-    return Batch(
-        ids,
-        torch.full_like(ids, IGNORED),
-        positions,
-        starts.to(torch.int32),
-        max(lengths),
-        keys=keys,
-    )
 
 
 def _documents(twin: Any) -> list[Tensor]:

@@ -195,11 +195,29 @@ class _OfPacked(HfQuantizer):
 
 
 @register_quantization_config(_METHOD)
+@register_quantization_config(STACKS_METHOD)
 class _Config(QuantizationConfigMixin):
-    def __init__(self, skipped: list[str] | None = None, storage: str = "uint8", **_: Any):
-        self.quant_method = _METHOD
+    """The fields of a ``quantization_config`` that our quantizers read.
+
+    Attributes:
+        quant_method: name of the quantizer.
+        skipped: layers whose weights are not packed.
+        storage: dtype of the codes in the files.
+        form: name of the format of stacked experts.
+    """
+
+    def __init__(
+        self,
+        quant_method: str = "",
+        skipped: list[str] | None = None,
+        storage: str = "uint8",
+        form: str = "",
+        **_: Any,
+    ):
+        self.quant_method = quant_method  # type: ignore[assignment]
         self.skipped = skipped
         self.storage = storage
+        self.form = form
 
 
 @register_quantizer(_METHOD)
@@ -292,13 +310,6 @@ class _TakeStack(ConversionOps):
             return {name: torch.zeros(place.shape, dtype=torch.uint8)}
         vars(module)[PACKED_HERE][name] = weight
         return {name: weight.codes}
-
-
-@register_quantization_config(STACKS_METHOD)
-class _StacksConfig(QuantizationConfigMixin):
-    def __init__(self, form: str = "", **_: Any):
-        self.quant_method = STACKS_METHOD
-        self.form = form
 
 
 @register_quantizer(STACKS_METHOD)

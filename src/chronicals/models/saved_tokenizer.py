@@ -172,8 +172,13 @@ def first_difference(one: Any, other: Any) -> str | None:
     for what, compute in _compared(one):
         expected = _outcome(compute, one)
         found = _outcome(compute, other)
-        if expected != found:
-            return f"{what}: {_shortened(expected)}, read back {_shortened(found)}"
+        if expected == found:
+            continue
+        short = []
+        for value in (expected, found):
+            is_list = isinstance(value, list)
+            short.append(f"{len(value)} in {str(value)[:40]}" if is_list else str(value)[:60])
+        return f"{what}: {short[0]}, read back {short[1]}"
     return None
 
 
@@ -218,9 +223,3 @@ def _outcome(compute: Callable[[Any], Any], tokenizer: Any) -> Any:
         return compute(tokenizer)
     except Exception as error:
         return type(error).__name__
-
-
-def _shortened(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{len(value)} in {str(value)[:40]}"
-    return str(value)[:60]

@@ -45,7 +45,46 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 from chronicals.moe.configuration import ChronicalsMoeConfig
 
 
-class LatentAttention(nn.Module):
+class CachedAttention(nn.Module):
+    """Base of both attention layers: their settings, and the model's attention function."""
+
+    is_causal = True
+    scaling: float
+
+    def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.attention_dropout = config.attention_dropout
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output ``[B, Q, H, V]`` and the weights, by ``config._attn_implementation``.
+
+        Args:
+            queries: ``[B, H, Q, .]``.
+            keys: ``[B, ., T, .]``.
+            values: ``[B, ., T, V]``.
+            mask: in the form that the attention function takes.
+            **kwargs: passed on, such as document bounds.
+        """
+        function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        return function(
+            self,
+            queries,
+            keys,
+            values,
+            mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+
+
+class LatentAttention(CachedAttention):
     """A latent attention layer.
 
     Attributes:
@@ -54,13 +93,9 @@ class LatentAttention(nn.Module):
     """
 
     num_key_value_groups = 1
-    is_causal = True
 
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.attention_dropout = config.attention_dropout
+        super().__init__(config, layer_idx)
         self.plain = config.qk_nope_head_dim
         self.rotary = config.qk_rope_head_dim
         self.value = config.v_head_dim
@@ -118,22 +153,17 @@ class LatentAttention(nn.Module):
         # sees all of these.
         if queries == 1 and isinstance(mask, Tensor) and mask.ndim == 2:
             mask = nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]
+        weights: Tensor | None
         if cache is not None and self._absorbs(queries, keys, mask):
             out_BQHV, weights = self._attend_latents(q_BHQN, q_BHQP, c_B1TR, k_B1TP, mask)
         else:
             kv_BHTX = self.kv_b_proj(c_B1TR[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             k_BHTN, v_BHTV = kv_BHTX.split([self.plain, self.value], dim=-1)
-            attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention_forward
-            )
-            out_BQHV, weights = attend(
-                self,
+            out_BQHV, weights = self.attend(
                 torch.cat((q_BHQN, q_BHQP), dim=-1),
                 torch.cat((k_BHTN, k_B1TP.expand(-1, self.heads, -1, -1)), dim=-1),
                 v_BHTV,
                 attention_mask,
-                dropout=self.attention_dropout if self.training else 0.0,
-                scaling=self.scaling,
                 **kwargs,
             )
         return self.o_proj(out_BQHV.reshape(*shape, -1)), weights
@@ -192,16 +222,11 @@ class LatentAttention(nn.Module):
         return torch.einsum("bhqr,hvr->bqhv", out_BHQR, w_HVR), weights
 
 
-class SlidingAttention(nn.Module):
+class SlidingAttention(CachedAttention):
     """An attention layer in which a token sees the last ``config.sliding_window`` tokens."""
 
-    is_causal = True
-
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.attention_dropout = config.attention_dropout
+        super().__init__(config, layer_idx)
         self.sliding_window = config.sliding_window
         key_value_heads, self.head_dim = config.sliding_sizes
         self.num_key_value_groups = config.num_attention_heads // key_value_heads
@@ -236,17 +261,11 @@ class SlidingAttention(nn.Module):
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         if cache is not None:
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
+        attn_output, attn_weights = self.attend(
             query_states,
             key_states,
             value_states,
             attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
             sliding_window=self.sliding_window,
             **kwargs,
         )

@@ -1,7 +1,13 @@
 """The native mixture-of-experts model.
 
 Latent and sliding-window attention layers alternate. Every layer has routed and shared experts, and
-lookahead heads predict which experts will be chosen.
+lookahead heads predict which experts will be chosen:
+
+    p = softmax(W_r x)      S = the k largest of p      w_e = p_e / Σ_{e' ∈ S} p_e'
+    y = Σ_{e ∈ S} w_e E_e(x) + E_shared(x)      E(x) = W_down (silu(W_gate x) ⊙ W_up x)
+
+Experts have no capacity limit: no token is dropped. ``n`` shared experts are stored as one expert
+of n times the width, which is the same function.
 
 A latent layer caches the latent as keys and the rotary key as values, ``[B, 1, T, R]`` and ``[B, 1,
 T, P]``. A sliding layer caches the last ``sliding_window - 1`` keys and values of its heads. Both
@@ -10,6 +16,8 @@ are layers of transformers' ``DynamicCache`` (and of its static and offloaded ca
 It is an ordinary transformers model: it works with ``generate``, ``Trainer``, ``pipeline``, PEFT
 and ``save_pretrained``. After ``import chronicals``, ``AutoModelForCausalLM`` loads it without
 remote code.
+
+Shapes: T tokens, k experts per token, E experts, D hidden size, I expert width.
 """
 
 from __future__ import annotations
@@ -18,10 +26,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
@@ -30,6 +41,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeMLP,
     Qwen3MoeRMSNorm,
     load_balancing_loss_func,
 )
@@ -40,7 +52,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.moe.attention import ChronicalsMoeRotaryEmbedding, LatentAttention, SlidingAttention
 from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
-from chronicals.moe.experts import MixtureOfExperts, RoutedExperts, TopKRouter
 from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
 from chronicals.versions import CACHE_RENAMED, transformers_before
 
@@ -75,6 +86,90 @@ class ChronicalsMoeCausalLMOutput(MoeCausalLMOutputWithPast):
     """Output with a head: that of transformers' mixtures, and predicted router logits."""
 
     lookahead: Lookahead | None = None
+
+
+@use_experts_implementation
+class RoutedExperts(nn.Module):
+    """Experts with stacked weights.
+
+    ``config._experts_implementation`` names the implementation; ``forward`` is ``eager``, the
+    reference.
+    """
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim)
+        )
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[T, D]``.
+
+        Args:
+            hidden_states: ``[T, D]``.
+            top_k_index: int64 ``[T, k]``, the experts of each token.
+            top_k_weights: ``[T, k]``.
+        """
+        out_TD = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique():
+            token, slot = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            found = (
+                F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+                * top_k_weights[token, slot, None]
+            )
+            out_TD = out_TD.index_add(0, token, found.to(out_TD.dtype))
+        return out_TD
+
+
+class TopKRouter(nn.Module):
+    """Router that chooses the k experts of each token; logits and softmax are computed in fp32."""
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits, weights and chosen experts for ``hidden_states`` ``[T, D]``.
+
+        Returns:
+            Logits ``[T, E]``, weights ``[T, k]`` in the dtype of the input, and expert ids, int64
+            ``[T, k]``.
+        """
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            logits = F.linear(hidden_states.to(wide), self.weight.to(wide))
+        weights, experts = logits.softmax(-1).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(hidden_states.dtype), experts
+
+
+class MixtureOfExperts(nn.Module):
+    """Feed-forward block: the routed experts of each token plus the shared experts."""
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__()
+        self.gate = TopKRouter(config)
+        self.experts = RoutedExperts(config)
+        width = config.num_shared_experts * config.moe_intermediate_size
+        self.shared_experts = Qwen3MoeMLP(config, intermediate_size=width) if width else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[B, S, D]`` to ``[B, S, D]``."""
+        flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, experts = self.gate(flat_TD)
+        out = self.experts(flat_TD, experts, weights).view_as(hidden_states)
+        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
 
 
 class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
@@ -136,15 +231,6 @@ class ChronicalsMoePreTrainedModel(PreTrainedModel):
             OutputRecorder(SlidingAttention, index=1),
         ],
     }
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Return True.
-
-        transformers would look for ``@use_experts_implementation`` in this file, but it is in
-        experts.py.
-        """
-        return True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -253,9 +339,14 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
 
         hidden_states = inputs_embeds
         predicted = []
-        for number, (layer, kind) in enumerate(zip(self.layers, self.config.kinds)):
+        layers: list[Any] = list(self.layers)
+        for number, (layer, kind) in enumerate(zip(layers, self.config.kinds)):
             if output_lookahead and self.layer_ahead is not None:
-                predicted.append(self._predict_layers(self.layer_ahead, number, hidden_states))
+                features = layer.input_layernorm(hidden_states)
+                if not self.config.lookahead_trunk_gradient:
+                    features = features.detach()
+                gates = [other.mlp.gate.weight for other in layers]
+                predicted.append(self.layer_ahead(number, features, gates))
             hidden_states = layer(
                 hidden_states,
                 attention_mask=full if kind == FULL else sliding,
@@ -276,14 +367,6 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         return ChronicalsMoeModelOutput(
             last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache}
         )
-
-    def _predict_layers(self, heads: LayerAhead, number: int, hidden_states: Tensor) -> Tensor:
-        """Predict router logits ``[B, S, n, E]`` of layer ``number`` and later from its input."""
-        layers: list[Any] = list(self.layers)
-        features = layers[number].input_layernorm(hidden_states)
-        if not self.config.lookahead_trunk_gradient:
-            features = features.detach()
-        return heads(number, features, [layer.mlp.gate.weight for layer in layers])
 
     def _predict(self, head: TokenAhead, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         if not self.config.lookahead_trunk_gradient:

@@ -101,10 +101,6 @@ class CountedTokens:
         )
         return sums / counts.clamp(min=1.0)
 
-    def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
-        """Return the sum of ``means`` over the packs."""
-        return self.means(values, there).sum()
-
 
 def wide(logits: Tensor) -> Tensor:
     """Return ``logits`` in fp32, or in their own dtype if that is wider."""
@@ -136,19 +132,8 @@ def log_scores(logits: Tensor, scores: str) -> Tensor:
     return SCORES[scores](wide(logits))
 
 
-def sent(received: Tensor, experts: int) -> Tensor:
-    """Return a bool mask ``[..., E]`` of the experts that received each token (S).
-
-    Args:
-        received: expert ids ``[..., k]``; ids outside 0..E-1 mean no expert.
-        experts: E.
-    """
-    none = received.new_zeros(*received.shape[:-1], experts + 1, dtype=torch.bool)
-    return none.scatter(-1, known(received, experts), True)[..., :experts]
-
-
 def known(received: Tensor, experts: int) -> Tensor:
-    """Return ``received`` with every id outside 0..E-1 replaced by E."""
+    """Return ``received`` with every id outside 0..E-1, which means no expert, replaced by E."""
     return torch.where((received >= 0) & (received < experts), received, experts)
 
 
@@ -159,10 +144,13 @@ class ExpertLoad:
     Attributes:
         rows_LPE: number of tokens that each expert received.
         choices_P1: number of choices in each pack: k for each token.
+        shares_LPE: share f of the choices that fell on each expert; 0 in packs without counted
+            tokens.
     """
 
     rows_LPE: Tensor
     choices_P1: Tensor
+    shares_LPE: Tensor
 
     @classmethod
     def of(
@@ -185,15 +173,9 @@ class ExpertLoad:
         # Sums of ones: whatever their order, they are exact.
         rows = each.new_zeros(layers * packs * (experts + 1))
         rows = rows.scatter_add(0, (ids_LTk.view(layers * packs, -1) + groups).view(-1), each)
-        return cls(
-            rows.view(layers, packs, experts + 1)[..., :experts],
-            k * counted_PW.sum(1, keepdim=True),
-        )
-
-    @property
-    def shares_LPE(self) -> Tensor:
-        """Share f of the choices that fell on each expert; 0 in packs without counted tokens."""
-        return self.rows_LPE / self.choices_P1.clamp(min=1.0)
+        rows_LPE = rows.view(layers, packs, experts + 1)[..., :experts]
+        choices_P1 = k * counted_PW.sum(1, keepdim=True)
+        return cls(rows_LPE, choices_P1, rows_LPE / choices_P1.clamp(min=1.0))
 
 
 def balance_loss(log_s: Tensor, shares_PE: Tensor, tokens: CountedTokens) -> Tensor:
@@ -230,7 +212,10 @@ def locality_losses(log_s: Tensor, received: Tensor) -> Tensor:
         log_s: ``[T, E]``.
         received: expert ids ``[T, k]``.
     """
-    before = sent(received[:-1], log_s.shape[-1])
+    experts = log_s.shape[-1]
+    # The experts that received the token before (S). Ids of no expert fall into a further column.
+    none = received.new_zeros(len(received) - 1, experts + 1, dtype=torch.bool)
+    before = none.scatter(-1, known(received[:-1], experts), True)[:, :experts]
     before = before | ~before.any(-1, keepdim=True)
     return -log_s.log_softmax(-1)[1:].masked_fill(~before, float("-inf")).logsumexp(-1)
 
@@ -341,8 +326,3 @@ def entropies(log_s: Tensor) -> Tensor:
     """Return the entropy of P of each token, ``[T]``, in nats."""
     log_p = log_s.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
-
-
-def mean(values: Sequence[Tensor]) -> Tensor:
-    """Return the mean over tensors of one shape, a scalar."""
-    return torch.stack(list(values)).mean()

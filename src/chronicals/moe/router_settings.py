@@ -72,8 +72,3 @@ class RouterSettings:
         """Coefficients of the losses that are trained, by name."""
         weights = {name: getattr(self, name) for name in LOSSES}
         return {name: weight for name, weight in weights.items() if weight}
-
-    @property
-    def lookahead(self) -> bool:
-        """True if heads that predict experts are trained."""
-        return bool(self.layer_ahead or self.token_ahead)

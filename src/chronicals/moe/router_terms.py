@@ -50,7 +50,7 @@ class RouterTerms:
     @property
     def lookahead(self) -> bool:
         """True if heads that predict experts are trained."""
-        return self.settings.lookahead
+        return bool(self.settings.layer_ahead or self.settings.token_ahead)
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
         """Return the losses and metrics of one forward pass by name, each summed over packs."""
@@ -71,18 +71,18 @@ class RouterTerms:
                 for z, shares_PE in zip(logits, load.shares_LPE, strict=True)
             ]
         if given.z:
-            sums["z"] = [tokens.sum_over_packs(losses.z_losses(z), tokens.counted) for z in logits]
+            sums["z"] = [tokens.means(losses.z_losses(z), tokens.counted).sum() for z in logits]
         if given.temporal:
             sums["temporal"] = [
-                tokens.sum_over_packs(losses.temporal_losses(scores_of(z)), pairs) for z in logits
+                tokens.means(losses.temporal_losses(scores_of(z)), pairs).sum() for z in logits
             ]
         if given.locality:
             sums["locality"] = [
-                tokens.sum_over_packs(losses.locality_losses(scores_of(z), ids), pairs)
+                tokens.means(losses.locality_losses(scores_of(z), ids), pairs).sum()
                 for z, ids in zip(logits, received, strict=True)
             ]
         found = {
-            f"router/{name}": Term(losses.mean(values), getattr(given, name), PER)
+            f"router/{name}": Term(torch.stack(values).mean(), getattr(given, name), PER)
             for name, values in sums.items()
         }
         for head in ("layer_ahead", "token_ahead"):
@@ -121,12 +121,12 @@ class RouterTerms:
                 given.lookahead_set,
                 given.lookahead_margin,
             )
-            sums.append(tokens.sum_over_packs(values, there))
+            sums.append(tokens.means(values, there).sum())
             share = losses.recalls(predicted.detach(), target.detach(), self.routing.k)
-            recalled.setdefault(distance, []).append(tokens.sum_over_packs(share, there))
-        found = {f"router/{name}": Term(losses.mean(sums), getattr(given, name), PER)}
+            recalled.setdefault(distance, []).append(tokens.means(share, there).sum())
+        found = {f"router/{name}": Term(torch.stack(sums).mean(), getattr(given, name), PER)}
         for distance, shares in recalled.items():
-            found[f"router/{name}_recall_{distance}"] = Term(losses.mean(shares), 0.0, PER)
+            found[f"router/{name}_recall_{distance}"] = Term(torch.stack(shares).mean(), 0.0, PER)
         return found
 
 
@@ -196,7 +196,7 @@ class Anchor:
             losses.anchor_losses(logits, began, self.scores).mean()
             for logits, began in zip(now, self.reference)
         ]
-        drift = losses.mean(drifts)
+        drift = torch.stack(drifts).mean()
         # Every pack with a token that counts has the same replay: the mean over a step's packs is
         # the drift.
         tokens = CountedTokens.of(batch, model.pack_width)

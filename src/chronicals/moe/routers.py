@@ -47,6 +47,8 @@ class MixtureLayer:
     Attributes:
         number: index among all decoder layers.
         attention, experts, router: its modules.
+        gate: router weight, ``[E, D]``.
+        bias: router bias ``[E]`` that is added to the logits, or None.
         num_experts: E.
         correction: ``[E]``, added to scores when experts are chosen but not to their weights; None
             if the model has none.
@@ -56,18 +58,10 @@ class MixtureLayer:
     attention: nn.Module
     experts: nn.Module
     router: nn.Module
+    gate: Tensor
+    bias: Tensor | None
     num_experts: int
     correction: Tensor | None = None
-
-    @property
-    def gate(self) -> Tensor:
-        """Router weight, ``[E, D]``."""
-        return self.router.get_parameter("weight")
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Router bias ``[E]`` that is added to the logits, or None."""
-        return getattr(self.router, "bias", None)
 
 
 def mixture_layers(model: Any) -> list[MixtureLayer]:
@@ -105,7 +99,11 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
             if place.rpartition(".")[2] in CORRECTIONS and weight.numel() == count
         ]
         correction = corrections[0].detach().flatten() if corrections else None
-        found.append(MixtureLayer(number, attention, experts, router, count, correction))
+        gate = router.get_parameter("weight")
+        bias = getattr(router, "bias", None)
+        found.append(
+            MixtureLayer(number, attention, experts, router, gate, bias, count, correction)
+        )
     if not found:
         raise ValueError(
             f"{name} has no layer with routed experts; give a mixture-of-experts model"

@@ -55,6 +55,14 @@ FUSED_ATTENTION = "fused attention half"
 FUSED_MLP = "fused MLP half"
 """Names of the replacements of a layer's forward: both halves, or one of them."""
 
+FUSED_HALVES = {
+    (True, True): FUSED_LAYER,
+    (True, False): FUSED_ATTENTION,
+    (False, True): FUSED_MLP,
+    (False, False): "",
+}
+"""These names by whether attention and MLP are fused."""
+
 ATTENTION_HALF = "attention half"
 MLP_HALF = "MLP half"
 """Names of the halves in the report and in a plan."""
@@ -102,14 +110,7 @@ class Anatomy:
     @property
     def by(self) -> str:
         """Name of what replaces the layer's forward; empty if neither half is fused."""
-        return _fused_halves(self.attention, self.mlp)
-
-
-def _fused_halves(attention: object | None, mlp: object | None) -> str:
-    """Return the name of a layer with these halves fused; empty if both are None."""
-    if attention is None:
-        return "" if mlp is None else FUSED_MLP
-    return FUSED_ATTENTION if mlp is None else FUSED_LAYER
+        return FUSED_HALVES[self.attention is not None, self.mlp is not None]
 
 
 def layer_signature(layer: nn.Module) -> tuple:
@@ -301,7 +302,7 @@ def _run(
     attention, mlp = halves
     if attention is None and mlp is None:
         return class_forward(layer, hidden_states, **inputs)
-    runs[_fused_halves(attention, mlp)] += 1
+    runs[FUSED_HALVES[attention is not None, mlp is not None]] += 1
     x = hidden_states.squeeze(0)
     if attention is None:
         x, branch = run_kept_half(

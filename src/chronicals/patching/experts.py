@@ -87,11 +87,11 @@ def recognise_experts(module: nn.Module) -> Form | None:
     uncalled = Uncalled(module, module._modules)
     count, *sizes = parameters["down_proj"].shape
     width = sizes[module.is_transposed is True]
-    class_forward = _routed(type(module).forward, count)
+    class_forward = partial(_routed, type(module).forward, count)
     with random_numbers(module):
         for gate_of in _candidates(module):
             x = torch.randn(9, width)
-            by_products = _routed(partial(_compute, gate_of), count)
+            by_products = partial(_routed, partial(_compute, gate_of), count)
             try:
                 if is_proved(module, by_products, [x, 0.1 * x, 30.0 * x], class_forward):
                     forward = partial(_forward, gate_of, uncalled)
@@ -103,23 +103,18 @@ def recognise_experts(module: nn.Module) -> Form | None:
     return None
 
 
-def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor], Tensor]:
+def _routed(compute: Callable[..., Tensor], count: int, module: Any, x: Tensor) -> Tensor:
     """Return ``compute(module, x, experts, shares)`` behind a router of fixed random numbers.
 
     Through the router the gradient of x contains that of the shares. The last of several experts
     gets no token.
     """
     generator = torch.Generator().manual_seed(11)
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        generator.manual_seed(11)
-        used = max(1, count - 1)
-        experts = torch.rand(len(x), used, generator=generator).topk(min(2, used)).indices
-        router = torch.randn(x.shape[1], experts.shape[1], generator=generator)
-        shares = torch.sigmoid(x @ router / x.shape[1] ** 0.5)
-        return compute(module, x, experts, shares)
-
-    return forward
+    used = max(1, count - 1)
+    experts = torch.rand(len(x), used, generator=generator).topk(min(2, used)).indices
+    router = torch.randn(x.shape[1], experts.shape[1], generator=generator)
+    shares = torch.sigmoid(x @ router / x.shape[1] ** 0.5)
+    return compute(module, x, experts, shares)
 
 
 def _compute(

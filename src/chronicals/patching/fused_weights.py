@@ -156,15 +156,6 @@ class Group:
         )
 
 
-def is_borrowed(linear: nn.Linear | PackedLinear) -> bool:
-    """Return whether FSDP or DeepSpeed's ZeRO place the weight's data.
-
-    They gather shards into their own memory for each forward pass; a copy elsewhere would keep the
-    weights of the first step.
-    """
-    return getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
-
-
 def is_hooked(module: Any) -> bool:
     """Return whether a call of the module does more than its class's forward.
 
@@ -200,7 +191,12 @@ def _merged(
     if stays_in_place and product_format is None:
         return MergedWeights.in_place(weights[0], biases[0])
     cache: dict[tuple[str, ...], MergedWeights] = vars(owner).setdefault(MERGED, {})
-    if any(is_borrowed(linear) for linear in linears):
+    # FSDP and DeepSpeed's ZeRO gather shards into their own memory for each forward pass; a copy
+    # elsewhere would keep the weights of the first step.
+    if any(
+        getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
+        for linear in linears
+    ):
         merged = cache.pop(names, None)
         are_adjacent = are_side_by_side(weights) and (biases[0] is None or are_side_by_side(biases))
         if any(ranks) or packed or not are_adjacent:

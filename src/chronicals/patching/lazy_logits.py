@@ -256,7 +256,10 @@ class Promise:
         for x, original, mark, sample in zip(self._current, originals, self.marks, samples):
             if x is None or mark is None:
                 continue
-            same = x is not original or bool(self.step_samples) or mark.fits(x)
+            same = True
+            if x is original and not self.step_samples:
+                same = (x.data_ptr(), x.dtype) == (mark.address, mark.dtype)
+                same = same and (mark.version is None or x._version == mark.version)
             if same and sample is not None and mark.sample is not None:
                 same = torch.equal(sample, mark.sample)
             if not same:
@@ -323,12 +326,6 @@ class _Mark(NamedTuple):
         """Return the mark of a tensor as it is now."""
         sample = _sample(x) if isinstance(x, nn.Parameter) else None
         return cls(None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample)
-
-    def fits(self, x: Tensor) -> bool:
-        """Return whether x is the marked tensor, unchanged as far as the host knows."""
-        if self.version is not None and x._version != self.version:
-            return False
-        return (x.data_ptr(), x.dtype) == (self.address, self.dtype)
 
 
 def _sample(x: Tensor) -> Tensor:

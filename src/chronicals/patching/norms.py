@@ -174,7 +174,7 @@ def recognise_gated_norm(module: nn.Module) -> Form | None:
             forward = partial(_gated_norm, vectors[0], epsilon, gate_first)
             try:
                 if is_proved(module, _of_one_tensor(forward), inputs, own):
-                    return Form(GATED_NORM, _gated_as_called(forward, names))
+                    return Form(GATED_NORM, partial(_gated_as_called, forward, names))
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take two such tensors is no gated norm
     return None
@@ -205,22 +205,20 @@ def _of_one_tensor(forward: Callable[..., Tensor]) -> Callable[[Any, Tensor], Te
     return lambda module, both: forward(module, *both.chunk(2, -1))
 
 
-def _gated_as_called(forward: Gated, names: list[str]) -> Callable[..., Tensor]:
-    """Return ``forward`` for callers that may name its arguments.
+def _gated_as_called(
+    forward: Gated, names: list[str], module: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Call ``forward`` for a caller that may name its arguments ``names``.
 
     Without a gate of the input's shape the class's own forward runs.
     """
-
-    def called(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-        arguments = dict(zip(names, args)) | kwargs
-        x, gate = (arguments.get(name) for name in names)
-        if (
-            len(arguments) == 2
-            and isinstance(x, Tensor)
-            and isinstance(gate, Tensor)
-            and x.shape == gate.shape
-        ):
-            return forward(module, x, gate)
-        return type(module).forward(module, *args, **kwargs)
-
-    return called
+    arguments = dict(zip(names, args)) | kwargs
+    x, gate = (arguments.get(name) for name in names)
+    if (
+        len(arguments) == 2
+        and isinstance(x, Tensor)
+        and isinstance(gate, Tensor)
+        and x.shape == gate.shape
+    ):
+        return forward(module, x, gate)
+    return type(module).forward(module, *args, **kwargs)

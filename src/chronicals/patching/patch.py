@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from chronicals.lora.stacked_experts import is_parallel
-from chronicals.models import attention_seam, speaks_of_experts
-from chronicals.models.attention_seam import NOT_WHOLE
+from chronicals.models import speaks_of_experts
+from chronicals.models.attention_seam import NOT_WHOLE, SEAMS
 from chronicals.patching import attention, decoder_layer, experts, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
@@ -182,9 +182,13 @@ def _patch(
         _replace_layers(target, plan, report)
     if seams and not report.mentions(loss.LOSS_PART):
         _replace_loss_and_attention(target, plan, report, outputs_at_padding)
-    elif seams and attention_seam.is_in(
-        target, attention.WITHOUT_PADDING if outputs_at_padding else attention.DOCUMENT_SEAM
-    ):
+    other = attention.WITHOUT_PADDING if outputs_at_padding else attention.DOCUMENT_SEAM
+    is_other = any(
+        other in there.seams
+        for module in target.modules()
+        for there in vars(module).get(SEAMS, {}).values()
+    )
+    if seams and is_other:
         raise ValueError(
             f"outputs_at_padding={outputs_at_padding}: the model was patched with "
             f"{not outputs_at_padding} already; call unpatch_model(model) first"

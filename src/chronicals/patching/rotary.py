@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -94,7 +95,7 @@ def recognise_rotary(module: nn.Module) -> Form | None:
         kind = next((kind for kind, way in ROTATIONS.items() if _equal(function, way)), None)
         if kind is None:
             return None
-        kernels[name] = _by_kernel(function, ROTATIONS[kind])
+        kernels[name] = partial(_rotate, function, ROTATIONS[kind])
         names.append(f"{KERNEL}, {kind}" if kind else KERNEL)
     if not kernels:
         return None
@@ -120,24 +121,27 @@ def _equal(own: Callable, way: Rotation) -> bool:
     )
 
 
-def _by_kernel(own: Callable, way: Rotation) -> Callable:
-    """Return a rotation by the kernel; for unusual arguments it calls ``own``."""
-
-    def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        usual = (
-            not rest
-            and q.ndim == 4
-            and cos.ndim == 3
-            and q.dtype == k.dtype == cos.dtype
-            and cos.device == q.device
-        )
-        if usual and not options:
-            return way(q, k, cos, sin)
-        if usual and options == {"unsqueeze_dim": 2}:
-            q, k = way(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-            return q.transpose(1, 2), k.transpose(1, 2)
-        return own(q, k, cos, sin, *rest, **options)
-
-    return rotate
+def _rotate(
+    own: Callable,
+    way: Rotation,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Rotate by the kernel; for unusual arguments call ``own``, the rotation of the file."""
+    usual = (
+        not rest
+        and q.ndim == 4
+        and cos.ndim == 3
+        and q.dtype == k.dtype == cos.dtype
+        and cos.device == q.device
+    )
+    if usual and not options:
+        return way(q, k, cos, sin)
+    if usual and options == {"unsqueeze_dim": 2}:
+        q, k = way(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+    return own(q, k, cos, sin, *rest, **options)

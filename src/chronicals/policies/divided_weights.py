@@ -73,7 +73,7 @@ def why_not_divisible(facts: Facts) -> str | None:
     excluded = why_excluded("divided weights", asked, facts)
     if excluded:
         return excluded
-    if not facts.trains_layers:
+    if not trains_layers(facts.model):
         # Frozen weights are divided in their stored format.
         reasons = set()
         for layer in decoder_layers(model):
@@ -102,7 +102,7 @@ def why_not_divisible(facts: Facts) -> str | None:
 def why_not_cut(facts: Facts, among: int) -> str | None:
     """Return why rows of the weights cannot be divided among ``among`` ranks; None if they can."""
     model = facts.model
-    if not facts.trains_layers:
+    if not trains_layers(facts.model):
         if any(can_be_cut(linear, among) for _, linear in frozen_linears(decoder_layers(model))):
             return None
         return (
@@ -139,7 +139,7 @@ def load_of_shares(facts: Facts, among: int, load: MemoryLoad) -> MemoryLoad:
     # The copy of attention's output is counted for every backend, needed or not.
     copies = facts.fuses_whole_layers and adapts_output(model)
     load = replace(load, step=replace(load.step, copies_attended=copies))
-    if not facts.trains_layers:
+    if not trains_layers(facts.model):
         extra = _beside_frozen_shares(model, load.step.element, among)
         states = (load.states + 8) / among
         return replace(load, weight=4, states=states, gradient=4.0, fixed=extra)

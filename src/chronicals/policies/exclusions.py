@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from chronicals.policies.facts import Facts
+from chronicals.policies.facts import Facts, trains_layers
 
 GATHERED = "weights are gathered for each layer"
 SHARED_PACKS = "processes that share packs exchange heads within each layer"
@@ -71,7 +71,7 @@ def conditions(facts: Facts) -> set[str]:
     holds = {
         "shared packs": facts.context > 1,
         "divided weights": facts.divides_weights,
-        "divided trained weights": facts.divides_weights and facts.trains_layers,
+        "divided trained weights": facts.divides_weights and trains_layers(facts.model),
         "fused layers": facts.unfused is None,
         "several processes": facts.ranks > 1,
     }

@@ -124,11 +124,6 @@ class Facts:
         return self.ranks > 1 and self.config.sharding == DIVIDE_WEIGHTS
 
     @property
-    def trains_layers(self) -> bool:
-        """True if weights of decoder layers other than adapters are trained."""
-        return trains_layers(self.model)
-
-    @property
     def skips_layers(self) -> bool:
         """True if a training pass leaves layers out at random."""
         fields = ("layerdrop", "decoder_layerdrop")

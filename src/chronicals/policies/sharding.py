@@ -72,7 +72,7 @@ class Sharding(Policy):
             among = ranks_per_copy(facts)
             check_divisible(facts, among)
             words = "frozen weights"
-            if facts.trains_layers:
+            if trains_layers(facts.model):
                 words = "weights, gradients' sums and optimizer states"
             words += f", a share of 1/{among} in each process"
             if among < facts.ranks:
@@ -164,7 +164,7 @@ def why_stays_whole(facts: Facts) -> str | None:
     """Return why weights are not divided by default; None if they can be."""
     config = facts.config
     beside = {"divided weights"}
-    if facts.trains_layers:
+    if trains_layers(facts.model):
         beside.add("divided trained weights")
     for row in EXCLUSIONS:
         asked = row.policy in config.explicit and getattr(config, row.policy)
@@ -197,6 +197,7 @@ def ranks_per_copy(facts: Facts) -> int:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not 1 < here < ranks or ranks % here:
         return ranks
+    # Neighbours on one machine gather over its own links, where its cards hold a copy.
     divided = facts.config.fitted(sharding=DIVIDE_WEIGHTS, sharding_ranks=here)
     fits = expected_memory(_as_planned(replace(facts, config=divided)))[1].fits
     return here if fits else ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from chronicals.memory import LAYERS, Estimate
 from chronicals.policies.exclusions import conditions
-from chronicals.policies.facts import Facts
+from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.needed_memory import (
     asked_for,
     expected_memory,
@@ -119,7 +119,7 @@ def fit_to_memory(
         ConfigurationError: what is asked for cannot be recomputed.
     """
     recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)
-    if not facts.divides_weights or not facts.trains_layers:
+    if not facts.divides_weights or not trains_layers(facts.model):
         smallest(0)
         return Fitted(memory, recomputed, sharding)
     size = gathered_bytes(facts)

@@ -79,10 +79,20 @@ class SavedModel:
             ValueError: ``base_model`` is given for a model that is no adapter, or a file is not
                 JSON.
         """
-        beside = _weights_of(Path(name))
+        # The folder of weights or adapters: itself, ``model`` in it, or that of its newest checkpoint.
+        beside = Path(name)
+        checkpoints = sorted((beside / "checkpoints").glob("step-*"), reverse=True)
+        places = [beside, beside / "model", *(folder / "model" for folder in checkpoints)]
+        for place in places:
+            has_config = any((place / own).exists() for own in ("config.json", CONFIG_FILE))
+            # PEFT writes adapters that are not ``default`` to folders of their names.
+            has_named = (place / "chronicals.json").exists() and any(place.glob(f"*/{CONFIG_FILE}"))
+            if has_config or has_named:
+                beside = place
+                break
         file = beside / "chronicals.json"
         about = _read(file) if file.exists() else {}
-        # PEFT writes adapters that are not ``default`` to folders of their names.
+        # The folders of the adapters that it computes with.
         folders = [beside]
         active = about.get("active_adapters")
         if active:
@@ -292,23 +302,6 @@ class SavedModel:
                 f"{self.place}: its base {self.base}: {without_field(error)}; that is what the "
                 f"adapter names as its model; if it is elsewhere now, {self.remedy}"
             ) from error
-
-
-def _weights_of(folder: Path) -> Path:
-    """Return the folder that holds weights or adapters.
-
-    It is the folder itself, ``model`` in it, or ``model`` in its newest checkpoint; the folder
-    itself if none holds any.
-    """
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
-    places = [folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)]
-    for place in places:
-        has_config = any((place / name).exists() for name in ("config.json", CONFIG_FILE))
-        # PEFT writes adapters that are not ``default`` to folders of their names.
-        has_named = (place / "chronicals.json").exists() and any(place.glob(f"*/{CONFIG_FILE}"))
-        if has_config or has_named:
-            return place
-    return folder
 
 
 def _read(file: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def _divided(
     otherwise = None
     try:
         if config.use_lora:
-            take = RowsRead.reading(ranks, sharing, device, kept, config.quantization)
+            take = partial(RowsRead.read, ranks, sharing, device, kept, config.quantization)
             model = load_replacing(place, dtype, take, trust_remote_code)
         else:
             model = load_for_rows(place, dtype, trust_remote_code)

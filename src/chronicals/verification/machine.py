@@ -68,7 +68,7 @@ def inspect_machine() -> dict[str, str | int]:
     facts["kernels"] = (
         "Triton" if device.type == "cuda" and HAS_TRITON else "their references in plain torch"
     )
-    return facts | {name: _version(name) or "not installed" for name in _PACKAGES}
+    return facts | {name: version_of(name) or "not installed" for name in _PACKAGES}
 
 
 def missing_extras() -> dict[str, str]:
@@ -107,7 +107,7 @@ def _requirements(extra: str = "") -> list[Requirement]:
 
 def _wrong(requirement: Requirement) -> str | None:
     """Return a message if the installed version of a package does not fit, else None."""
-    version = _version(requirement.name)
+    version = version_of(requirement.name)
     if version is None:
         return f"{requirement.name} is not installed"
     if not requirement.specifier.contains(version, prereleases=True):
@@ -115,7 +115,8 @@ def _wrong(requirement: Requirement) -> str | None:
     return None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

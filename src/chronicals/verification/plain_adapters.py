@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,9 +73,8 @@ class PlainAdapters:
                 lengths = nn.Parameter(weight.detach().float().norm(dim=1 if upright else 0))
                 self.trained[f"{path}.lora_magnitude_vector"] = lengths
             if path in read:
-                parametrize.register_parametrization(
-                    layer, "weight", _AdaptedWeight(a, b, scale, upright, lengths)
-                )
+                adapted = partial(_adapted_weight, a, b, scale, upright, lengths)
+                parametrize.register_parametrization(layer, "weight", _Changed(adapted))
             else:
                 layer.register_forward_hook(partial(_with_adapter, a, b, scale, lengths))
 
@@ -151,9 +150,8 @@ class PlainAdapters:
                     if id(weight) not in known:
                         known[id(weight)] = nn.Parameter(weight.detach()[ids].float())
                         self.trained[f"{path}.lora_tokens"] = known[id(weight)]
-                    parametrize.register_parametrization(
-                        layer, "weight", _RowsInWeight(ids, known[id(weight)])
-                    )
+                    with_rows = partial(_with_rows, ids, known[id(weight)])
+                    parametrize.register_parametrization(layer, "weight", _Changed(with_rows))
 
 
 def _put_in_place(
@@ -214,44 +212,37 @@ def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
     return {path for path in paths if path not in called and path.rpartition(".")[0] in called}
 
 
-class _RowsInWeight(nn.Module):
-    """Parametrization ``W ↦ W`` with other rows for some tokens."""
+class _Changed(nn.Module):
+    """Parametrization by a function of the weight, whose tensors are no parameters of the model."""
 
-    def __init__(self, ids: Tensor, rows: nn.Parameter):
+    def __init__(self, change: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.replaced = ids, rows  # in a tuple, so that they are no parameters of the model
-
-    def forward(self, weight: Tensor) -> Tensor:
-        ids, rows = self.replaced
-        return weight.index_copy(0, ids, rows.to(weight.dtype))
+        self.forward = change
 
 
-class _AdaptedWeight(nn.Module):
-    """Parametrization ``W ↦ W + scale · B A``, transposed for a Conv1D's weight ``[in, out]``.
+def _with_rows(ids: Tensor, rows: nn.Parameter, weight: Tensor) -> Tensor:
+    """Return a weight with other rows for some tokens."""
+    return weight.index_copy(0, ids, rows.to(weight.dtype))
+
+
+def _adapted_weight(
+    a: nn.Parameter,
+    b: nn.Parameter,
+    scale: float,
+    upright: bool,
+    lengths: nn.Parameter | None,
+    weight: Tensor,
+) -> Tensor:
+    """Return ``W + scale · B A``, transposed for a Conv1D's weight ``[in, out]``.
 
     If ``lengths`` are given, the rows are rescaled to these lengths (DoRA).
     """
-
-    def __init__(
-        self,
-        a: nn.Parameter,
-        b: nn.Parameter,
-        scale: float,
-        upright: bool,
-        lengths: nn.Parameter | None,
-    ):
-        super().__init__()
-        # In a tuple, so that they are no parameters of the model.
-        self.adapter = (a, b, scale, upright, lengths)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        a, b, scale, upright, lengths = self.adapter
-        update = (b @ a) * scale
-        total = weight.float() + (update if upright else update.t())
-        if lengths is not None:
-            along = 1 if upright else 0
-            total = total * (lengths / total.detach().norm(dim=along)).unsqueeze(along)
-        return total.to(weight.dtype)
+    update = (b @ a) * scale
+    total = weight.float() + (update if upright else update.t())
+    if lengths is not None:
+        along = 1 if upright else 0
+        total = total * (lengths / total.detach().norm(dim=along)).unsqueeze(along)
+    return total.to(weight.dtype)
 
 
 def _with_adapter(

@@ -93,7 +93,7 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
     width = WIDTH
     kernels = "triton" if runs_triton(gate) else "torch"
     runs_as = {"attention": choose_backend(device, DTYPE, head_dim=16)}
-    cases = [*_of_tokens(drawn), *_rotations(drawn), *_attention(drawn)]
+    cases = [*_of_tokens(drawn), *_of_heads(drawn)]
     names = {name for name, *_ in cases}
     if only is not None and not set(only) <= names:
         raise ValueError(f"only={sorted(only)}: there are {', '.join(sorted(names))}")
@@ -231,7 +231,8 @@ def _of_tokens(drawn: _Drawn) -> list[Case]:
     ]
 
 
-def _rotations(drawn: _Drawn) -> list[Case]:
+def _of_heads(drawn: _Drawn) -> list[Case]:
+    """Return the cases of rotations and of attention."""
     tokens = len(drawn.gate)
     random = drawn.random
 
@@ -249,6 +250,16 @@ def _rotations(drawn: _Drawn) -> list[Case]:
         q, k, v = x.unflatten(1, (-1, 16)).split((_HEADS, 2, 2), 1)
         return *function(q, k, *given), v
 
+    bounds = torch.tensor([0, *_LENGTHS]).cumsum(0).to(drawn.device, torch.int32)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        document = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)).to(
+            drawn.device
+        )
+        seen = (document[:, None] == document[None]).tril()
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
+
     qk = (random(tokens, _HEADS, 16), random(tokens, 2, 16))
     norms = (random(16), random(16))
     qkv = random(tokens, 8 * 16)
@@ -262,28 +273,12 @@ def _rotations(drawn: _Drawn) -> list[Case]:
             rope(partial(in_parts, qk_norm_rope_reference)),
             (qkv, *norms),
         ),
-    ]
-
-
-def _attention(drawn: _Drawn) -> list[Case]:
-    bounds = torch.tensor([0, *_LENGTHS]).cumsum(0).to(drawn.device, torch.int32)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        document = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)).to(
-            drawn.device
-        )
-        seen = (document[:, None] == document[None]).tril()
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
-
-    tokens = len(drawn.gate)
-    return [
         (
             "attention",
             lambda q, k, v: document_attention(q, k, v, bounds, max(_LENGTHS)),
-            plain,
-            tuple(drawn.random(tokens, heads, 16) for heads in (_HEADS, 2, 2)),
-        )
+            attention,
+            tuple(random(tokens, heads, 16) for heads in (_HEADS, 2, 2)),
+        ),
     ]
 
 

@@ -20,7 +20,6 @@ updates must agree to fp32 rounding in every dtype.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
 from collections.abc import Callable, Mapping
@@ -75,6 +74,7 @@ from chronicals.verification.comparison import (
     plain_name,
     rounding_walk,
 )
+from chronicals.verification.machine import version_of
 from chronicals.verification.quantised import rounded_experts, rounded_layer
 from chronicals.verification.reference import (
     Item,
@@ -613,10 +613,7 @@ def _facts(
 ) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+        versions[name] = version_of(name) or "not installed"
     return {
         "model": model.config._name_or_path or type(model).__name__,
         "class": type(model).__name__,

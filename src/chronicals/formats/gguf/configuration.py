@@ -61,6 +61,7 @@ def config_of(file: GGUFFile) -> Any:
         NotExpressible: no class of transformers is proved to compute what llama.cpp does.
         ValueError: the file is no model by itself, or damaged.
     """
+    import gguf
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -76,7 +77,24 @@ def config_of(file: GGUFFile) -> Any:
             "the whole file"
         )
     settings = ArchitectureSettings(file)
-    model_type = _model_type_of(settings)
+    names = {
+        model_type: gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[family.architecture]]
+        for model_type, family in FAMILIES.items()
+        if family.is_read
+    }
+    if settings.architecture not in names.values():
+        known = ", ".join(dict.fromkeys(names.values()))
+        raise file.refused(f"architecture {settings.architecture!r} is not one of {known}")
+    # Llama and Mixtral share an architecture; a file of Mixtral says how many experts it has.
+    types = [model_type for model_type, name in names.items() if name == settings.architecture]
+    if len(types) > 1:
+        has_experts = bool(settings.get("expert_count"))
+        by_experts = {}
+        for model_type in types:
+            keys = [setting.key for setting in FAMILIES[model_type].settings]
+            by_experts["expert_count" in keys] = model_type
+        types = [by_experts[has_experts]]
+    model_type = types[0]
     family = FAMILIES[model_type]
     config = AutoConfig.for_model(model_type, **_fields_of(settings, family))
     for name, tensors in BIAS_TENSORS.items():
@@ -85,31 +103,6 @@ def config_of(file: GGUFFile) -> Any:
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     _check_computed_alike(settings, config, family)
     return config
-
-
-def _model_type_of(settings: ArchitectureSettings) -> str:
-    """Return the family that files of the architecture are read as, by its ``model_type``."""
-    import gguf
-
-    names = {
-        model_type: gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[family.architecture]]
-        for model_type, family in FAMILIES.items()
-        if family.is_read
-    }
-    if settings.architecture not in names.values():
-        known = ", ".join(dict.fromkeys(names.values()))
-        raise settings.file.refused(f"architecture {settings.architecture!r} is not one of {known}")
-    of_architecture = [
-        model_type for model_type, name in names.items() if name == settings.architecture
-    ]
-    if len(of_architecture) == 1:
-        return of_architecture[0]
-    # Llama and Mixtral share an architecture; a file of Mixtral says how many experts it has.
-    by_experts = {}
-    for model_type in of_architecture:
-        keys = [setting.key for setting in FAMILIES[model_type].settings]
-        by_experts["expert_count" in keys] = model_type
-    return by_experts[bool(settings.get("expert_count"))]
 
 
 def _fields_of(settings: ArchitectureSettings, family: Family) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from chronicals.formats.gguf.rotation import (
     head_dim,
     longrope_attention_factor,
     original_context,
-    rotated_elements,
+    rope_of,
 )
 
 
@@ -184,7 +184,13 @@ COMMON_SETTINGS = (
     Setting("head_dim", "attention.key_length", default=head_dim),
     Setting(None, "attention.value_length", written=head_dim),
     Setting(None, "vocab_size", written=lambda config: config.vocab_size),
-    Setting(None, "rope.dimension_count", written=rotated_elements),
+    Setting(
+        None,
+        "rope.dimension_count",
+        written=lambda config: int(
+            head_dim(config) * rope_of(config).get("partial_rotary_factor", 1.0)
+        ),
+    ),
     Setting("intermediate_size", "feed_forward_length", optional=True),
     Setting("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )

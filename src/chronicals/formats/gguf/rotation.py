@@ -45,11 +45,6 @@ def rope_of(config: Any) -> dict[str, Any]:
     return dict(rope.get("full_attention", rope))
 
 
-def rotated_elements(config: Any) -> int:
-    """Return the number of elements of a head that are rotated."""
-    return int(head_dim(config) * rope_of(config).get("partial_rotary_factor", 1.0))
-
-
 def original_context(config: Any) -> int:
     """Return the context that a model was pretrained with (Phi-3), before its scaling."""
     longest = config.max_position_embeddings

@@ -72,12 +72,13 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         )
     byte_fallback = bool(model.get("byte_fallback"))
     template = tokenizer.chat_template
+    ids = tokenizer("a")["input_ids"]  # with what the tokenizer puts around every text
     common: dict[str, Any] = {
         "tokens": [by_id.get(number, f"[PAD{number}]") for number in range(rows)],
         "types": [_type_of(number, by_id, tokenizer, byte_fallback) for number in range(rows)],
         "special": _special_ids(tokenizer, stops, rows),
-        "adds_bos": _adds(tokenizer, tokenizer.bos_token_id, 0),
-        "adds_eos": _adds(tokenizer, tokenizer.eos_token_id, -1),
+        "adds_bos": len(ids) > 1 and ids[0] == tokenizer.bos_token_id,
+        "adds_eos": len(ids) > 1 and ids[-1] == tokenizer.eos_token_id,
         "template": template if isinstance(template, str) else None,
     }
     if model["type"] == "Unigram":
@@ -187,12 +188,6 @@ def _special_ids(tokenizer: Any, stops: list[int], rows: int) -> dict[str, int]:
     if turn_ends:
         ids["eot"] = turn_ends[0]
     return ids
-
-
-def _adds(tokenizer: Any, token: int | None, place: int) -> bool:
-    """Return whether the tokenizer puts a token at a place (0 or -1) of every text."""
-    ids = tokenizer("a")["input_ids"]
-    return token is not None and len(ids) > 1 and ids[place] == token
 
 
 def _notes(described: dict[str, Any], unsupported: Iterable[str]) -> list[str]:

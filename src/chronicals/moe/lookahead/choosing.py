@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.moe.lookahead.recording import Recorded
-from chronicals.moe.router_losses import log_scores, wide
+from chronicals.moe.router_losses import log_scores, top_k_mask, wide
 from chronicals.moe.routers import mixture_layers
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -158,14 +158,7 @@ class Choice:
 
     def kept(self, values: Tensor) -> Tensor:
         """Return a bool mask ``[..., G]`` of the groups that are kept."""
-        of_groups = self.of_groups(values)
-        return torch.zeros_like(of_groups, dtype=torch.bool).scatter(
-            -1, of_groups.topk(self.kept_groups).indices, True
-        )
-
-    def of_experts(self, groups: Tensor, experts: int) -> Tensor:
-        """Repeat values of groups, ``[..., G]``, for each of their experts, ``[..., E]``."""
-        return groups.repeat_interleave(experts // self.groups, dim=-1)
+        return top_k_mask(self.of_groups(values), self.kept_groups)
 
     def order(self, logits: Tensor, correction: Tensor | None) -> Tensor:
         """Return values ``[..., E]`` that rank experts as the router does, the largest first.
@@ -176,7 +169,8 @@ class Choice:
         if self.groups == 1:
             return values
         span = values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True) + 1
-        return values - span * ~self.of_experts(self.kept(values), values.shape[-1])
+        excluded = ~self.kept(values).repeat_interleave(values.shape[-1] // self.groups, dim=-1)
+        return values - span * excluded
 
     def log_scores(self, logits: Tensor) -> Tensor:
         """Return log s ``[..., E]``, up to a constant for each token, so that softmax normalises s.

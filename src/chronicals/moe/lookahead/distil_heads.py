@@ -174,7 +174,6 @@ def prediction_losses(
     kept = choice.kept(choice.values(target, correction)) | those.unflatten(
         -1, (choice.groups, -1)
     ).any(-1)
-    found = found + losses.set_losses(
-        values, those, *terms, among=choice.of_experts(kept, values.shape[-1])
-    )
+    among = kept.repeat_interleave(values.shape[-1] // choice.groups, dim=-1)
+    found = found + losses.set_losses(values, those, *terms, among=among)
     return found + losses.set_losses(choice.of_groups(values), kept, *terms)

@@ -143,13 +143,6 @@ class ExpertPredictor(nn.Module):
             + self.biases[layer : layer + n]
         )
 
-    def order(self, layer: int, logits: Tensor) -> Tensor:
-        """Return values ``[..., E]`` that rank the experts of ``layer`` by its logits.
-
-        The expert with the largest value is chosen first.
-        """
-        return self.choice.order(logits, self.corrections[layer])
-
     def tokens(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
         """Predict the logits of all layers for the next K tokens, ``[..., K, L, E]``.
 
@@ -251,6 +244,7 @@ def measure_recalls(predictor: ExpertPredictor, recordings: Iterable[Recorded], 
     sums = dict[tuple[str, int, int], Tensor]()
     counts = dict[tuple[str, int, int], int]()
     tokens = 0
+    rule = predictor.choice
 
     def add(key: tuple[str, int, int], hit: Tensor) -> None:
         sums[key] = sums.get(key, torch.zeros((), device=hit.device)) + hit.sum()
@@ -266,7 +260,8 @@ def measure_recalls(predictor: ExpertPredictor, recordings: Iterable[Recorded], 
             for d in range(heads.shape[1]):
                 aim = recorded.experts[layer + d]
                 ours, theirs = (
-                    predictor.order(layer + d, logits[:, d]) for logits in (heads, early)
+                    rule.order(logits[:, d], predictor.corrections[layer + d])
+                    for logits in (heads, early)
                 )
                 add(("layer_ahead", layer, d), hits(ours, aim, k))
                 add(("layer_ahead_2k", layer, d), hits(ours, aim, min(2 * k, heads.shape[-1])))
@@ -279,7 +274,7 @@ def measure_recalls(predictor: ExpertPredictor, recordings: Iterable[Recorded], 
             there = recorded.follows(distance)
             for layer in range(ahead.shape[2]):
                 logits = ahead[: len(recorded) - distance, distance - 1, layer]
-                ours = predictor.order(layer, logits)
+                ours = rule.order(logits, predictor.corrections[layer])
                 hit = hits(ours, recorded.experts[layer, distance:], k)
                 add(("token_ahead", distance - 1, layer), hit[there])
     if not tokens:

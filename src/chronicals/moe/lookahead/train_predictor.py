@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,23 +86,36 @@ def train_predictor(
             "from it"
         )
 
-    def recorded(source: Any, most: int) -> Iterator[Recorded]:
-        return record_data(model, tokenizer, source, config, True, most)
-
     before = checksum(model)
     k = experts_per_token(model)
     kept = held_out_tokens if held_out is None else 0
-    recordings = recorded(data, tokens + kept)
+    recordings = record_data(model, tokenizer, data, config, True, tokens + kept)
     sample = _first_recordings(recordings, SAMPLE)
     if not sample:
         raise ValueError("there is no token to train heads on; give more data")
     predictor = _new_heads(model, sizes, Choice.found(model, sample), how.seed)
-    counted = _Counted(_rest(sample, recordings, kept))
+    lengths = list[int]()
+
+    def unseen() -> Iterator[Recorded]:
+        """Skip the recordings that are held out; yield the rest, and note their lengths.
+
+        Those of ``sample`` come first. They are removed from it, so that none stays in memory.
+        """
+        seen = 0
+        while True:
+            recording = sample.pop(0) if sample else next(recordings, None)
+            if recording is None:
+                return
+            if seen >= kept:
+                lengths.append(len(recording))
+                yield recording
+            seen += len(recording)
+
     steps = max(1, tokens // min(how.rows, config.batch_size * config.max_seq_length))
-    found = distil(predictor, counted, steps, how)
-    recalls = measure_recalls(
-        predictor, recorded(data if held_out is None else held_out, held_out_tokens), k
-    )
+    found = distil(predictor, unseen(), steps, how)
+    unseen_data = data if held_out is None else held_out
+    measured = record_data(model, tokenizer, unseen_data, config, True, held_out_tokens)
+    recalls = measure_recalls(predictor, measured, k)
     after = checksum(model)
     if after != before:
         raise ValueError(
@@ -110,7 +123,7 @@ def train_predictor(
             "they must not"
         )
     return TrainedPredictor(
-        predictor, found, recalls, counted.tokens, str(model.config._name_or_path), before
+        predictor, found, recalls, sum(lengths), str(model.config._name_or_path), before
     )
 
 
@@ -161,33 +174,21 @@ def train_from_trace(
     predictor = _new_heads(model, sizes, Choice(**there.info.choice), how.seed)
     steps = how.passes * sum(how.steps_of(there.info.files[n]["tokens"]) for n in rest)
     generator = torch.Generator().manual_seed(how.seed)
-    counted = _Counted(
+    parts_in_order = (
         there.part(rest[n])
         for _ in range(how.passes)
         for n in torch.randperm(len(rest), generator=generator).tolist()
     )
-    found = distil(predictor, counted, steps, how)
+    found = distil(predictor, parts_in_order, steps, how)
+    trained = how.passes * sum(there.info.files[n]["tokens"] for n in rest)
     recalls = measure_recalls(predictor, (measured.part(n) for n in kept), there.info.k)
-    return TrainedPredictor(predictor, found, recalls, counted.tokens, there.info.model, weights)
+    return TrainedPredictor(predictor, found, recalls, trained, there.info.model, weights)
 
 
 def _new_heads(model: Any, sizes: HeadSizes, choice: Choice, seed: int) -> ExpertPredictor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ExpertPredictor.beside(model, sizes, choice)
-
-
-class _Counted:
-    """Iterable over recordings that counts their tokens."""
-
-    def __init__(self, recordings: Iterable[Recorded]):
-        self.recordings = recordings
-        self.tokens = 0
-
-    def __iter__(self) -> Iterator[Recorded]:
-        for recorded in self.recordings:
-            self.tokens += len(recorded)
-            yield recorded
 
 
 def _first_recordings(recordings: Iterator[Recorded], tokens: int) -> list[Recorded]:
@@ -198,20 +199,3 @@ def _first_recordings(recordings: Iterator[Recorded], tokens: int) -> list[Recor
         if sum(map(len, sample)) >= tokens:
             break
     return sample
-
-
-def _rest(
-    sample: list[Recorded], recordings: Iterator[Recorded], tokens: int
-) -> Iterator[Recorded]:
-    """Skip the first recordings that hold ``tokens`` tokens in all, and yield the rest.
-
-    Those of ``sample`` come first. They are removed from it, so that none stays in memory.
-    """
-    seen = 0
-    while True:
-        recorded = sample.pop(0) if sample else next(recordings, None)
-        if recorded is None:
-            return
-        if seen >= tokens:
-            yield recorded
-        seen += len(recorded)

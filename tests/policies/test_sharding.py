@@ -57,7 +57,7 @@ def test_machines_hold_copies_whatever_started_the_processes(tmp_path, monkeypat
 
 
 def decided(monkeypatch, ranks, here, **fields):
-    monkeypatch.setattr(session, "on_each_machine", lambda _: here)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))  # as torchrun says it
     return session.decide_together(
         present(tiny.llama()), runs.config(ranks.told[0], sharding="weights", **fields), ranks
     )[1]["sharding"]
@@ -105,8 +105,7 @@ def test_the_smallest_card_decides(tmp_path, monkeypatch, let_return):
     ranks = Told(0, 2, told=[1 << 40, 1 << 20])
     free = runs.config(tmp_path)
     monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
-    monkeypatch.setattr(sharding, "card_memory", lambda _: 1 << 40)
-    let_return(sharding, on_each_machine=2)
+    let_return(sharding, card_memory=1 << 40, on_each_machine=2)
     assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
     ranks.told[1] = 1 << 40
     assert with_sharding(free, tiny.llama(), ranks).sharding == "optimizer"

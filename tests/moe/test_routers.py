@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import families
 from chronicals import versions
 from chronicals.batch import IGNORED
-from chronicals.lora import LoRAConfig, apply_lora, parameter_layer, stacked_experts
+from chronicals.lora import LoRAConfig, apply_lora, parameter_layer
 from chronicals.models import PresentedModel, quantise_layers, routed_experts, times_trained
 from chronicals.models.routed_experts import called_for_experts
 from chronicals.moe.router_settings import RouterSettings
@@ -191,19 +191,15 @@ def test_logits_are_read_from_routers_where_the_class_does_not_record_them(
     assert [len(router._forward_hooks) for router in routers] == hooks
 
 
-def test_adapters_take_part_in_products_where_it_is_recorded(monkeypatch):
+def test_adapters_take_part_in_products_where_it_is_recorded(record_calls):
     model = build("Qwen3Moe")
-    calls = []
-    keep = stacked_experts.adapted_experts
     apply_lora(
         model,
         LoRAConfig(
             2, 4, 0.0, ["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
         ),
     )
-    monkeypatch.setattr(
-        parameter_layer, "adapted_experts", lambda *given: (calls.append(given), keep(*given))[1]
-    )
+    calls = record_calls(parameter_layer, "adapted_experts")
     terms_of(model, documents(), metrics=True)
     assert len(calls) == len(mixture_layers(model))
 
@@ -285,10 +281,8 @@ def test_losses_that_mean_nothing_are_named(monkeypatch):
 
 
 def test_models_without_router_logits_are_named(monkeypatch, let_return):
-    from chronicals.moe import routers
-
-    monkeypatch.setattr(routers, "_prove", lambda twin: (None, False))
     model = families.routed("Olmoe", rms_norm_eps=0.0124)
+    monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
     with pytest.raises(
         ValueError,
         match=r"router\.z=0\.1: OlmoeForCausalLM does not give the logits of its routers",

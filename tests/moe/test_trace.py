@@ -111,30 +111,24 @@ def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_pat
             logits = on_page()["logits_ahead"](tmp_path, layer, d, part.features[layer].numpy())
             with torch.no_grad():
                 ours = found.predictor.layers(layer, part.features[layer].to(DEVICE))[:, d]
-                ours = found.predictor.order(layer + d, ours).cpu()
+                correction = found.predictor.corrections[layer + d]
+                ours = found.predictor.choice.order(ours, correction).cpu()
             first = torch.from_numpy(on_page()["order"](tmp_path, layer + d, logits).copy())
             ranks = ours.gather(-1, first)
             assert bool((ranks[:, 1:] <= ranks[:, :-1] + 1e-4).all())
 
 
-def test_passes_go_over_all_parts_in_another_order(traced, monkeypatch):
+def test_passes_go_over_all_parts_in_another_order(traced, record_calls):
     model, folder, _ = traced
-    seen = []
-    read = Trace.part
-
-    def part(self, number):
-        seen.append((self.folder.name, number))
-        return read(self, number)
-
-    monkeypatch.setattr(Trace, "part", part)
+    parts = record_calls(Trace, "part")
     given = model, folder / "trace", None, SIZES
 
     def orders(**settings):
-        seen.clear()
+        parts.clear()
         found = train_from_trace(
             *given, HeadDistillation(rows=256, passes=3, **settings), 2000, 300
         )
-        return found, list(seen)
+        return found, [(trace.folder.name, number) for trace, number in parts]
 
     found, order = orders()
     files = Trace(folder / "trace").info.files
