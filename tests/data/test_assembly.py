@@ -67,7 +67,7 @@ def check(store, **settings):
     config = ChronicalsConfig(seed=random.randrange(1000), **settings)
     stream = BatchStream(store, config, FILLER, epochs=2)
     count = 0
-    for step in stream.steps(count=stream.steps_in_all + 1):
+    for step in stream.steps(count=stream.left(None) + 1):
         packs = stream.packs_of(step.began)
         held = {pack[0]: pack for pack in packs if len(pack)}
         for batch in step.batches:
@@ -137,11 +137,8 @@ def test_a_document_outside_the_file_is_named_and_not_read(tmp_path, field, valu
         list(stream)
 
 
-def test_a_file_that_is_shorter_than_it_says_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_is_shorter_than_it_says_is_refused(tmp_path, plant):
     store = make_store(tmp_path, 20, 10)
-    find = stores._documents_in
-    monkeypatch.setattr(
-        stores, "_documents_in", lambda *given: np.add(find(*given), [[10**6], [0], [0]])
-    )
+    plant(stores, "_documents_in", lambda find, *given: np.add(find(*given), [[10**6], [0], [0]]))
     with pytest.raises(DataError, match="its tokens do not lie in the file"):
         TokenStore.open(store.path)

@@ -249,9 +249,11 @@ def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
         assert_same(Tokenizer(tokenizer), records)
 
 
-def test_the_comparison_finds_an_answer_that_ends_too_late(monkeypatch):
-    monkeypatch.setattr(
-        BatchEncoder, "_closing", lambda self, conversation, number, row, *_: len(row.ends) - 1
+def test_the_comparison_finds_an_answer_that_ends_too_late(plant):
+    plant(
+        BatchEncoder,
+        "_closing",
+        lambda right, self, conversation, number, row, *_: len(row.ends) - 1,
     )
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tiny.tokenizer()), [stock_templates.record("turns")])

@@ -21,16 +21,9 @@ def digest(folder, file):
 
 
 @pytest.fixture
-def read(monkeypatch):
-    """Names of the files whose content was read."""
-    files = []
-
-    def file_digest(content, kind):
-        files.append(Path(content.name).name)
-        return hashlib.new(kind, content.read())
-
-    monkeypatch.setattr(of_digests.hashlib, "file_digest", file_digest)
-    return files
+def read(record_calls):
+    """Calls that read the content of a file."""
+    return record_calls(of_digests.hashlib, "file_digest")
 
 
 @pytest.fixture
@@ -46,7 +39,7 @@ def test_a_file_is_read_once(tmp_path, file, read):
     link = tmp_path / "link.jsonl"
     link.symlink_to(file)
     assert {digest(tmp_path / "tokens", path) for path in (file, file, link)} == {expected}
-    assert read == ["rows.jsonl"]
+    assert [Path(content.name).name for content, _ in read] == ["rows.jsonl"]
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["file-digests.json"]
 
 
@@ -77,13 +70,13 @@ def test_a_file_just_written_is_not_remembered(tmp_path, read):
     assert not (tmp_path / "tokens" / "file-digests.json").exists()
 
 
-def test_a_file_written_to_while_it_is_read_is_refused(tmp_path, file, monkeypatch):
-    def file_digest(content, kind):
+def test_a_file_written_to_while_it_is_read_is_refused(tmp_path, file, plant):
+    def file_digest(read, content, kind):
         with file.open("ab") as more:
             more.write(b"more")
-        return hashlib.new(kind, content.read())
+        return read(content, kind)
 
-    monkeypatch.setattr(of_digests.hashlib, "file_digest", file_digest)
+    plant(of_digests.hashlib, "file_digest", file_digest)
     with pytest.raises(DataError, match=r"rows\.jsonl: was written to while it was read"):
         digest(tmp_path, file)
 
@@ -97,7 +90,7 @@ def test_a_file_that_is_gone_is_named(tmp_path):
 def test_a_damaged_memory_is_made_again(tmp_path, file, read, damage):
     (tmp_path / "file-digests.json").write_text(damage)
     assert digest(tmp_path, file) == digest(tmp_path, file)
-    assert read == ["rows.jsonl"]
+    assert [Path(content.name).name for content, _ in read] == ["rows.jsonl"]
 
 
 def test_the_earliest_are_forgotten(tmp_path, file, set_constants):

@@ -227,16 +227,15 @@ def test_pinned_batches_are_pinned_and_the_same(make_store):
     assert all(batch.input_ids.is_pinned() and batch.cu_seqlens.is_pinned() for batch in pinned)
 
 
-def test_batches_in_memory_of_torch_are_the_same(make_store, monkeypatch):
+def test_batches_in_memory_of_torch_are_the_same(make_store, plant):
     """What pinned memory is: without a card there is none, so it is asked for without the pin."""
-    allocate = torch.empty
     asked = []
 
-    def pageable(*sizes, pin_memory=False, **options):
+    def pageable(allocate, *sizes, pin_memory=False, **options):
         asked.append(pin_memory)
         return allocate(*sizes, **options)
 
-    monkeypatch.setattr(step_memory.torch, "empty", pageable)
+    plant(step_memory.torch, "empty", pageable)
     store = make_store()
     plain, pinned = (
         list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True)
@@ -307,14 +306,14 @@ def costs(store, shares):
     ]
 
 
-def in_turn(costs, accumulation, ranks, batch_size):
+def in_turn(_, costs, accumulation, ranks, batch_size):
     """Packs as they come, not balanced by cost."""
     return np.arange(costs.size).reshape(accumulation, ranks, batch_size)
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "ranks"), [(4, 8, 1), (4, 2, 4), (8, 1, 4)])
 def test_attention_costs_micro_batches_and_ranks_alike(
-    make_store, monkeypatch, batch, accumulation, ranks
+    make_store, plant, batch, accumulation, ranks
 ):
     """Lengths from 2 to 256 with a long tail: of 32 packs a step some cost many times what
     others do.
@@ -338,7 +337,7 @@ def test_attention_costs_micro_batches_and_ranks_alike(
         return zip(*totals)
 
     held, imbalance, spread = found()
-    monkeypatch.setattr(loader_module, "balanced_packs", in_turn)
+    plant(loader_module, "balanced_packs", in_turn)
     held_in_turn, plain_imbalance, plain_spread = found()
     assert held == held_in_turn, "the documents of a step do not depend on how they are balanced"
     assert np.mean(imbalance) <= 0.3 * np.mean(plain_imbalance)
@@ -513,36 +512,26 @@ def test_an_unreadable_document_raises_in_the_consumer_after_the_steps_before_it
     assert not builders()
 
 
-def test_an_error_of_the_thread_reaches_the_consumer(make_store, monkeypatch):
-    def assemble(*_):
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(step_memory, "assemble", assemble)
+def test_an_error_of_the_thread_reaches_the_consumer(make_store, let_raise):
+    let_raise(step_memory, assemble=OSError("the disk is gone"))
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(BatchStream(make_store(), config(), FILLER, epochs=1)))
     assert not builders()
 
 
-def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatch):
+def test_steps_are_assembled_while_python_does_not_let_go(make_store, record_calls):
     """The thread that runs Python keeps the GIL: who needed it for every step would come to none
     of those behind.
     """
-    assembled = []
-    assemble = step_memory.assemble
-
-    def noted(columns, *given):
-        assembled.append(len(columns))
-        return assemble(columns, *given)
-
-    monkeypatch.setattr(step_memory, "assemble", noted)
+    calls = record_calls(step_memory, "assemble")
     (stream,) = streams(make_store(), config())
     steps = stream.steps()
     next(steps)
     until = time.perf_counter() + 10
-    while sum(assembled) < 64 and time.perf_counter() < until:
+    while sum(len(columns) for columns, *_ in calls) < 64 and time.perf_counter() < until:
         pass
     steps.close()
-    assert assembled[:4] == [16] * 4, (
+    assert [len(columns) for columns, *_ in calls[:4]] == [16] * 4, (
         "a call assembles many steps, so that the GIL is needed for few"
     )
 
@@ -560,17 +549,11 @@ def test_what_was_handed_out_is_never_written_again(make_store, set_constants):
 @pytest.mark.parametrize(
     ("width", "depth", "size"), [(64, 64, 16), (1 << 17, 5, 2), (1 << 20, 2, 1)]
 )
-def test_memory_of_prefetched_steps_is_bounded(make_store, monkeypatch, width, depth, size):
-    made = []
-    prefetch = loader_module.prefetch
-    monkeypatch.setattr(
-        loader_module,
-        "prefetch",
-        lambda tasks, blocks: made.append(blocks) or prefetch(tasks, blocks),
-    )
+def test_memory_of_prefetched_steps_is_bounded(make_store, record_calls, width, depth, size):
+    made = record_calls(loader_module, "prefetch")
     (stream,) = streams(make_store(), config(width, 2, 2), epochs=1)
     next(stream.steps(count=1))
-    assert made == [depth // size]
+    assert [blocks for _, blocks in made] == [depth // size]
     assert depth * stream._sizes.bytes <= loader_module.PREFETCHED_BYTES or depth == 2
 
 

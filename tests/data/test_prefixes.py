@@ -219,13 +219,10 @@ def test_masks_of_long_conversations_are_those_of_the_definition(name):
         assert name not in LINEAR or sum(trained) > 16
 
 
-def test_a_long_conversation_is_rendered_a_few_times(monkeypatch):
+def test_a_long_conversation_is_rendered_a_few_times(record_calls):
     encoder = Tokenizer(stock.with_template(LINEAR["ChatML"]))
     assert encoder.template.stop
-    calls = []
-    render = encoder.tokenizer.apply_chat_template
-    counted = lambda *given, **how: calls.append(1) or render(*given, **how)  # noqa: E731
-    monkeypatch.setattr(encoder.tokenizer, "apply_chat_template", counted)
+    calls = record_calls(encoder.tokenizer, "apply_chat_template")
     row = {"messages": plain(random.choice([40, 80, 160]))}
     (found,) = BatchEncoder(encoder).encode_batch([NormalRow("chat", row)], ["row 1"])
     assert found[1].any() and len(calls) < 12

@@ -23,7 +23,7 @@ import tiny
 from chronicals import data
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, build_store, open_store
-from chronicals.data.making import building, processes
+from chronicals.data.making import processes
 from chronicals.data.making.encoding import ChunkEncoder
 from chronicals.data.making.processes import TokenizingProcesses
 from chronicals.data.making.worker import (
@@ -149,17 +149,16 @@ def test_rows_that_json_has_no_word_for_are_made_here():
     assert_same_by_processes(rows, taken_here=2)
 
 
-def test_a_store_of_several_processes(tmp_path, monkeypatch):
+def test_a_store_of_several_processes(tmp_path, plant):
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(json.dumps({"text": f"This is text {n % 180}."}) + "\n" for n in range(200))
     )
     alone = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "alone", processes=1)
-    chunked = building.chunks_of
-    encoded = TokenizingProcesses.encoded
-    monkeypatch.setattr(building, "chunks_of", lambda *given: list(chunked(*given)))
-    monkeypatch.setattr(
-        TokenizingProcesses, "encoded", lambda self, some: encoded(self, helped(self, some))
+    plant(
+        TokenizingProcesses,
+        "encoded",
+        lambda encoded, self, some: encoded(self, helped(self, list(some))),
     )
     store = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "several", processes=3)
     for name in ("lengths", "targets", "rows", "hashes"):
@@ -181,10 +180,8 @@ def forked(program):
 
 
 @pytest.mark.parametrize("killed", ["a process", "the program"])
-def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, monkeypatch):
+def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, plant):
     rows = [{"text": f"number {n}"} for n in range(200)]
-    chunked = building.chunks_of
-    encoded = TokenizingProcesses.encoded
     several = []
 
     def killing(self, some):
@@ -202,9 +199,10 @@ def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, monkey
                 program.wait()
             yield chunk
 
-    monkeypatch.setattr(building, "chunks_of", lambda *given: list(chunked(*given)))
-    monkeypatch.setattr(
-        TokenizingProcesses, "encoded", lambda self, some: encoded(self, killing(self, some))
+    plant(
+        TokenizingProcesses,
+        "encoded",
+        lambda encoded, self, some: encoded(self, killing(self, some)),
     )
     with pytest.raises(ChildProcessError, match=r"ended with status -9.*dataset_num_proc"):
         build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path, processes=2)
@@ -272,16 +270,16 @@ def test_what_a_process_said_last_is_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["pipes", "a program"])
-def test_a_program_that_cannot_begin_leaves_no_pipes_open(missing, tmp_path, monkeypatch):
+def test_a_program_that_cannot_begin_leaves_no_pipes_open(missing, tmp_path, monkeypatch, plant):
     opened = itertools.count()
 
-    def pipe(real=os.pipe):
+    def pipe(real):
         if next(opened) == 5:
             raise OSError(24, "Too many open files")
         return real()
 
     if missing == "pipes":
-        monkeypatch.setattr(os, "pipe", pipe)
+        plant(os, "pipe", pipe)
     else:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
     before = os.listdir("/proc/self/fd")
@@ -300,7 +298,7 @@ def test_a_build_that_is_given_up_ends_its_processes():
 
 
 @pytest.mark.parametrize("fault", ["class", "namesake", "method", "vocabulary", "unwritable"])
-def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, monkeypatch):
+def test_a_tokenizer_that_no_other_process_can_have(fault, caplog, plant, let_raise):
     inner = tiny.tokenizer()
     if fault == "class":
         inner.__class__ = type("OfTheUsersOwn", (type(inner),), {})
@@ -310,15 +308,10 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
         inner.apply_chat_template = inner.apply_chat_template
     elif fault == "vocabulary":
         other = tiny.tokenizer()
-        save = type(inner).save_pretrained
         other.add_tokens(["<another>"])
-        monkeypatch.setattr(
-            type(inner), "save_pretrained", lambda self, folder: save(other, folder)
-        )
+        plant(type(inner), "save_pretrained", lambda save, self, folder: save(other, folder))
     else:
-        monkeypatch.setattr(
-            type(inner), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("no room"))
-        )
+        let_raise(type(inner), save_pretrained=OSError("no room"))
     of = encoder(inner)
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
 
@@ -341,12 +334,10 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
 @pytest.mark.parametrize(
     ("alone", "expected", "asked"), [(1 << 20, 0, False), (300, 0, True), (1 << 20, 1 << 24, True)]
 )
-def test_help_is_asked_for_where_there_is_much_to_do(
-    alone, expected, asked, monkeypatch, set_constants
-):
+def test_help_is_asked_for_where_there_is_much_to_do(alone, expected, asked, plant, set_constants):
     set_constants(processes, LETTERS_ALONE=alone)
     asking = []
-    monkeypatch.setattr(TokenizingProcesses, "_start", lambda self: asking.append(True))
+    plant(TokenizingProcesses, "_start", lambda start, self: asking.append(True))
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
     with TokenizingProcesses(encoder(), 4, expected) as several:
         assert sum(len(encoded.documents) for _, encoded in several.encoded(chunks_of(rows))) == 60
@@ -363,26 +354,19 @@ def test_help_is_asked_for_where_there_is_much_to_do(
         (64, "50000 100000", 1),
     ],
 )
-def test_one_a_core(cores, quota, count, monkeypatch, set_constants, tmp_path):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+def test_one_a_core(cores, quota, count, let_return, set_constants, tmp_path):
+    let_return(os, sched_getaffinity=set(range(cores)))
     set_constants(processes, CPU_QUOTA_FILE=tmp_path / "cpu.max")
     if quota:
         processes.CPU_QUOTA_FILE.write_text(quota + "\n")
     assert TokenizingProcesses(encoder()).count == count
 
 
-def test_the_configuration_sets_how_many(tmp_path, monkeypatch):
-    counts = []
-
-    class Counted(TokenizingProcesses):
-        def __init__(self, of, count, expected):
-            counts.append(count)
-            super().__init__(of, count, expected)
-
-    monkeypatch.setattr(building, "TokenizingProcesses", Counted)
+def test_the_configuration_sets_how_many(tmp_path, record_calls):
+    made = record_calls(TokenizingProcesses, "__init__")
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=256, dataset_num_proc=1)
     open_store(planted_faults.CLEAN, tiny.tokenizer(), config)
-    assert counts == [1]
+    assert [count for _, _, count, _ in made] == [1]
 
 
 def test_frames_come_as_they_went():
@@ -439,32 +423,28 @@ def test_a_process_starts_with_what_it_needs():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_process_never_imports_torch(tmp_path):
-    """Not even where transformers would."""
-    (tmp_path / "how.json").write_text("{}")
-    program = (
-        "import importlib.util, sys\n"
-        "from chronicals.data.making import worker\n"
-        "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') "
-        "else 7)\n"
-        f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
-        "worker.tokenise_for_parent()"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 7
-
-
-def test_a_process_tokenises_by_tiktoken(tmp_path):
-    TokenizingProcesses(encoder())._describe(tmp_path)
+def status_of_worker(folder, condition):
+    """What a worker without chunks ends with: 7 if the condition holds then."""
+    TokenizingProcesses(encoder())._describe(folder)
     program = (
         "import sys\n"
         "from chronicals.data.making import worker\n"
-        f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
+        f"sys.argv = ['worker', {str(folder)!r}]\n"
         "try:\n"
         "    worker.tokenise_for_parent()\n"
         "except SystemExit as ended:\n"
-        "    sys.exit(ended.code or 7 * ('tiktoken' in sys.modules))\n"
+        f"    sys.exit(ended.code or 7 * ({condition}))\n"
     )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 7
+    return subprocess.run([sys.executable, "-c", program]).returncode
+
+
+def test_a_process_never_imports_torch(tmp_path):
+    """Not even where transformers would."""
+    assert status_of_worker(tmp_path, "sys.modules['torch'] is None") == 7
+
+
+def test_a_process_tokenises_by_tiktoken(tmp_path):
+    assert status_of_worker(tmp_path, "'tiktoken' in sys.modules") == 7
 
 
 @pytest.mark.slow

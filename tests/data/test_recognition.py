@@ -12,6 +12,7 @@ import tiny
 from chronicals.config import ChronicalsConfig, DataSource
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.kinds.preferences import ROWS_LOOKED_BACK, nearest_other_prompts
+from chronicals.data.reading import records
 from chronicals.data.reading.records import CHUNK_ROWS
 
 KINDS = ("unpaired preference",)
@@ -100,9 +101,9 @@ def test_judged_conversations_may_repeat_their_prompt(tmp_path):
 
 
 @pytest.mark.parametrize("place", [1, 3])
-def test_an_unusable_answer_is_given_to_no_other_row(place, tmp_path, monkeypatch):
+def test_an_unusable_answer_is_given_to_no_other_row(place, tmp_path, set_constants):
     """Nor where it is the last of the rows before a chunk."""
-    monkeypatch.setattr("chronicals.data.reading.records.CHUNK_ROWS", 4)
+    set_constants(records, CHUNK_ROWS=4)
     rows = [
         {
             "prompt": [user(f"what is {n}?")],

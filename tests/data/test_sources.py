@@ -307,16 +307,16 @@ def test_a_hub_name(hub):
     assert records(DataSource("owner/name", split="test", weight=2)) == numbered(3) * 2
 
 
-def test_subset_and_split_reach_the_hub_and_rows_are_streamed(hub, monkeypatch):
+def test_subset_and_split_reach_the_hub_and_rows_are_streamed(hub, plant):
     import datasets
 
     asked = []
 
-    def load_dataset(*given, **options):
+    def load_dataset(_, *given, **options):
         asked.append((given, options))
         return datasets.Dataset.from_list(numbered(0)).to_iterable_dataset()
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    plant(datasets, "load_dataset", load_dataset)
     assert records(DataSource("owner/name", subset="main", split="test")) == numbered(0)
     assert asked == [(("owner/name", "main"), {"split": "test", "streaming": True})]
 
@@ -349,14 +349,14 @@ def test_a_name_that_is_nowhere_says_what_to_do(hub, use):
         use("owner/rows.jsonl")
 
 
-def test_a_fault_while_streaming_names_the_source(hub, monkeypatch):
+def test_a_fault_while_streaming_names_the_source(hub, let_return):
     import datasets
 
     def rows():
         yield {"text": "a"}
         raise OSError("connection lost")
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: rows())
+    let_return(datasets, load_dataset=rows())
     with pytest.raises(DataError, match=r"^owner/name: .*OSError: connection lost"):
         records("owner/name")
 

@@ -60,10 +60,6 @@ def found(store):
     return {rule: finding.count for rule, finding in store.report.findings.items()}
 
 
-def refuse(*_):
-    raise AssertionError("tokenised again")
-
-
 # --- content
 # ---------------------------------------------------------------------------------------------------------
 
@@ -252,11 +248,11 @@ def test_nulls_in_the_text_of_a_call_are_kept_whichever_way_a_row_is_tokenised(t
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatch):
+def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, must_not_call):
     rows = tiny.chat_rows(10)
     first = build_store(rows, tokenizer(), WIDTH, tmp_path)
     written = first.path.stat()
-    monkeypatch.setattr(BatchEncoder, "encode", refuse)
+    must_not_call(BatchEncoder, "encode", "the rows are tokenised again")
     again = build_store((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
     assert again.path == first.path
     assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (
@@ -269,12 +265,12 @@ def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatc
     assert len(list(tmp_path.glob("*.arrow"))) == 1
 
 
-def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
+def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, must_not_call):
     text = '{"text": "hello world"}\n{"text": "the answer"}\n'
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(text)
     first = build_store(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
-    monkeypatch.setattr(BatchEncoder, "encode", refuse)
+    must_not_call(BatchEncoder, "encode", "the rows are tokenised again")
     assert (
         build_store(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path
         == first.path
@@ -291,17 +287,16 @@ def test_a_file_that_changed_is_tokenised_again(tmp_path):
     assert documents(second) != documents(first)
 
 
-def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, plant):
     path = tmp_path / "a.jsonl"
-    encode = BatchEncoder.encode
     path.write_text('{"text": "hello world"}\n')
 
-    def write_and_encode(self, batches):
+    def write_and_encode(encode, self, batches):
         with path.open("a") as more:
             more.write('{"text": "more"}\n')
         return encode(self, batches)
 
-    monkeypatch.setattr(BatchEncoder, "encode", write_and_encode)
+    plant(BatchEncoder, "encode", write_and_encode)
     with pytest.raises(
         DataError, match=r"a\.jsonl: was written to while it was tokenised; start again"
     ):
@@ -441,9 +436,9 @@ def test_a_store_is_written_chunk_by_chunk(tmp_path, set_constants):
     ]
 
 
-def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
+def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, let_raise):
     rows = token_rows(5)
-    monkeypatch.setattr(BatchEncoder, "encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    let_raise(BatchEncoder, encode=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -547,62 +542,61 @@ def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path)
     )
 
 
-def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", [0, 1])
+def test_another_process_may_finish_the_same_store_at_any_moment(
+    moment, tmp_path, monkeypatch, plant
+):
     """Whatever file is about to get its name: another process gives its own that name just
     before.
     """
     rows = token_rows(5)
-    replace = building.os.replace
-    for moment in range(2):
-        cache = tmp_path / str(moment)
-        renamed = []
+    renamed = []
 
-        def replace_late(source, target, cache=cache, renamed=renamed, moment=moment):
-            renamed.append(target)
-            if len(renamed) == moment + 1:
-                with monkeypatch.context() as other:
-                    other.setattr(building.os, "getpid", lambda: -1)
-                    other.setattr(building.os, "replace", replace)
-                    build_store(rows, tokenizer(), WIDTH, cache)
-            replace(source, target)
+    def replace_late(replace, source, target):
+        renamed.append(target)
+        if len(renamed) == moment + 1:
+            with monkeypatch.context() as other:
+                other.setattr(building.os, "getpid", lambda: -1)
+                other.setattr(building.os, "replace", replace)
+                build_store(rows, tokenizer(), WIDTH, tmp_path)
+        replace(source, target)
 
-        monkeypatch.setattr(building.os, "replace", replace_late)
-        store = build_store(rows, tokenizer(), WIDTH, cache)
-        monkeypatch.setattr(building.os, "replace", replace)
-        assert len(renamed) == 2
-        assert documents(store) == expected(rows)
-        assert sorted(path.suffix for path in cache.iterdir()) == [".arrow", ".json"]
+    plant(building.os, "replace", replace_late)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
+    assert len(renamed) == 2
+    assert documents(store) == expected(rows)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".arrow", ".json"]
 
 
-def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch):
+def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, plant, must_not_call):
     rows = token_rows(5)
     elsewhere = build_store(rows, tokenizer(), WIDTH, tmp_path / "elsewhere")
     (tmp_path / "here").mkdir()
     waits = []
 
-    def sleep(seconds):
+    def sleep(_, seconds):
         waits.append(seconds)
         if len(waits) == 3:
             for suffix in (".json", ".arrow"):
                 there = elsewhere.path.with_suffix(suffix)
                 (tmp_path / "here" / there.name).write_bytes(there.read_bytes())
 
-    monkeypatch.setattr(building.time, "sleep", sleep)
-    monkeypatch.setattr(BatchEncoder, "encode", refuse)
+    plant(building.time, "sleep", sleep)
+    must_not_call(BatchEncoder, "encode", "the rows are tokenised again")
     store = build_store(rows, tokenizer(), WIDTH, tmp_path / "here", builder=False)
     assert len(waits) == 3
     assert documents(store) == expected(rows)
 
 
 @pytest.mark.slow
-def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch, set_constants):
+def test_who_waits_gives_up_when_nothing_is_written(tmp_path, plant, set_constants):
     rows = token_rows(3)
     waited = 0.0
     path = build_store(rows, tokenizer(), WIDTH, tmp_path).path
     path.unlink()
     aside = path.with_name(f".{path.stem}.1.a")
 
-    def sleep(seconds):
+    def sleep(_, seconds):
         nonlocal waited
         waited += seconds
         if waited < 40 * building.MINUTE:  # longer than patience lasts
@@ -610,7 +604,7 @@ def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch, set_c
         else:
             aside.unlink(missing_ok=True)
 
-    monkeypatch.setattr(building.time, "sleep", sleep)
+    plant(building.time, "sleep", sleep)
     set_constants(building, QUIET_MINUTES=5)
     with pytest.raises(DataError, match="has written nothing for 5 minutes"):
         build_store(rows, tokenizer(), WIDTH, tmp_path, builder=False)

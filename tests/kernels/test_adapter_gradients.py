@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from chronicals.kernels import adapter_gradients as module
+from chronicals.kernels import launch
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -100,7 +101,8 @@ def draw(rows, sizes, ranks, dtype, device):
 @pytest.fixture
 def several_parts(let_return):
     """Of rows, with several tiles each, on any device."""
-    let_return(module, multiprocessors=12)
+    for of in (launch, module):  # a mutant imports it from the first
+        let_return(of, multiprocessors=12)
 
 
 def compare(ours, plain, drawn, dtype, device):

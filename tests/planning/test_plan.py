@@ -334,10 +334,9 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
-def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
+def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, plant):
     fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
     config = runs.config(tmp_path, **fields)
-    own = needed_memory.estimate
     found = []
     models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]
     models[1] = (
@@ -350,9 +349,12 @@ def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
             quantise_layers(model)
         if kind != "all weights":
             apply_lora(model, LoRAConfig(rank=8))
-    monkeypatch.setattr(
-        needed_memory, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1]
-    )
+
+    def noted(estimate, *given):
+        found.append(estimate(*given))
+        return found[-1]
+
+    plant(needed_memory, "estimate", noted)
     decide(Facts.of(config, present(models[0], True, True, pack_width=512), ranks=ranks))
     made = plan(models[1], config, ranks, Machines(memory=10**15))
     assert made.fits and made.recomputed == 0 and found[1].fixed == found[0].fixed > 0

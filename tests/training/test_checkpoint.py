@@ -141,14 +141,11 @@ def test_metrics_are_cut_back_to_the_checkpoint(run_folder):
     assert [step for step, _, _ in runs.trajectory(run_folder)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_full_disk_leaves_the_old_checkpoint(run_folder, monkeypatch):
+def test_full_disk_leaves_the_old_checkpoint(run_folder, let_raise):
     folder = run_folder / "run"
     before = {path.name: check_folder(path) for path in checkpoints(folder)}
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(folders, "_sync", full)
+    let_raise(folders, _sync=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(CheckpointError, match="disk is full.*intact"):
         runs.train(run_folder, max_steps=9, save_steps=2, resume=True)
     assert {path.name: check_folder(path) for path in checkpoints(folder)} == before
@@ -159,13 +156,9 @@ def test_full_disk_leaves_the_old_checkpoint(run_folder, monkeypatch):
     ("number", "message"),
     [(28, "disk is full"), (122, "disk is full"), (27, "cannot be written.*File too large")],
 )
-def test_what_safetensors_says_of_the_disk_is_told(tmp_path, monkeypatch, number, message):
-    def broken(*_):
-        raise SafetensorError(
-            f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
-        )
-
-    monkeypatch.setattr(module, "save_file", broken)
+def test_what_safetensors_says_of_the_disk_is_told(tmp_path, let_raise, number, message):
+    said = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+    let_raise(module, save_file=SafetensorError(said))
     with pytest.raises(CheckpointError, match=message):
         runs.train(tmp_path, max_steps=1)
 

@@ -73,15 +73,13 @@ def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
     assert all(p.requires_grad for p in model.parameters()), "a choice changes nothing of the model"
 
 
-def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(
-    tmp_path, monkeypatch, let_return
-):
+def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path, let_return):
     """Not of trained ones, which FSDP gathers, nor by gloo, which works on the host."""
 
     def why_not(backend="nccl", **fields):
         let_return(cuda_graphs.dist, is_initialized=True)
         let_return(cuda_graphs.dist, get_backend=backend)
-        monkeypatch.setattr(facts, "input_device", lambda _: torch.device("cuda"))
+        let_return(facts, input_device=torch.device("cuda"))
         model = tiny.llama()
         if fields:
             apply_lora(model, LoRAConfig(rank=2))

@@ -58,11 +58,10 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def anywhere(monkeypatch, let_return):
+def anywhere(set_constants, let_return):
     """Fused layers and FP8, which a run has on a card only, for products of every size."""
     let_return(facts, why_not_fused=None)
-    for limit in ("MIN_MEAN_WIDTH", "MIN_EXPERT_ROWS"):
-        monkeypatch.setattr(fp8_experts, limit, 1)
+    set_constants(fp8_experts, MIN_MEAN_WIDTH=1, MIN_EXPERT_ROWS=1)
 
 
 SIZES = {"vocab_size": 300, "max_position_embeddings": 512}
@@ -202,7 +201,7 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, set_constants, caplog):
         runs.train(tmp_path / "none", model=mixture("qwen3_moe"), **fields)
 
 
-def test_in_fp8_without_fused_layers(tmp_path, monkeypatch, let_return):
+def test_in_fp8_without_fused_layers(tmp_path, let_return):
     """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run
     as products either.
     """
@@ -215,7 +214,7 @@ def test_in_fp8_without_fused_layers(tmp_path, monkeypatch, let_return):
         match="only fused decoder layers and experts have FP8 products, and none run",
     ):
         in_fp8.decide(asked, course)
-    monkeypatch.setattr(facts, "input_device", lambda model: torch.device("cuda", 0))
+    let_return(facts, input_device=torch.device("cuda", 0))
     let_return(fp8, lacks_fp8="")
     assert in_fp8.decide(asked, course).runs
     dense = Facts(config, families.build("llama"), unfused="not on a card")

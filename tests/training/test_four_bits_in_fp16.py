@@ -92,11 +92,10 @@ def checkpoints(folder):
     return found
 
 
-def overflowing(folder, place, monkeypatch, steps, **changes):
+def overflowing(folder, place, set_constants, steps, **changes):
     """A run that begins with a scale under which gradients exceed fp16, and doubles it after two
     good steps; whether each was skipped."""
-    monkeypatch.setattr(optimizer, "START_SCALE", 2.0**26)
-    monkeypatch.setattr(optimizer, "GROWTH_INTERVAL", 2)
+    set_constants(optimizer, START_SCALE=2.0**26, GROWTH_INTERVAL=2)
     given = {
         **GIVEN,
         "save_steps": 1,
@@ -113,8 +112,10 @@ def overflowing(folder, place, monkeypatch, steps, **changes):
     }
 
 
-def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(tmp_path, place, monkeypatch):
-    skipped = overflowing(tmp_path, place, monkeypatch, 16)
+def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(
+    tmp_path, place, set_constants
+):
+    skipped = overflowing(tmp_path, place, set_constants, 16)
     scale = 2.0**26
     before = None
     good = 0
@@ -142,15 +143,15 @@ def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 9], ids=["falling", "recovering"])
-def test_a_resumed_run_has_the_scale_that_it_left(tmp_path, place, monkeypatch, stop):
-    whole = overflowing(tmp_path / "whole", place, monkeypatch, 14)
+def test_a_resumed_run_has_the_scale_that_it_left(tmp_path, place, set_constants, stop):
+    whole = overflowing(tmp_path / "whole", place, set_constants, 14)
     overflowing(
         tmp_path / "parts",
         place,
-        monkeypatch,
+        set_constants,
         max(stop, min(s for s, gone in whole.items() if not gone)),
     )
-    assert overflowing(tmp_path / "parts", place, monkeypatch, 14, resume=True) == whole
+    assert overflowing(tmp_path / "parts", place, set_constants, 14, resume=True) == whole
     parts, through = (
         [loss for _, loss, _ in runs.trajectory(tmp_path / name)] for name in ("parts", "whole")
     )

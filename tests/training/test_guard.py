@@ -381,22 +381,22 @@ class Overflow(Callback):
         self.skipped.append(metrics.skipped)
 
 
-def overflowing(folder, monkeypatch, **changes):
+def overflowing(folder, set_constants, **changes):
     """A run in fp16 with a loss scale that is far too high; which of its steps were skipped."""
-    monkeypatch.setattr(optimizer, "START_SCALE", 2.0**60)
+    set_constants(optimizer, START_SCALE=2.0**60)
     skipped = []
     runs.train(folder, mixed_precision="fp16", callbacks=[Overflow(skipped)], **changes)
     return skipped
 
 
-def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, monkeypatch):
+def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, set_constants):
     model = tiny.llama()
     before = [weight.clone() for weight in model.parameters()]
     with pytest.raises(
         TrainingError,
         match=r"none of the 6 steps was applied.*fallen to 1.80144e\+16.*mixed_precision='bf16'",
     ):
-        overflowing(tmp_path, monkeypatch, model=model)
+        overflowing(tmp_path, set_constants, model=model)
     assert all(equal(a, b) for a, b in zip(before, model.parameters()))
     assert not (tmp_path / "run" / "model").exists()
     lines = read(tmp_path / "run" / "metrics.jsonl")
@@ -405,7 +405,7 @@ def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, monkeypatc
     assert json.loads(state.read_text(), parse_constant=pytest.fail)["best_loss"] is None
 
 
-def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, monkeypatch):
+def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, set_constants):
     """The scale goes on falling from where it was; and a run that then trains is audited and
     finishes.
     """
@@ -414,9 +414,9 @@ def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, monkeypatch):
         with pytest.raises(
             TrainingError, match=f"none of the {steps} steps was applied.*fallen to {scale}"
         ):
-            overflowing(tmp_path, monkeypatch, resume=steps > 6, max_steps=steps)
+            overflowing(tmp_path, set_constants, resume=steps > 6, max_steps=steps)
     with pytest.raises(TrainingError, match="step 21: gradient norm"):
-        overflowing(tmp_path, monkeypatch, resume=True, max_steps=40)
+        overflowing(tmp_path, set_constants, resume=True, max_steps=40)
 
 
 def test_a_step_applied_after_a_resume_is_audited(tmp_path, monkeypatch, set_constants):

@@ -64,7 +64,7 @@ class Cards(Mesh):
         return [value, self.other(value) if isinstance(value, int) else value]
 
 
-def decided(folder, monkeypatch, cards, room, **fields):
+def decided(folder, let_return, cards, room, **fields):
     """What is decided on a card with room for so many layers and a half."""
     with torch.device("meta"):
         model = tiny.llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4)
@@ -78,13 +78,13 @@ def decided(folder, monkeypatch, cards, room, **fields):
     alone = Facts(config, model, 2, total=1, fuses_whole_layers=False)
     needed = expected_memory(alone)[1].needed(NOTHING)
     total = int((needed + (room + 0.5) * gathered_bytes(alone)) / 0.9)
-    monkeypatch.setattr(facts, "card_memory", lambda _: total)
+    let_return(facts, card_memory=total)
     return session.decide_together(present(model), config, cards)[1], needed, total
 
 
 @pytest.mark.parametrize(("other", "stay"), [(1, 1), (4, 3), (0, 0)])
-def test_as_many_stay_as_the_smallest_card_has_room_for(other, stay, tmp_path, monkeypatch):
-    made, needed, total = decided(tmp_path, monkeypatch, Cards(lambda own: other), 3)
+def test_as_many_stay_as_the_smallest_card_has_room_for(other, stay, tmp_path, let_return):
+    made, needed, total = decided(tmp_path, let_return, Cards(lambda own: other), 3)
     size = stay * 2 * (2 * 2048**2 + 2 * 2048 * 1024 + 3 * 2048 * 8192 + 2 * 2048)
     said = f"; the last {stay} layers stay gathered between their passes, {size / 2**30:.1f} GiB"
     assert made["sharding"].stay == stay and made["sharding"].reason.endswith(said) == (stay > 0)
@@ -97,15 +97,15 @@ def test_as_many_stay_as_the_smallest_card_has_room_for(other, stay, tmp_path, m
     )
 
 
-def test_cards_on_which_other_layers_would_stay_are_refused(tmp_path, monkeypatch):
+def test_cards_on_which_other_layers_would_stay_are_refused(tmp_path, let_return):
     """They would gather other weights, and wait for each other for ever."""
     cards = Cards(lambda own: own)
-    decided(tmp_path, monkeypatch, cards, 3)
+    decided(tmp_path, let_return, cards, 3)
     with pytest.raises(
         ConfigurationError,
         match=r"do not train the same: sharding is .* 3\] on rank 0 and .* 1\] on rank 1",
     ):
-        decided(tmp_path, monkeypatch, cards, 1)
+        decided(tmp_path, let_return, cards, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bytes are those of fp32 on the CPU")

@@ -408,14 +408,13 @@ def test_one_that_loads_is_waited_for_until_it_is_not_heard_of(watched, set_cons
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("killed", [False, True], ids=["with an error", "killed"])
-def test_who_waits_outside_of_a_run_ends_with_one_that_is_gone(killed, monkeypatch):
+def test_who_waits_outside_of_a_run_ends_with_one_that_is_gone(killed, monkeypatch, set_constants):
     """Of those that load together the others would wait in a collective for as long as it may
     take.
     """
     store = dist.HashStore()
     left = []
-    for name, seconds in {"PAUSE": 0.02, "GRACE": 0.2, "LOST": 0.5}.items():
-        monkeypatch.setattr(presence, name, seconds)
+    set_constants(presence, PAUSE=0.02, GRACE=0.2, LOST=0.5)
 
     def leave(self, reason):
         left.append(reason)

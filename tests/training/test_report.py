@@ -147,11 +147,8 @@ def test_what_users_write_is_escaped(tmp_path):
     assert "<script>" not in page and "<b>" not in page and "&lt;b&gt;bold" in page
 
 
-def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch, caplog):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(report.Report, "write", refuse)
+def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, let_raise, caplog):
+    let_raise(report.Report, write=OSError(errno.ENOSPC, "No space left on device"))
     result = runs.train(tmp_path, max_steps=1)
     assert runs.weights(tmp_path) and not result.report.exists()
     assert "report.html: the report cannot be written (OSError" in caplog.text

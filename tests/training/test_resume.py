@@ -74,7 +74,7 @@ def test_a_folder_in_which_nothing_was_written_is_gone(tmp_path):
     assert not (tmp_path / "a" / "b").exists()
 
 
-def test_where_folders_cannot_be_locked_a_file_is(tmp_path, monkeypatch, caplog):
+def test_where_folders_cannot_be_locked_a_file_is(tmp_path, monkeypatch, let_raise, caplog):
     import fcntl
 
     usual = fcntl.flock
@@ -88,9 +88,7 @@ def test_where_folders_cannot_be_locked_a_file_is(tmp_path, monkeypatch, caplog)
     with locked(tmp_path), pytest.raises(FolderInUse), locked(tmp_path):
         pass
     assert (tmp_path / LOCK_FILE).exists() and not caplog.text
-    monkeypatch.setattr(
-        fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
-    )
+    let_raise(fcntl, flock=OSError(37, "No locks available"))
     with locked(tmp_path):
         assert "cannot be locked" in caplog.text
 

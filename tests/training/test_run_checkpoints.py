@@ -186,12 +186,9 @@ def test_early_stopping_after_a_best_of_no_known_step(tmp_path, losses, caplog):
     )
 
 
-def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, monkeypatch):
-    def refuse(*_):
-        raise CheckpointError("does not belong to this model")
-
+def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, let_raise):
     losses(1.0, 2.0)
-    monkeypatch.setattr(checkpoint, "load_checkpoint_weights", refuse)
+    let_raise(checkpoint, load_checkpoint_weights=CheckpointError("does not belong to this model"))
     result = runs.train(tmp_path, max_steps=2, **OPTIONS)
     assert result.model_step == 2 and "the model of the last step is written instead" in caplog.text
     last = best_weights(tmp_path, 2)

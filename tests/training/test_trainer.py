@@ -713,9 +713,8 @@ def test_kernels_train_as_their_references_do(tmp_path, lora):
 
 
 @pytest.mark.parametrize("where", ["weight", "low"])
-def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch, set_constants):
-    set_constants(audit, SMALL=8)
-    monkeypatch.setattr(audit, "_SUMMED_ELEMENTS", 7)
+def test_large_weights_are_watched_to_their_last_bit(where, set_constants):
+    set_constants(audit, SMALL=8, _SUMMED_ELEMENTS=7)
     model = torch.nn.Linear(5, 6, bias=False).bfloat16()
     optimizer = FusedAdamW(model.parameters(), lr=0.0)
     optimizer.set_master(model.weight, torch.randn(6, 5))
@@ -847,10 +846,10 @@ def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):
     )
 
 
-def test_the_models_card_becomes_the_current_one(monkeypatch):
+def test_the_models_card_becomes_the_current_one(monkeypatch, let_return):
     """Kernels are launched on that, wherever their tensors are."""
     current = []
-    monkeypatch.setattr(preparation, "input_device", lambda _: torch.device("cuda", 1))
+    let_return(preparation, input_device=torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     preparation.one_device(tiny.llama(), Mesh())
     assert current == [torch.device("cuda", 1)]

@@ -212,7 +212,8 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
     """
     hints = typing.get_type_hints(Recipe)
     headings = headings_of(Recipe)
-    about: Any = Recipe.__pydantic_fields__
+    recipe: Any = Recipe  # pydantic adds its fields to the dataclass
+    about = recipe.__pydantic_fields__
     fields = sorted(
         dataclasses.fields(Recipe), key=lambda field: not about[field.name].is_required()
     )

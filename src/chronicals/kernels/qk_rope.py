@@ -436,7 +436,8 @@ def _rotate_both(
     *results, amax = _outputs(q, k, v, cos, sin, interleaved, inverse, padding, finds_amax)
     cell = amax if finds_amax else None
     if v is None:
-        _launch(q, k, *results, cos, sin, interleaved, inverse, None, cell)
+        q_out, k_out = results
+        _launch(q, k, q_out, k_out, cos, sin, interleaved, inverse, None, cell)
     else:
         of_qkv = heads_of(results[0], q.shape[1], k.shape[1])
         q, k, v, of_q, of_k, of_v = (x.transpose(0, 1)[None] for x in (q, k, dense(v), *of_qkv))

@@ -109,7 +109,8 @@ def apply_lora(
         # when the adapter is saved, the base's files may be gone
         setattr(model, BASE_ROWS, rows_in_files(model, model.config._name_or_path))
     model.chronicals_lora = config
-    model.__class__ = adapted_class(type(model))
+    plain_class: type = type(model)
+    model.__class__ = adapted_class(plain_class)
     return model
 
 

@@ -11,6 +11,7 @@ is needed, and nothing is dequantised.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,7 @@ class _TakeStack(ConversionOps):
         try:
             weight = self.form.read(name, first)
             if weight.codes.shape != place.shape:
-                values = weight.values
+                values = math.prod(weight.shape)
                 raise ValueError(f"has {values} values in the checkpoint, others by config.json")
         except (KeyError, ValueError) as error:
             vars(model).setdefault(FAILURES, []).append(f"{full_layer_name}: {error}")

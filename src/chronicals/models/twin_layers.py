@@ -201,8 +201,8 @@ class Layers:
             before = types[: self.bounds.get(field, 0)]
             wanted += [len(before) - 1 - before[::-1].index(kind) for kind in set(before)]
         kinds = [self.kind_of(index) for index in range(self.count)]
-        for kind in dict.fromkeys(kinds):
-            index = kinds.index(kind)
+        for layer_kind in dict.fromkeys(kinds):
+            index = kinds.index(layer_kind)
             if index not in wanted and len(wanted) < MAX_LAYERS:
                 wanted.append(index)
         if any(entries and isinstance(entries[0], str) for entries in self.per_layer.values()):

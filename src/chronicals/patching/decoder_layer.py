@@ -377,7 +377,7 @@ def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        attend_one = partial(document_attention, flash=flash, **options)
+        attend_one: Callable[..., Tensor] = partial(document_attention, flash=flash, **options)
         of_heads = [] if sinks is None else [sinks]
         if split is not None:  # without padding behind heads, which would have to be sent, too
             return attend_split(attend_one, q, k, v, split, *of_heads)

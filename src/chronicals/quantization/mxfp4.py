@@ -59,7 +59,7 @@ class MXFP4(PackedWeight):
     def stored_weights(cls, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return by name of each weight the names of its blocks and scales."""
         blocks, scales = cls.STACK_PARTS
-        parts = {}
+        parts: dict[str, tuple[str, ...]] = {}
         for name in names:
             weight = name.removesuffix(blocks)
             if name.endswith(blocks) and weight + scales in names:

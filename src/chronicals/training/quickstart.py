@@ -7,6 +7,9 @@ another function.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -148,8 +151,9 @@ def run_preferences(
     )  # rewards are log-probabilities by token
     model = load_model(done.result.model_dir, torch.float32)
     tokenizer = load_tokenizer(done.result.model_dir)
-    before = evaluate_data(model, tokenizer, files[1], by_token)
-    result = ChronicalsTrainer(model, tokenizer, config).train(*files)
+    with fastest_threads():
+        before = evaluate_data(model, tokenizer, files[1], by_token)
+        result = ChronicalsTrainer(model, tokenizer, config).train(*files)
     after = evaluate_data(
         load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token
     )
@@ -166,6 +170,40 @@ def preference_rows(rows: list[dict], seed: int) -> list[dict]:
         for n, row in enumerate(rows)
     ]
     return [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
+
+
+def operations_in(threads: int, seconds: float = 0.3) -> int:
+    """Return how many small products ``threads`` threads compute in ``seconds`` seconds.
+
+    The products have the sizes of a layer of the quickstart's model on a CPU.
+    """
+    x = torch.randn(1024, CPU.width)
+    weight = torch.randn(CPU.width, CPU.width)
+    torch.set_num_threads(threads)
+    count = 0
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.tanh(x @ weight)
+        count += 1
+    return count
+
+
+@contextmanager
+def fastest_threads(operations: Callable[[int], int] = operations_in) -> Iterator[int]:
+    """Compute with the number of threads that is fastest now; yield it.
+
+    Threads of one operation wait for the slowest of them, so one that shares its core with another
+    program makes all wait: two threads with one core to themselves compute a third of what one
+    computes.
+    """
+    usual = torch.get_num_threads()
+    counts = sorted({usual, max(usual - 1, 1), max(usual // 2, 1), 1}, reverse=True)
+    try:
+        fastest = max(counts, key=operations)
+        torch.set_num_threads(fastest)
+        yield fastest
+    finally:
+        torch.set_num_threads(usual)
 
 
 def default_size() -> Size:
@@ -206,8 +244,9 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     )
     model = load_model(untrained, torch.float32)
     tokenizer = load_tokenizer(untrained)
-    before = evaluate_data(model, tokenizer, held, config)
-    result = ChronicalsTrainer(model, tokenizer, config).train(data, held)
+    with fastest_threads():
+        before = evaluate_data(model, tokenizer, held, config)
+        result = ChronicalsTrainer(model, tokenizer, config).train(data, held)
     assert result.evaluation is not None
     asked = load_trained(untrained)
     trained = load_trained(result.model_dir)

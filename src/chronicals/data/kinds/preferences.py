@@ -89,15 +89,15 @@ def sides_of(
                     f"{where}: {name} must be a list, this is {type(value).__name__}", "wrong_type"
                 )
             columns.append(items)
-        answers, scores = columns
-        if len(answers) != len(scores):
+        responses, scores = columns
+        if len(responses) != len(scores):
             raise DataError(
-                f"{where}: {len(answers)} {RANKED_ANSWERS} and {len(scores)} {RANKED_SCORES}",
+                f"{where}: {len(responses)} {RANKED_ANSWERS} and {len(scores)} {RANKED_SCORES}",
                 "unusable_scores",
             )
-        if len(answers) < 2:
+        if len(responses) < 2:
             raise DataError(
-                f"{where}: {RANKED_ANSWERS} has {len(answers)}, of which no pair can be made",
+                f"{where}: {RANKED_ANSWERS} has {len(responses)}, of which no pair can be made",
                 "unusable_scores",
             )
         for number, score in enumerate(scores, 1):
@@ -109,8 +109,8 @@ def sides_of(
             raise DataError(
                 f"{where}: all {len(scores)} {RANKED_SCORES} are {scores[0]}", "tied_scores"
             )
-        best = answers[scores.index(max(scores))]
-        worst = answers[scores.index(min(scores))]
+        best = responses[scores.index(max(scores))]
+        worst = responses[scores.index(min(scores))]
         others = {name: value for name, value in record.items() if name not in ranked}
         record = {**others, "chosen": best, "rejected": worst}
     answers = {name: record[name] for name in PAIR_FIELDS}

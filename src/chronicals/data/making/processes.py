@@ -166,39 +166,10 @@ class TokenizingProcesses:
     # --- the start of the others, in a thread beside what this process does
 
     def _start(self) -> None:
-        """Write the tokenizer and the settings that the worker reads, and start it."""
         try:
-            import transformers
-
             self._folder = tempfile.TemporaryDirectory(prefix="chronicals-")
             folder = Path(self._folder.name)
-            tokenizer = self.encoder.tokenizer
-            inner = tokenizer.tokenizer
-            kind = type(inner)
-            changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
-            if (
-                getattr(transformers, kind.__name__, None) is not kind
-                or not calls_rust_only(inner)
-                or changed
-            ):
-                raise TypeError(
-                    f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
-                    "would read it"
-                )
-            inner.save_pretrained(folder)
-            settings = {
-                "class": kind.__name__,
-                "fingerprint": tokenizer.fingerprint(),
-                "width": self.encoder.width,
-                "overlong": self.encoder.overlong,
-                "train_on": tokenizer.train_on,
-                "train_on_roles": sorted(tokenizer.train_on_roles),
-                "train_on_turns": tokenizer.train_on_turns,
-                "completions_as_chat": tokenizer.completions_as_chat,
-                "kinds": sorted(tokenizer.kinds),
-                "train_after_stop": tokenizer.train_after_stop,
-            }
-            (folder / WORKER_SETTINGS).write_text(json.dumps(settings))
+            self._describe(folder)
             with self._changing:
                 if self._ended:
                     return
@@ -207,6 +178,38 @@ class TokenizingProcesses:
                 self._threads.submit(self._welcome, process)
         except Exception as error:  # a user's tokenizer may raise anything when it is saved
             self._doubt(f"{type(error).__name__}: {error}")
+
+    def _describe(self, folder: Path) -> None:
+        """Write the tokenizer and the settings that the worker reads."""
+        import transformers
+
+        tokenizer = self.encoder.tokenizer
+        inner = tokenizer.tokenizer
+        kind = type(inner)
+        changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
+        if (
+            getattr(transformers, kind.__name__, None) is not kind
+            or not calls_rust_only(inner)
+            or changed
+        ):
+            raise TypeError(
+                f"{kind.__name__} is no fast tokenizer of transformers' own, as another process "
+                "would read it"
+            )
+        inner.save_pretrained(folder)
+        settings = {
+            "class": kind.__name__,
+            "fingerprint": tokenizer.fingerprint(),
+            "width": self.encoder.width,
+            "overlong": self.encoder.overlong,
+            "train_on": tokenizer.train_on,
+            "train_on_roles": sorted(tokenizer.train_on_roles),
+            "train_on_turns": tokenizer.train_on_turns,
+            "completions_as_chat": tokenizer.completions_as_chat,
+            "kinds": sorted(tokenizer.kinds),
+            "train_after_stop": tokenizer.train_after_stop,
+        }
+        (folder / WORKER_SETTINGS).write_text(json.dumps(settings))
 
     def _welcome(self, process: _Process) -> None:
         """Make a process free to use, if it has read the same tokenizer."""

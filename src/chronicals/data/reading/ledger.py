@@ -77,10 +77,13 @@ class Ledger:
         read = sum(self.read.values())
         left_out = sum(self.causes.values())
         parts = []
-        if self.trained and (self.held_out or left_out):
-            parts.append(f"{_total_by_kind(self.trained)} trained")
-        if self.held_out and (self.trained or left_out):
-            parts.append(f"{_total_by_kind(self.held_out)} held out")
+        for fate, counts, others in (
+            ("trained", self.trained, self.held_out),
+            ("held out", self.held_out, self.trained),
+        ):
+            if counts and (others or left_out):
+                by_kind = f" ({_named(counts)})" if len(counts) > 1 else ""
+                parts.append(f"{sum(counts.values()):,}{by_kind} {fate}")
         if left_out:
             why = ", ".join(f"{count:,} {rule}" for rule, count in self.causes.items())
             parts.append(f"{left_out:,} left out ({why})")
@@ -106,12 +109,6 @@ class Ledger:
     def is_scored(self) -> bool:
         """True if the data are held out as a whole."""
         return bool(self.held_out) and not self.trained
-
-
-def _total_by_kind(counts: RowCounts) -> str:
-    """Return the number of rows, and of each kind if there are several."""
-    total = f"{sum(counts.values()):,}"
-    return f"{total} ({_named(counts)})" if len(counts) > 1 else total
 
 
 def _named(counts: RowCounts) -> str:

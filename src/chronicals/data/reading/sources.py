@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import hashlib
 import itertools
@@ -111,7 +110,12 @@ def source_fingerprint(source: RowSource, cache_dir: Path, seed: int = 0) -> str
             raise DataError("a generator can be read only once; give list(rows)")
         digest = hashlib.sha256()
         for record in rows:
-            digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
+            # Arrays whole: ``repr`` omits their middle.
+            text = json.dumps(
+                record,
+                default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value),
+            )
+            digest.update(text.encode() + b"\n")
         return digest.hexdigest()
     described = []
     with FileDigests(cache_dir) as digests:
@@ -385,15 +389,15 @@ def _own_among(matches: Iterable[Path], pattern: Path) -> dict[Path, Path]:
     """
     spelled = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts)))
 
-    @functools.cache
-    def own_in(folder: Path) -> set[str]:
-        return own_files(folder, os.listdir(folder))
-
+    own_in = dict[Path, set[str]]()
     own = dict[Path, Path]()
     for match in matches:
         for depth in range(spelled, len(match.parts)):
             place = Path(*match.parts[: depth + 1])
-            if place.name in own_in(place.parent):
+            folder = place.parent
+            if folder not in own_in:
+                own_in[folder] = own_files(folder, os.listdir(folder))
+            if place.name in own_in[folder]:
                 own[match] = place
                 break
     return own
@@ -464,8 +468,3 @@ def _datasets(path: str | Path) -> Any:
             "'chronicals[data]'"
         ) from error
     return datasets
-
-
-def _as_list(value: Any) -> Any:
-    """Return a value that JSON has no form for, arrays whole: ``repr`` omits their middle."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)

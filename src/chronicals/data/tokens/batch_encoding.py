@@ -229,17 +229,24 @@ class BatchEncoder:
             answers += [_Answer(chat, number, places[n]) for number in numbers]
         for group in _grouped(answers):
             unknown = [answer for answer in group if answer.number not in answer.chat.before]
-            parts = template.texts(
-                [answer.request(answer.number) for answer in unknown], generation=True
-            )
+            requests = list[RenderRequest]()
+            for answer in unknown:
+                conversation = answer.chat.conversation
+                before = conversation.messages[: answer.number]
+                requests.append((before, conversation.tools, answer.place))
+            parts = template.texts(requests, generation=True)
             for answer, text in zip(unknown, parts, strict=True):
                 answer.chat.before[answer.number] = self._shared(text, answer.chat.whole)
-            unknown = [
-                answer
-                for answer in group
-                if answer.chat.is_early(answer.number) and answer.number not in answer.chat.through
-            ]
-            parts = template.texts([answer.request(answer.number + 1) for answer in unknown])
+            unknown = []
+            requests = []
+            for answer in group:
+                conversation = answer.chat.conversation
+                is_last = answer.number + 1 == len(conversation.messages)
+                if not is_last and answer.number not in answer.chat.through:
+                    unknown.append(answer)
+                    through = conversation.messages[: answer.number + 1]
+                    requests.append((through, conversation.tools, answer.place))
+            parts = template.texts(requests)
             for answer, text in zip(unknown, parts, strict=True):
                 answer.chat.through[answer.number] = self._shared(text, answer.chat.whole)
         return rendered
@@ -269,7 +276,7 @@ class BatchEncoder:
 
         for number in numbers:
             prove(chat.before, number, number, True)
-            if chat.is_early(number):
+            if number + 1 < len(conversation.messages):
                 prove(chat.through, number, number + 1, False)
 
     def _shared(self, text: str | DataError, whole: str) -> Shared | None:
@@ -382,8 +389,8 @@ class BatchEncoder:
         It is rendered by itself first, then with a next message.
         """
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
-        if chat.is_early(number):
-            conversation = chat.conversation
+        conversation = chat.conversation
+        if number + 1 < len(conversation.messages):
             messages = followed_by_another(conversation.messages, number)
             text = self.encoder.template.text(messages, conversation.tools, where=where)
             yield self._shared(text, chat.whole)
@@ -420,10 +427,6 @@ class RenderedChat:
     before: dict[int, Shared | None] = field(default_factory=dict)
     through: dict[int, Shared | None] = field(default_factory=dict)
 
-    def is_early(self, number: int) -> bool:
-        """Return whether a message follows it."""
-        return number + 1 < len(self.conversation.messages)
-
 
 class _Answer(NamedTuple):
     """A trained message, and what errors call its row."""
@@ -431,11 +434,6 @@ class _Answer(NamedTuple):
     chat: RenderedChat
     number: int
     place: str
-
-    def request(self, count: int) -> RenderRequest:
-        """Return a request for the first ``count`` messages."""
-        conversation = self.chat.conversation
-        return conversation.messages[:count], conversation.tools, self.place
 
 
 def calls_rust_only(tokenizer: Any) -> bool:

@@ -166,7 +166,14 @@ class BytePairs:
 
     def encode(self, texts: Sequence[str], special: bool) -> list[HasIds]:
         """Tokenise texts, as an ``Encode`` does."""
-        known = list(map(self._knows, texts))
+        # Texts for which both programs are known to give the same ids.
+        known = []
+        for text in texts:
+            settled = text.isascii() or (
+                (not self.composes or unicodedata.is_normalized("NFC", text))
+                and SETTLED.fullmatch(text) is not None
+            )
+            known.append(len(text) < MAX_LETTERS and settled)
         unknown = [text for text, is_known in zip(texts, known) if not is_known]
         by_rust = iter(self.rust(unknown, special) if unknown else ())
         before, after = self.around if special else ([], [])
@@ -183,15 +190,6 @@ class BytePairs:
                     ids += self.encoding.encode_ordinary(part)
             encodings.append(EncodedIds([*ids, *after]))
         return encodings
-
-    def _knows(self, text: str) -> bool:
-        """Return whether both programs are known to give the same ids for a text."""
-        if len(text) >= MAX_LETTERS:
-            return False
-        if text.isascii():
-            return True
-        composed = not self.composes or unicodedata.is_normalized("NFC", text)
-        return composed and SETTLED.fullmatch(text) is not None
 
 
 def _pattern(described: dict[str, Any]) -> str | None:

@@ -174,36 +174,31 @@ class ChatTemplate:
     ) -> list[str | TemplateError]:
         """Return the ``text`` of each, or its error; many at a time, which is faster."""
         texts: list[str | TemplateError] = []
-        for without_tools, group in itertools.groupby(requests, lambda request: not request[1]):
-            render = self._texts_together if without_tools else self._texts_one_by_one
-            texts += render(list(group), generation)
-        return texts
-
-    def _texts_together(
-        self, requests: Sequence[RenderRequest], generation: bool
-    ) -> list[str | TemplateError]:
-        """Render conversations without tools; if one is refused, each half by itself."""
-        try:
-            conversations = [list(formed) for formed, _, _ in requests]
-            return self.tokenizer.apply_chat_template(
-                conversations, add_generation_prompt=generation, tokenize=False
-            )
-        except Exception:  # jinja raises whatever the template's author chose
-            half = len(requests) // 2
-            if not half:
-                return self._texts_one_by_one(requests, generation)
-            first = self._texts_together(requests[:half], generation)
-            return first + self._texts_together(requests[half:], generation)
-
-    def _texts_one_by_one(
-        self, requests: Sequence[RenderRequest], generation: bool
-    ) -> list[str | TemplateError]:
-        texts: list[str | TemplateError] = []
-        for formed, tools, where in requests:
-            try:
-                texts.append(self.text(formed, tools, generation, where))
-            except TemplateError as error:
-                texts.append(error)
+        for without_tools, alike in itertools.groupby(requests, lambda request: not request[1]):
+            # The next one is the last; with tools each is rendered by itself.
+            group = list(alike)
+            waiting = [group] if without_tools else [[request] for request in reversed(group)]
+            while waiting:
+                together = waiting.pop()
+                if without_tools:
+                    try:
+                        texts += self.tokenizer.apply_chat_template(
+                            [list(formed) for formed, _, _ in together],
+                            add_generation_prompt=generation,
+                            tokenize=False,
+                        )
+                        continue
+                    except Exception:  # jinja raises whatever the template's author chose
+                        # one of them is refused: each half by itself
+                        half = len(together) // 2
+                        if half:
+                            waiting += [together[half:], together[:half]]
+                            continue
+                ((formed, tools, where),) = together
+                try:
+                    texts.append(self.text(formed, tools, generation, where))
+                except TemplateError as error:
+                    texts.append(error)
         return texts
 
     def _apply(

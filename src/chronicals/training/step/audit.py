@@ -93,9 +93,14 @@ class Coverage:
     idle: tuple[str, ...]
     experts: tuple[ExpertsWithout, ...] = ()
 
+    @property
+    def share(self) -> float:
+        """Share of the parameters that should be trained."""
+        return self.asked / self.total
+
     def __str__(self) -> str:
         text = (
-            f"trainable {self.asked:,} of {self.total:,} parameters ({self.asked / self.total:.2%}); after "
+            f"trainable {self.asked:,} of {self.total:,} parameters ({self.share:.2%}); after "
             "step 1: in the optimizer "
             f"{self.attached:,}, with a gradient {self.with_gradient:,}, changed {self.moved:,}"
         )
