@@ -384,7 +384,7 @@ def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
         if shared_keys is not None:
             k = gather_keys(k, shared_keys)
             v = gather_keys(v, shared_keys)
-        return attend_one(q, k, v, *bounds, *of_heads, padding=padding)
+        return attend_one(q, k, v, *bounds, sinks=sinks, padding=padding)
 
     tables = _tables(inputs)
     assert tables is not None

@@ -233,6 +233,7 @@ def _merged(
             if merged.bias is not None:
                 for bias, place in zip(biases, merged.bias.split(merged.sizes)):
                     assert bias is not None  # a merged bias is made where all layers have one
+                    assert bias is not None
                     bias.data = place
     cache[names] = merged
     return merged
