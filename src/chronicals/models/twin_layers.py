@@ -194,8 +194,8 @@ class Layers:
         wanted = [types.index(kind) for kind in dict.fromkeys(types)]
         # Of layers that share a module, the first two of the kind are kept.
         for entries in self.per_layer.values():
-            for kind in SHARING:
-                wanted += [index for index, entry in enumerate(entries) if entry == kind][:2]
+            for shared in SHARING:
+                wanted += [index for index, entry in enumerate(entries) if entry == shared][:2]
         # The last layer of each type before those of LAST hands its keys and values on to them.
         for field in LAST:
             before = types[: self.bounds.get(field, 0)]
