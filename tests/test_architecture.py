@@ -82,6 +82,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_run_down(path):
     if str(path.relative_to(SOURCE)) in OLDER_NAMES:
@@ -158,6 +159,7 @@ def classes_named(path: Path) -> set[str]:
     return {name[1] for name in names if name is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_class_of_a_room_above_is_known_by_its_name(path):
     room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
@@ -189,6 +191,7 @@ def test_the_test_finds_a_wrong_import():
     assert allowed("training", "kernels")
 
 
+@pytest.mark.slow
 def test_the_face_is_light_and_complete():
     program = (
         "import sys, chronicals; assert 'torch' not in sys.modules and 'transformers' not in "
@@ -201,6 +204,7 @@ def test_the_face_is_light_and_complete():
     assert {"ChronicalsConfig", "ChronicalsTrainer", "apply_lora"} <= set(out.split())
 
 
+@pytest.mark.slow
 def test_dir_shows_the_public_names_and_imports_nothing():
     program = (
         "import time; began = time.process_time(); import chronicals, sys; names = "
@@ -280,6 +284,7 @@ def test_what_is_saved_is_read_once(path):
             assert len(reads) <= 1, f"{node.name}, line {node.lineno}"
 
 
+@pytest.mark.slow
 def test_nobody_asks_which_format_a_weight_has():
     """Outside of ``quantization/`` a weight is asked what it does, not what it is."""
     from chronicals import quantization

@@ -74,6 +74,7 @@ def objective_tests(tmp_path, monkeypatch):
     del chronicals.objectives.OBJECTIVES["slic"]
 
 
+@pytest.mark.slow
 def test_the_objective_on_the_page(objective_tests, tmp_path, monkeypatch):
     tests = objective_tests
     for number, packs in enumerate((tests.ONE_PACK, tests.SEVERAL)):

@@ -39,6 +39,7 @@ def mixed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_trains(name, base, mixed, tmp_path, monkeypatch):
     recipe = Recipe.read_yaml(FOLDER / name)

@@ -62,6 +62,7 @@ def test_what_has_no_single_size_is_zero():
     assert (shape.layers, shape.width, shape.heads, shape.head_dim) == (2, 32, 0, 0)
 
 
+@pytest.mark.slow
 def test_it_is_read_before_torch_is_there():
     program = (
         "import sys, chronicals.model_shape, chronicals.cli.train, chronicals.precompilation; "

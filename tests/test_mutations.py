@@ -28,6 +28,7 @@ LISTS = [tomllib.loads(path.read_text()) for path in sorted(ROOT.glob("tests/mut
 FAULTS = [fault for one in LISTS for fault in one["mutant"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])
 def test_a_planted_fault_fits_the_source(fault):
     find(module_at(path_of(fault, SOURCE)), fault)
@@ -60,6 +61,7 @@ def places_before_and_after(change):
                 yield tuple(numbers[id(find(module, fault).nodes[0])] for module in (before, after))
 
 
+@pytest.mark.slow
 def test_lines_quotes_and_comments_do_not_matter():
     places = list(places_before_and_after(lambda tree: tree))
     assert len(places) == len(FAULTS)
@@ -93,6 +95,7 @@ def outermost_functions(node):
     ]
 
 
+@pytest.mark.slow
 def test_names_of_locals_do_not_matter_where_one_place_alone_fits_others():
     """Refused is what fits several places then, or has a local that stands in ``new`` alone."""
     places = list(places_before_and_after(with_other_locals))

@@ -57,6 +57,7 @@ def test_processes_are_as_many_as_the_card_holds(cores, free_gib, count):
     assert run_on_card.processes(cores, free_gib << 30) == count
 
 
+@pytest.mark.slow
 def test_without_a_card_it_says_so_and_fails():
     program = (
         "import torch; torch.cuda.is_available = lambda: False; import runpy; "

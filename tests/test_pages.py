@@ -220,6 +220,7 @@ def distinct():
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", distinct(), ids=str)
 def test_cheap_commands_run(shown, place, monkeypatch):
     monkeypatch.chdir(place.folder)

@@ -64,6 +64,7 @@ def test_nothing_is_started_where_no_mark_can_be_left(started, tmp_path):
     assert started("def main():\n    pass") is None
 
 
+@pytest.mark.slow
 def test_it_imports_nothing_heavy():
     program = (
         "import sys, chronicals.cli.train, chronicals.precompilation; "

@@ -37,6 +37,7 @@ def test_a_script_is_patched_as_the_readme_says(capsys):
     assert "RMSNorm" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_trainer_is_used_as_the_page_says(beside_a_model, capsys):
     example = next(text for text in examples("docs/training.md") if "ChronicalsTrainer(" in text)
     exec(compile(example, "docs/training.md", "exec"), {})
@@ -66,6 +67,7 @@ def test_no_command_trains_where_an_earlier_one_did(page):
         assert len(folders) == len(set(folders)), block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
 def test_the_figures_are_those_of_the_results(page, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -84,6 +84,7 @@ def run(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_importing_works_and_the_parts_that_run_models_say_what_is_needed(tmp_path):
     program = """
 import chronicals
@@ -99,17 +100,20 @@ for name in ("chronicals", "chronicals.patching", "chronicals.training", "chroni
     assert re.fullmatch(f"(?:{LINE}\n){{4}}", done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_help_works(tmp_path):
     done = run(tmp_path, "-m", "chronicals.cli", "train", "--help")
     assert done.returncode == 0 and "--model" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_doctor_works_and_its_last_line_names_the_version(tmp_path):
     done = run(tmp_path, "-m", "chronicals.cli", "doctor")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(f"too old {LINE}", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command", ["train --model m --data d", "generate m", "merge m --output o", "plan --model m"]

@@ -19,6 +19,7 @@ from mutants import mutant
 TYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -77,6 +78,7 @@ def test_a_token_that_sees_itself_alone(lengths, window, softcap, dtype):
     assert q.grad.norm() <= rounding and k.grad.norm() <= rounding
 
 
+@pytest.mark.slow
 def test_a_token_alone_beside_a_sink():
     lengths = [1, 1, 4]
     compare(lengths, qkv(sum(lengths), sinks=True))
@@ -127,6 +129,7 @@ def run(draw, lengths, options):
     return out, leaves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -309,6 +312,7 @@ def with_shared_prompts(device):
     return torch.as_tensor(bounds, device=device), keys.map(lambda x: x.to(device))
 
 
+@pytest.mark.slow
 def test_gathering_and_its_gradient_are_an_index(device):
     _, keys = with_shared_prompts(device)
     x = torch.randn(

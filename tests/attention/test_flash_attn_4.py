@@ -137,6 +137,7 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earl
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_flash_attn_4(options, compiled, flash_attn_4_stand_in):

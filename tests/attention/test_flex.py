@@ -114,6 +114,7 @@ def test_compiled_for_the_cpu():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"window": 40, "softcap": 1.5}], ids=str)
 def test_queries_fewer_than_keys_compiled_for_the_cpu(options):
     lengths = [130, 0, 1, 69]
@@ -127,6 +128,7 @@ def test_queries_fewer_than_keys_compiled_for_the_cpu(options):
     )
 
 
+@pytest.mark.slow
 def test_values_narrower_than_keys():
     """Both are filled up to a width that it takes."""
     lengths = [130, 70]
@@ -135,6 +137,7 @@ def test_values_narrower_than_keys():
     torch.testing.assert_close(out, dense(q, k, v, bounds(lengths))[..., :7], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_into_a_whole_graph():
     q, k, v = qkv(200, width=20)()
     cu = bounds([130, 70])
@@ -159,6 +162,7 @@ def backward_on_the_cpu(monkeypatch, let_return):
     monkeypatch.setitem(BACKENDS, "flex", replace(FLEX_ATTENTION, supports=supports))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (8, 1, 20)])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 37}, {"softcap": 1.5}, {"window": 37, "softcap": 1.5}], ids=str
@@ -171,6 +175,7 @@ def test_backward(options, heads, groups, width, sinks, backward_on_the_cpu):
     compare(lengths, qkv(200, heads, groups, width, dtype, sinks=sinks), backend="flex", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"window": 37}, {"window": 37, "softcap": 1.5}], ids=str)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_backward_of_queries_fewer_than_keys(options, sinks, backward_on_the_cpu):

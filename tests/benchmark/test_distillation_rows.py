@@ -70,6 +70,7 @@ def row(request, tmp_path_factory, teacher):
     return work, measured(distillation_reference.train_distillation_reference, work, folder), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [ours.ours, distilled.transformers], ids=["ours", "transformers"])
 def test_an_arm_trains_as_the_formula_does(arm, row):
     work, reference, folder = row
@@ -101,6 +102,7 @@ def test_the_divergence_is_that_of_jensen_and_shannon():
     )
 
 
+@pytest.mark.slow
 def test_another_teacher_is_refused(row, tmp_path, monkeypatch):
     work, reference, _ = row
     own = distillation_reference._hidden_states

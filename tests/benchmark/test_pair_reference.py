@@ -44,6 +44,7 @@ def row(request, tmp_path_factory):
     return work, measured(pair_reference.train_pair_reference, work, folder), folder
 
 
+@pytest.mark.slow
 def test_ours_trains_as_the_formula_does(row):
     work, reference, folder = row
     found = measured(ours.ours, work, folder)
@@ -308,6 +309,7 @@ def test_a_trial_takes_more_pairs_with_an_attention_that_comes_close(monkeypatch
     assert "flash 2 pairs" not in words[0]
 
 
+@pytest.mark.slow
 def test_what_a_trial_found_holds_for_other_shares_of_prompts(monkeypatch, tmp_path):
     """Whose rows are as long; not for another objective, wider packs, or steps of more pairs, of
     which other numbers fit into a micro-batch."""
@@ -364,6 +366,7 @@ def upside_down(losses):
     return lambda h, *given: losses(-h, *given)
 
 
+@pytest.mark.slow
 def test_a_wrong_sign_is_refused(row, monkeypatch, tmp_path):
     work, reference, _ = row
     module, name = {
@@ -379,6 +382,7 @@ def test_a_wrong_sign_is_refused(row, monkeypatch, tmp_path):
     assert reason is not None and "where the fp32 reference has" in reason
 
 
+@pytest.mark.slow
 def test_a_missing_reference_policy_is_refused(row, monkeypatch, tmp_path):
     work, reference, _ = row
     if work.objective != "dpo":

@@ -34,6 +34,7 @@ def work(tmp_path_factory):
     return planned(tmp_path_factory.mktemp("pairs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", PROMPT_SHARES)
 def test_the_prompt_is_its_share_of_both_rows_and_no_pair_is_cut(data):
     lengths = np.array(

@@ -643,6 +643,7 @@ def test_a_process_waits_for_its_first_round_and_can_be_let_go(tmp_path):
     assert not running.process.running and not running.out.with_name("ours.0.json").exists()
 
 
+@pytest.mark.slow
 def test_an_arm_ends_with_a_benchmark_that_is_killed(tmp_path):
     program = (
         "import sys, time; sys.path[:0] = sys.argv[2:]\n"

@@ -5,6 +5,7 @@ once.
 import sys
 import time
 
+import pytest
 import scripts
 
 cards = scripts.script("rows_on_cards")
@@ -53,6 +54,7 @@ def measured(folder, count, took=0.3, seconds=100.0, left=200.0):
     }
 
 
+@pytest.mark.slow
 def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, let_return, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     let_return(cards.os, cpu_count=32)
@@ -70,6 +72,7 @@ def test_each_card_takes_the_next_row_and_sees_itself_alone(monkeypatch, let_ret
         assert (tmp_path / "work" / f"{name}.log").read_text() == "said\n"
 
 
+@pytest.mark.slow
 def test_no_row_is_begun_without_time(set_constants, tmp_path, capsys):
     set_constants(cards, LEAST=30.0)
     left, seen = measured(tmp_path, 1, took=1.0, left=31.5)
@@ -79,6 +82,7 @@ def test_no_row_is_begun_without_time(set_constants, tmp_path, capsys):
     assert "card 0: row-8b-lora-dpo-30, " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_weights_are_those_that_the_rows_read_and_written_once(must_not_call, tmp_path):
     assert cards.models_of(NAMES[0], None) == {"llama-3.1-8b"}
     assert cards.models_of(NAMES[2], None) == {"qwen2.5-0.5b", "qwen3-8b"}

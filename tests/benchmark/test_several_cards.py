@@ -98,6 +98,7 @@ BOTH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"), [(n, w) for n, w in BOTH if "peaks_gib" in MEASURED.get(n, {}).get(w, {})]
 )

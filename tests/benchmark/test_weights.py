@@ -100,6 +100,7 @@ def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
         assert lengths is None or torch.allclose(lengths, two[path][3].to(lengths), rtol=1e-5), path
 
 
+@pytest.mark.slow
 def test_a_variant_with_the_same_matrices_starts_as_the_row_does(tmp_path):
     work = planned(tmp_path)
     row = start_of(work, work.config())
@@ -141,6 +142,7 @@ def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype)
     assert layers == 14 and equal(plain.lm_head.weight, sixteen.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_experts_have_the_same_values_in_every_arm(tmp_path):
     """Ours in 4 bits; the reference in fp32, and peers over bitsandbytes, which has no stacked
     experts, in 16.
@@ -173,6 +175,7 @@ def test_experts_have_the_same_values_in_every_arm(tmp_path):
             assert all(equal(other.get_parameter(f"{path}.{name}"), expected) for other in others)
 
 
+@pytest.mark.slow
 def test_peers_have_bitsandbytes_layers(tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     work = planned(tmp_path, "qlora")

@@ -427,6 +427,7 @@ def test_documents_are_found_in_a_trainers_batch(inputs):
     assert documents_in(tensors) == [[1, 2], [3, 4, 5]]
 
 
+@pytest.mark.slow
 def test_a_trainers_step_is_as_large_as_ours(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")

@@ -26,7 +26,7 @@ from chronicals.config import Recipe
 from chronicals.saving import SavedModel
 from chronicals.training import preparation
 
-pytestmark = pytest.mark.of_file(40)
+pytestmark = pytest.mark.of_file(15)
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 

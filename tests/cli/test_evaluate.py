@@ -63,6 +63,7 @@ def within(place, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_of_all_weights_is_compared_with_what_it_began_with(place, within):
     """As long as it is there; then with what the user names."""
     code, _, err = within(
@@ -108,6 +109,7 @@ def test_a_run_of_all_weights_is_compared_with_what_it_began_with(place, within)
     (place / "moved").rename(place / "base")
 
 
+@pytest.mark.slow
 def test_what_is_no_run_needs_a_reference_and_other_objectives_take_none(within):
     code, _, err = within("evaluate", "base", "--data", "held-out.jsonl", "--objective", "dpo")
     assert (
@@ -145,6 +147,7 @@ def test_what_is_no_run_needs_a_reference_and_other_objectives_take_none(within)
     )
 
 
+@pytest.mark.slow
 def test_a_student_is_compared_with_the_teacher_that_is_named(place, within):
     """Where that of its run was moved, or the model had none."""
     code, _, err = within(
@@ -178,6 +181,7 @@ def test_a_student_is_compared_with_the_teacher_that_is_named(place, within):
     assert code == 1 and "--teacher there: --objective sft has none; leave it out" in err
 
 
+@pytest.mark.slow
 def test_a_run_and_its_adapter_are_planned_for_by_their_base(place, within):
     code, _, err = within(
         "train",

@@ -53,6 +53,7 @@ def new(run, *more):
     return run("new", "model", "--tokenizer", "words", "--dtype", "fp32", *given, *more)
 
 
+@pytest.mark.slow
 def test_from_sizes_to_predictions(run, tmp_path):
     code, out, _ = new(run)
     assert code == 0 and "parameters" in out
@@ -104,6 +105,7 @@ def test_from_sizes_to_predictions(run, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_part_of_the_data_is_traced(run, tmp_path):
     new(run)
     given = ["--max-seq-length", 128, "--batch-size", 1, "--tokens", 300]
@@ -125,6 +127,7 @@ def test_wrong_sizes_are_named(more, says, run):
     assert code == 1 and says in " ".join(error.split())
 
 
+@pytest.mark.slow
 def test_what_is_no_mixture_is_named(run, tmp_path):
     tiny.llama().save_pretrained(tmp_path / "dense")
     tiny.tokenizer().save_pretrained(tmp_path / "dense")
@@ -136,6 +139,7 @@ def test_what_is_no_mixture_is_named(run, tmp_path):
 HEADS = ["--rank", 8, "--tokens", 4000, "--held-out-tokens", 500]
 
 
+@pytest.mark.slow
 def test_heads_from_a_trace(run, tmp_path):
     new(run)
     given = ["--output", "trace", "--max-seq-length", 128, "--batch-size", 2, "--features"]
@@ -199,6 +203,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_adapters_and_bases_in_4_bits(form, run, tmp_path):
     new(run)

@@ -148,6 +148,7 @@ def test_everything_is_put_back(shown):
     assert state() == before
 
 
+@pytest.mark.slow
 def test_the_trainer_in_python_changes_nothing(shown, tmp_path):
     runs.train(
         tmp_path / "first", max_steps=1
@@ -171,6 +172,7 @@ assert "chronicals.cli" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_train_says_where_they_are(shown, monkeypatch, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")

@@ -139,6 +139,7 @@ def headings_of_help(command, columns):
     return {heading: flags for heading, flags in found.items() if heading and flags}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize("command", ["train", "verify", "plan", "benchmark"])
 def test_help_is_divided_by_the_headings_of_the_fields(command, columns, monkeypatch):
@@ -180,6 +181,7 @@ def test_a_field_without_a_heading_is_among_the_others():
     assert headings_of(Child) == {"second": "some", "fourth": "more"}
 
 
+@pytest.mark.slow
 def test_a_number_that_the_run_decides_may_be_auto(monkeypatch):
     given = []
     monkeypatch.setattr(Recipe, "given", lambda *_, **flags: given.append(flags) or 1 / 0)

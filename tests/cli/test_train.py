@@ -18,7 +18,7 @@ from chronicals.distributed.torchrun import TIME_TO_END, wait_for_processes
 from chronicals.training.run.checkpoint import check_checkpoint, checkpoints
 from process_groups import wait_until
 
-pytestmark = pytest.mark.of_file(3)
+pytestmark = [pytest.mark.of_file(3), pytest.mark.slow]
 
 
 @pytest.fixture

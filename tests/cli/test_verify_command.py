@@ -32,6 +32,7 @@ def command(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_healthy_run(command, tmp_path):
     done = CliRunner(env={"COLUMNS": "80"}).invoke(
         app, [*command, "--use-lora", "--lora-rank", "4"]
@@ -56,6 +57,7 @@ def test_a_healthy_run(command, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_fault_is_exit_code_1_and_named(command, tmp_path, monkeypatch):
     import sys
 

@@ -195,6 +195,7 @@ def test_remedies_of_the_gate_name_different_columns():
     assert said.endswith("--columns THEIR_PROMPT=prompt --columns THEIR_ANSWER=completion")
 
 
+@pytest.mark.slow
 def test_remedies_give_every_value_and_set_it_in_a_form_that_can_be_typed():
     """A field that is set has its value, and what is in brackets is a literal."""
     for rule in RULES.values():

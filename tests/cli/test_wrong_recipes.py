@@ -51,6 +51,7 @@ def told(folder, text, *command):
     return done.stdout.strip(), done.stderr.removeprefix("error ").strip().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_it_is_a_line_each_before_torch_is_imported(case, tmp_path):
     text, lines = WRONG[case]
@@ -62,6 +63,7 @@ def test_it_is_a_line_each_before_torch_is_imported(case, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["verify"], ["plan"], ["benchmark"], ["data", "show"]], ids=" ".join
 )

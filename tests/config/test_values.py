@@ -90,6 +90,7 @@ def test_the_fields_that_are_lists_are_seen():
     assert "max_grad_norm" in FLOATS and "rank_timeout" in FLOATS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LISTED)
 def test_a_list_is_read_alike_however_it_is_given(name, tmp_path):
     first, second = two_values(name)
@@ -105,6 +106,7 @@ def test_a_list_is_read_alike_however_it_is_given(name, tmp_path):
     assert values == [values[0]] * len(ways) and len(values[0]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LISTED)
 def test_one_value_is_read_alike_however_it_is_given(name, tmp_path):
     first, _ = two_values(name)
@@ -157,6 +159,7 @@ def test_a_comma_within_brackets_or_behind_a_backslash_is_part_of_a_value(text, 
     assert split_values(text) == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", [",", "a,b", "a{1,2}", "<|x,y|>", "(,)", "plain", ",,", "[,", r"\d,"]
 )
@@ -201,6 +204,7 @@ def test_a_pair_is_told_what_it_lacks(given, said):
         Recipe(**GIVEN, lora_rank_pattern=given)
 
 
+@pytest.mark.slow
 def test_a_file_with_a_comma_in_its_name_is_one_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a,b.jsonl").touch()

@@ -81,6 +81,7 @@ def check(store, **settings):
     assert count == 2 * len(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["best-fit", "in-order"])
 @pytest.mark.parametrize(
     ("count", "longest", "width"),

@@ -241,6 +241,7 @@ def test_an_answer_that_merges_with_its_opening_is_refused_alike():
     assert assert_same(Tokenizer(tokenizer), records) == 0
 
 
+@pytest.mark.slow
 def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
     tokenizer, records = merging()
     broken = mutant(batch_encoding, "row.ids[place:start].tolist() != ids", "False")
@@ -278,6 +279,7 @@ def marking(before, after):
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_on", ["answers", "all"])
 @pytest.mark.parametrize("marks", [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>")])
 def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, train_on):

@@ -87,6 +87,7 @@ def pairs():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [GPT2, GPT2_DIGITS, *SPLIT_PATTERNS],
@@ -188,12 +189,14 @@ def merged_otherwise(of=BytePairs, models=200):
     return taken, wrong
 
 
+@pytest.mark.slow
 def test_merging_by_ids_is_merging_by_the_list():
     taken, wrong = merged_otherwise()
     assert wrong == 0
     assert 50 < taken < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -250,6 +253,7 @@ def test_texts_have_the_ids_of_the_rust_part(pattern, normalizer):
     assert 0 < len(left) < len(texts)
 
 
+@pytest.mark.slow
 def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
     tokenizer = trained(normalizer=normalizers.NFC())
     left = []
@@ -262,6 +266,7 @@ def test_what_is_not_known_to_agree_is_left_to_the_rust_part():
     assert left == others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blank", [" ", "\n", " \n"])
 def test_the_longest_run_of_blanks_does_not_end_the_process(blank):
     text = (blank * MAX_LETTERS)[: MAX_LETTERS - 2] + "a"

@@ -225,6 +225,7 @@ def test_one_writes_what_its_public_text_writes(name):
     assert not refused(PUBLIC[name]["written"]["single"]["answered"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_and_their_end_are_trained_and_else_refused(name):
     tokenizer = with_family(name)
@@ -253,6 +254,7 @@ def test_answers_and_their_end_are_trained_and_else_refused(name):
                 assert call["function"]["name"] in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_many_conversations_at_once_are_encoded_alike(name):
     encoder = Tokenizer(with_family(name))

@@ -152,6 +152,7 @@ def test_shares_are_the_micro_batch(store, count, inner):
     assert several
 
 
+@pytest.mark.slow
 def test_documents_that_fit_are_on_one_rank(store):
     """A part is 16 tokens wide: of those that are no longer no rank needs anything."""
     for _, *shares in dealt(store, 2, 2):

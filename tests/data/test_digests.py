@@ -111,6 +111,7 @@ def test_what_is_known_is_kept_when_reading_stops(tmp_path, file):
     assert str(file) in json.loads((tmp_path / "file-digests.json").read_text())
 
 
+@pytest.mark.slow
 def test_many_at_once_leave_a_whole_memory(tmp_path):
     """Each of these knows nothing of the others but the file, as if it were another process."""
     files = [tmp_path / f"{number}" for number in range(8)]

@@ -77,6 +77,7 @@ def test_whole_answers_are_not_told_to_split(name, may_split, tmp_path):
     assert entry["remedy"] in "".join(line for _, line in report.table())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PLANTED if RULES[rule_of(name)].share == 0])
 def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0(name, tmp_path):
     rule = rule_of(name)
@@ -113,6 +114,7 @@ def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["no_common_prompt", "unusable_label"])
 def test_clean_preferences_alarm_nothing(rule, tmp_path):
     rows = clean_rows(rule)
@@ -125,6 +127,7 @@ def test_clean_preferences_alarm_nothing(rule, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_the_stock_templates_alarm_nothing(name, tmp_path):
     rows = [row for row in map(record, KINDS) if not refusal(name, row)]
@@ -240,6 +243,7 @@ def test_ids_outside_the_embedding(tmp_path):
         open_store(rows, tiny.tokenizer(), config, embedding_rows=300)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_embedding_is_told(tmp_path):
     tokenizer = tiny.tokenizer()
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH)

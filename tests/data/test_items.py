@@ -125,6 +125,7 @@ def test_batches_carry_columns_of_their_documents(tmp_path, items):
     assert sorted(seen) == list(range(len(store)))
 
 
+@pytest.mark.slow
 def test_weights_of_documents_are_those_of_their_targets_and_are_counted(tmp_path):
     store, sizes = make_store(tmp_path, (2,))
     weight = np.random.default_rng(0).random(len(store)).astype(np.float32)

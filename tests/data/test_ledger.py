@@ -160,6 +160,7 @@ def test_what_was_read_is_trained_held_out_and_left_out_together(
     )
 
 
+@pytest.mark.slow
 def test_every_row_that_is_left_out_has_its_cause(tmp_path):
     """The rule under which the gate counts it."""
     for objective in ("sft", "dpo", "kto"):

@@ -194,6 +194,7 @@ def test_the_bound_on_lengths_is_the_smallest_that_holds(make_store):
         assert batch.max_seqlen == min(bound for bound in (8, 16, 32, 64) if bound >= longest)
 
 
+@pytest.mark.slow
 def test_packs_are_planned_by_the_strategy_of_the_configuration(make_store):
     store = make_store(60, 40)
     for strategy in ("best-fit", "first-fit", "in-order"):
@@ -776,6 +777,7 @@ def trained_in_order(numbered_store, state=None, count=None, ranks=1, **changes)
         yield [number for batch in batches for number in numbers_said(batch)], together[0].state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "changes", [{}, {"use_sequence_packing": False}, {"max_documents": 3}], ids=str
@@ -822,6 +824,7 @@ def test_other_strategies_are_shuffled(numbered_store):
     assert sorted(order[:150]) == list(range(150)) and order[:150] != list(range(150))
 
 
+@pytest.mark.slow
 def test_parts_of_packs_keep_it_too(numbered_store):
     config = ChronicalsConfig(**SETTINGS, pack_parts=2)
     assert [number for pack in plan_epoch(numbered_store, config) for number in pack] == list(

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import chronicals
 from chronicals import precompilation
 from chronicals.data.packs import compiled, machine_code
@@ -58,6 +60,7 @@ def edit(file, old, new):
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_callee_or_a_constant_in_another_file_is_compiled(tmp_path):
     package = tmp_path / "chronicals"
     for name, text in FILES.items():
@@ -78,6 +81,7 @@ def test_an_edit_of_a_callee_or_a_constant_in_another_file_is_compiled(tmp_path)
     assert list((tmp_path / "own").rglob("*.nbi"))
 
 
+@pytest.mark.slow
 def test_all_that_numba_compiles_is_kept_in_this_way():
     decorated = re.compile(r"\b(njit|jit|vectorize|guvectorize|cfunc|jit_module)\(|cache=True")
     using = {
@@ -108,6 +112,7 @@ def package_in(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_where_no_folder_can_be_written_nothing_is_kept_and_that_is_said(tmp_path):
     """A file stands where each folder would be made, which not even root can write through."""
     package_in(tmp_path)
@@ -130,6 +135,7 @@ def test_where_no_folder_can_be_written_nothing_is_kept_and_that_is_said(tmp_pat
     assert done.stderr.count("machine code is not kept") == 1 and "NUMBA_CACHE_DIR" in done.stderr
 
 
+@pytest.mark.slow
 def test_machine_code_that_cannot_be_saved_does_not_end_the_run(tmp_path):
     program = (
         "import pathlib, shutil; from chronicals.data.packs.outer import outer; "
@@ -164,6 +170,7 @@ print(sum(made.is_start for _, made in compiled.buffer))
 """
 
 
+@pytest.mark.slow
 def test_another_process_compiles_and_the_run_waits_for_it(tmp_path):
     source = str(Path(precompilation.__file__).parent.parent)
     place = {

@@ -244,6 +244,7 @@ def test_the_configuration_takes_the_strategies_there_are():
         ChronicalsConfig(packing_strategy="worst-fit")
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_plan_is_made():
     lengths = np.random.randint(1, 2048, 4_000_000)
     plan_packs(lengths[:10], 2048)  # compiled

@@ -146,6 +146,7 @@ def documents_of(rows, objective, folder):
     return documents[1:] if objective == "judged" else documents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "name"), CASES)
 def test_a_missing_field_is_missing_in_every_spelling(objective, name, tmp_path):
     row = KINDS[objective][name]
@@ -288,6 +289,7 @@ def test_calls_are_the_same_as_text_and_as_objects(tmp_path):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_rows_of_data_frames_are_taken_as_their_error_advises(tmp_path):
     rows = [
         {"instruction": "add", "input": "1+1", "output": "2"},
@@ -305,6 +307,7 @@ def test_rows_of_data_frames_are_taken_as_their_error_advises(tmp_path):
             create_dataloader(wrong, tiny.tokenizer(), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl"])
 def test_files_of_mixed_kinds_are_read_as_their_rows(name, tmp_path):
     """A table has every column in every row: NaN where pandas fills it up, nothing where Arrow

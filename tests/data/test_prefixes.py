@@ -182,6 +182,7 @@ def test_what_is_told_of_others_is_right(name):
     parts_of(template, plain())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", stock.names())
 def test_what_is_told_of_stock_templates_is_right_and_of_the_popular_all_is(name):
     template = Tokenizer(stock.with_template(stock.shipped(name))).template

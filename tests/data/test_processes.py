@@ -111,6 +111,7 @@ def planted_rows():
     ]
 
 
+@pytest.mark.slow
 def test_the_same_documents_and_the_same_report():
     assert_same_by_processes(planted_rows())
 
@@ -123,6 +124,7 @@ def test_the_same_however_many_rows_the_tokenizer_is_given_at_once(at_once):
         assert facts(one) == facts(other)
 
 
+@pytest.mark.slow
 def test_the_same_where_a_chunk_needs_the_rows_before_it():
     """Judged answers, pairs of which ask the same; one of those before a chunk cannot be read."""
     answers = [
@@ -135,6 +137,7 @@ def test_the_same_where_a_chunk_needs_the_rows_before_it():
     assert_same_by_processes(rows, encoder(kinds=("unpaired preference",)), earlier=4)
 
 
+@pytest.mark.slow
 def test_the_same_under_other_settings():
     of = encoder(train_on="answers", train_on_roles=["user", "assistant"], train_on_turns="last")
     of.overlong = "drop"
@@ -142,6 +145,7 @@ def test_the_same_under_other_settings():
     assert_same_by_processes(rows, of)
 
 
+@pytest.mark.slow
 def test_rows_that_json_has_no_word_for_are_made_here():
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
     rows[40] = "row 40", {"input_ids": np.array([5, 6, 7])}
@@ -149,6 +153,7 @@ def test_rows_that_json_has_no_word_for_are_made_here():
     assert_same_by_processes(rows, taken_here=2)
 
 
+@pytest.mark.slow
 def test_a_store_of_several_processes(tmp_path, plant):
     path = tmp_path / "rows.jsonl"
     path.write_text(
@@ -179,6 +184,7 @@ def forked(program):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["a process", "the program"])
 def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, plant):
     rows = [{"text": f"number {n}"} for n in range(200)]
@@ -211,6 +217,7 @@ def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, plant)
         assert_ended(several[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises", "signal", None])
 def test_one_that_fails_ends_them_all(fault):
     """What the others would wait for never comes."""
@@ -260,6 +267,7 @@ def test_whoever_waits_for_a_process_learns_that_it_died():
             list(several.encoded(chunks_of(rows)))
 
 
+@pytest.mark.slow
 def test_what_a_process_said_last_is_said(tmp_path, monkeypatch):
     (tmp_path / "how.json").write_text("no JSON")
     program = processes._Program(tmp_path, 2)
@@ -288,6 +296,7 @@ def test_a_program_that_cannot_begin_leaves_no_pipes_open(missing, tmp_path, mon
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.slow
 def test_a_build_that_is_given_up_ends_its_processes():
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(400)]
     with TokenizingProcesses(encoder(), 2) as several:
@@ -412,6 +421,7 @@ def test_every_name_of_the_room_is_there():
         _ = data.Store
 
 
+@pytest.mark.slow
 def test_a_process_starts_with_what_it_needs():
     """Not with pyarrow either, whose allocator has a thread: only a program of one thread may
     divide.
@@ -438,11 +448,13 @@ def status_of_worker(folder, condition):
     return subprocess.run([sys.executable, "-c", program]).returncode
 
 
+@pytest.mark.slow
 def test_a_process_never_imports_torch(tmp_path):
     """Not even where transformers would."""
     assert status_of_worker(tmp_path, "sys.modules['torch'] is None") == 7
 
 
+@pytest.mark.slow
 def test_a_process_tokenises_by_tiktoken(tmp_path):
     assert status_of_worker(tmp_path, "'tiktoken' in sys.modules") == 7
 

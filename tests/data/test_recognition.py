@@ -309,6 +309,7 @@ def pairs_of_numbers(store):
     return [(int(said[said.index("number") + 1]), int(said[-1])) for said in words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [CHUNK_ROWS + 1, CHUNK_ROWS + 3])
 def test_answers_written_side_by_side_have_one_of_another_prompt(count, tmp_path):
     """Across the end of a chunk, too, of which the last may have one row alone."""
@@ -319,6 +320,7 @@ def test_answers_written_side_by_side_have_one_of_another_prompt(count, tmp_path
     assert found[2:] == [(n // 2, n // 2 * 2 - 1) for n in range(2, count)]
 
 
+@pytest.mark.slow
 def test_prompts_in_cells_of_json_text_have_the_same_other_answers(tmp_path):
     """Those of the rows before a chunk, too."""
     rows = [{**row, "prompt": [user(row["prompt"])]} for row in numbered(CHUNK_ROWS + 1, 2)]
@@ -326,6 +328,7 @@ def test_prompts_in_cells_of_json_text_have_the_same_other_answers(tmp_path):
     assert texts(stored(cells, tmp_path)) == texts(stored(rows, tmp_path))
 
 
+@pytest.mark.slow
 def test_rows_without_another_prompt_near_them_are_left_out_and_told(tmp_path):
     rows = numbered(CHUNK_ROWS, 2) + [
         {**numbered(1, 1)[0], "completion": f" it is {n}"} for n in range(ROWS_LOOKED_BACK + 1)
@@ -339,6 +342,7 @@ def test_rows_without_another_prompt_near_them_are_left_out_and_told(tmp_path):
     assert store.report.level("no_other_prompt", {}) == "error"
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_used_are_nobodys_other_answer(tmp_path):
     rows = numbered(CHUNK_ROWS + 1, 1)
     for broken in ({"completion": ""}, {"label": None}, {"prompt": None}):

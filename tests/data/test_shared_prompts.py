@@ -108,6 +108,7 @@ def rows(count):
     ]
 
 
+@pytest.mark.slow
 def test_keys_of_a_batch_are_the_whole_documents(tmp_path):
     """Of an answer its prompt's tokens and its own; positions go on from the prompt's; all
     others attend to themselves.
@@ -136,6 +137,7 @@ def test_keys_of_a_batch_are_the_whole_documents(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_every_key_has_its_place(tmp_path):
     keys = batch_of(tmp_path, rows(6))[2].keys
     places = keys.places
@@ -147,6 +149,7 @@ def test_every_key_has_its_place(tmp_path):
     assert not len(keys.index) % (-(-places.shape[1] // 16))
 
 
+@pytest.mark.slow
 def test_real_tokens_are_counted_once(tmp_path):
     store, stream, batch = batch_of(tmp_path, rows(6))
     (step,) = stream.steps(count=1)

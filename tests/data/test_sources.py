@@ -225,6 +225,7 @@ def test_files_have_neither_split_nor_subset(folder, field):
 # Folders of datasets, and the hub
 
 
+@pytest.mark.slow
 def test_a_saved_dataset_is_read_as_it_was_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = tiny.chat_rows(20)
@@ -253,6 +254,7 @@ def test_a_saved_dataset_that_a_pattern_matches_is_refused(tmp_path):
         records(f"{tmp_path}/*")
 
 
+@pytest.mark.slow
 def test_a_saved_dataset_with_splits(tmp_path):
     datasets = pytest.importorskip("datasets")
     splits = {"train": numbered(0), "test": numbered(3)}
@@ -381,6 +383,7 @@ def test_a_whole_weight_repeats_every_row(tmp_path):
     assert list(read_records(DataSource(path, weight=3))) == list(read_records(path)) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [0.25, 0.5, 2.5])
 def test_a_fraction_is_drawn_by_the_seed_alone(tmp_path, seed, weight):
     count = 4000

@@ -277,6 +277,7 @@ def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, must_not_call
     )
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_is_tokenised_again(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "hello world"}\n')
@@ -336,6 +337,7 @@ def test_a_slow_tokenizer_is_known_by_what_it_does(tmp_path):
     assert prints[0] == prints[2] != prints[1]
 
 
+@pytest.mark.slow
 def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
     rows = tiny.chat_rows(3)
     other_rows = tiny.chat_rows(3)
@@ -408,6 +410,7 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
 # ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 10, 29])
 def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, set_constants, place):
     set_constants(records, CHUNK_ROWS=7)

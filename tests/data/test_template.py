@@ -170,6 +170,7 @@ def test_templates_of_trl_train_answers_and_their_stop(name, kind):
     assert texts == [f"{opening}{answer}{stop}" for answer in answers(messages)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", stock_templates.names())
 def test_every_template_of_trl_is_taken_or_refused_as_listed(name, kind):

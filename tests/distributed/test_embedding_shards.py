@@ -147,6 +147,7 @@ def frozen_bytes(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "at_least"), [("NF4", 1.9), ("16 bit", 6.1)])
 def test_what_a_rank_of_two_holds_of_eight_billion(kind, at_least):
     """Less by half of the layers and of the embedding, but for two gathered layers: of NF4 1.68

@@ -16,6 +16,7 @@ import sharded_ranks
 
 pytestmark = [
     pytest.mark.of_file(4),
+    pytest.mark.slow,
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"
     ),

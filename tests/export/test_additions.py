@@ -118,6 +118,7 @@ def test_the_embedding_of_a_tied_head_is_refused(tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
 def test_an_adapter_on_one_end_of_a_tied_pair_is_exported_by_itself(tmp_path, end, caplog):
     """What works and what is refused is said when it is attached, before anything is trained."""

@@ -32,6 +32,7 @@ def saved(folder, name="llama", **changes):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def exchanged(right, stored):
     return right(stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_in_another_order_are_found_in_low_bits(layout, tmp_path, plant):
     plant(
@@ -125,6 +127,7 @@ def test_experts_in_another_order_are_found_in_low_bits(layout, tmp_path, plant)
         export(of_experts(tmp_path, "qwen3_moe"), layout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
 def test_scales_of_another_expert_are_found_by_transformers(tmp_path, plant):
     """A fault in the way there and in the way back: the layout is read as it was written, and is
@@ -167,6 +170,7 @@ def test_in_vllm_experts_round_their_inputs_too(tmp_path):
     assert torch.allclose(got, inner @ down.T, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_bars_are_shown(tmp_path, capfd):
     """Of transformers and compressed-tensors; transformers shows its own again afterwards."""
     from transformers.utils import logging
@@ -203,6 +207,7 @@ def test_four_bits_by_hand():
             assert code - 8 == max(-8, min(7, round(expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", ["another scale", "rows exchanged"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_faults_are_found(layout, planted, tmp_path, plant):
@@ -216,6 +221,7 @@ def test_faults_are_found(layout, planted, tmp_path, plant):
     assert list((tmp_path / "export").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
 def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, plant):
     def name_dtype(right, folder, kind, quantization_config):
@@ -241,6 +247,7 @@ def test_what_has_no_layout_is_refused(tmp_path):
         export(saved(tmp_path / "narrow", intermediate_size=96), "int4")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "mixtral", "qwen2_moe", "gpt_oss"])
 def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
@@ -280,6 +287,7 @@ def test_only_linear_layers_of_decoder_layers_are_in_nf4(name, tmp_path):
     assert ("lm_head.weight" in others) == (not given.config.tie_word_embeddings)
 
 
+@pytest.mark.slow
 def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
     """Gemma 3's norms with an offset amplify it: torch's own bf16 is further from its fp32 than
     the usual bound.
@@ -301,6 +309,7 @@ def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
     assert nf4.NF4_LOGIT_BOUND < check.bound < 0.3 and check.value < check.bound
 
 
+@pytest.mark.slow
 def test_codes_of_another_weight_are_found_in_nf4(tmp_path, plant):
     from chronicals.export import nf4
 
@@ -313,6 +322,7 @@ def test_codes_of_another_weight_are_found_in_nf4(tmp_path, plant):
         export(saved(tmp_path), "nf4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
 def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
     """To the byte, but for blanks after the JSON; experts stay in 16 bits in these files."""
@@ -347,6 +357,7 @@ def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
+@pytest.mark.slow
 def test_what_is_quantised_already_is_not_written_in_nf4(tmp_path):
     export(saved(tmp_path / "whole"), "nf4", tmp_path / "out", name="x")
     with pytest.raises(

@@ -93,6 +93,7 @@ def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_whole_keeps_its_weights(tmp_path):
     runs.train(tmp_path, **USUAL)
     (exported,) = export(tmp_path / "run", "merged-fp32")
@@ -112,6 +113,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_every_kind_of_adapter(changes, base, tmp_path):
     """Merged from the weights that the adapter saw; by PEFT where it can load them."""
@@ -136,6 +138,7 @@ def test_an_adapter_by_itself(run, tmp_path):
 SCALES = [{}, {"use_rslora": True, "learning_rate": 5e-4}, {"lora_rank_pattern": {"q_proj": 2}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SCALES)
 def test_an_adapter_as_gguf(changes, base, tmp_path):
     """B times A with its scale, whatever makes it."""
@@ -150,6 +153,7 @@ def test_llama_cpp_adds_an_adapter_to_its_base(changes, base, tmp_path):
     assert results(exported)["logits beside the trained model's"].client == "llama.cpp"
 
 
+@pytest.mark.slow
 def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
     """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i +
     half; of q and k alone.
@@ -177,6 +181,7 @@ def test_rows_of_b_are_reordered_as_those_of_the_base(base, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
     with pytest.raises(
         NotExpressible, match=r"DoRA: GGUF has no place for it in an adapter; export it merged"
@@ -186,6 +191,7 @@ def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
         export(base, "gguf-adapter", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, plant):
     """As by a program that takes alpha over r for rsLoRA."""
     folder = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4)
@@ -213,6 +219,7 @@ def test_a_whole_model_has_no_adapter(base, tmp_path):
         export(base, "adapter", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_a_model_in_memory(with_adapters, base, tmp_path):
     from chronicals.lora import LoRAConfig, apply_lora
@@ -236,6 +243,7 @@ def test_a_model_in_memory(with_adapters, base, tmp_path):
         export(model, "merged")
 
 
+@pytest.mark.slow
 def test_checkpoints_are_exported_too(base, tmp_path):
     folder = adapted(tmp_path, base, save_steps=2)
     (checkpoint,) = (folder / "checkpoints").glob("step-*2")
@@ -243,6 +251,7 @@ def test_checkpoints_are_exported_too(base, tmp_path):
     assert exported.path.name == "early-fp32"
 
 
+@pytest.mark.slow
 def test_how_much_survives(run, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()[:20]))
@@ -256,6 +265,7 @@ def test_how_much_survives(run, tmp_path):
     assert second["ratio of the training's gain that is kept"].value != pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_large_models_are_compared_in_16_bits(run, tmp_path, set_constants):
     """By bounds that allow for what torch itself rounds then."""
     set_constants(source, LARGE_MODEL_BYTES=0)
@@ -273,6 +283,7 @@ def test_large_models_are_compared_in_16_bits(run, tmp_path, set_constants):
 # --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, plant):
     changes = importlib.import_module("chronicals.export.adapter_changes")
 
@@ -360,6 +371,7 @@ def test_no_such_format(run):
         export(run, "gguf-q9")
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_replaced(run, tmp_path):
     export(run, "gguf-f16", tmp_path, name="x")
     before = (tmp_path / "x-f16.gguf").read_bytes()
@@ -370,6 +382,7 @@ def test_what_is_there_is_not_replaced(run, tmp_path):
     assert (tmp_path / "x-f16.gguf").read_bytes() == before and not (tmp_path / "x-bf16").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1 << 30))
@@ -524,6 +537,7 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
     assert "| data | rows.jsonl |" in text and "secret" not in text
 
 
+@pytest.mark.slow
 def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, let_return):
     import huggingface_hub
 
@@ -630,6 +644,7 @@ def test_what_vllm_computes_otherwise_is_not_kept(fault, run, tmp_path):
 # -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_how_to_serve_what_was_written(run, base, tmp_path):
     kinds = ["merged", "gguf-f16", "gguf-adapter", "adapter", "merged-fp32", "fp8"]
     found = {
@@ -649,6 +664,7 @@ def test_how_to_serve_what_was_written(run, base, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_that_vllm_refuses_is_not_offered_to_it(base, tmp_path):
     (exported,) = export(adapted(tmp_path, base, use_dora=True), "adapter")
     assert exported.serve is None
@@ -658,6 +674,7 @@ def test_an_adapter_that_vllm_refuses_is_not_offered_to_it(base, tmp_path):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(run, tmp_path):
     done = CliRunner().invoke(
         app,

@@ -63,6 +63,7 @@ def written(folder, kind="f32"):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", gguf_models.MODELS)
 def test_every_family_is_proved(name, tmp_path, let_return):
     """By the reader of files alone, which says that llama.cpp was not asked."""
@@ -305,6 +306,7 @@ def test_a_window_that_llama_cpp_lacks_ends_the_context(tmp_path):
 # -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WEIGHT_TYPES)
 def test_every_type(kind, tmp_path):
     (exported,) = export(saved(tmp_path, gguf_models.build("llama")), f"gguf-{kind}")
@@ -339,6 +341,7 @@ def test_a_tied_head_has_more_bits_in_what_llama_cpp_quantises(kind, tmp_path):
     assert file.type_of("blk.1.attn_q.weight") == kind[:4].upper()
 
 
+@pytest.mark.slow
 def test_rows_that_are_no_whole_blocks_are_16_bit(tmp_path):
     (exported,) = export(
         saved(tmp_path, gguf_models.build("llama", hidden_size=80, head_dim=20)), "gguf-q8_0"
@@ -346,6 +349,7 @@ def test_rows_that_are_no_whole_blocks_are_16_bit(tmp_path):
     assert exported.proof.about["types"] == {"F16": 14, "F32": 5, "Q8_0": 2}
 
 
+@pytest.mark.slow
 def test_weights_in_16_bits_are_read(tmp_path):
     saved(tmp_path, gguf_models.build("qwen2").bfloat16())
     (exported,) = export(tmp_path, "gguf-bf16")
@@ -785,6 +789,7 @@ def planted_when_written(plant, change):
     plant(gguf, "write_gguf", write)
 
 
+@pytest.mark.slow
 def test_experts_in_another_order_are_found(tmp_path, plant):
     def change(piece):
         return replace(piece, sources=piece.sources[::-1]) if "_exps" in piece.name else piece
@@ -793,6 +798,7 @@ def test_experts_in_another_order_are_found(tmp_path, plant):
     assert "weights in F32, gguf: FAILED" in failed(saved(tmp_path, gguf_models.build("mixtral")))
 
 
+@pytest.mark.slow
 def test_a_block_with_another_scale_is_found(tmp_path, plant):
     import gguf as library
 

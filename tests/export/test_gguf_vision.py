@@ -58,6 +58,7 @@ def checks(exported):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_family
 def test_the_language_part_and_what_reads_images_are_proved(name, tmp_path):
     """By the reader of files."""
@@ -85,6 +86,7 @@ def test_llama_cpp_reads_an_image_as_the_model_does(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @every_family
 def test_in_16_bits(name, tmp_path):
@@ -103,6 +105,7 @@ def test_in_16_bits(name, tmp_path):
     } == {"F32"}
 
 
+@pytest.mark.slow
 def test_a_second_language_part_takes_the_first_ones_eyes(tmp_path):
     folder = saved(tmp_path / "model", "llava")
     out = tmp_path / "out"
@@ -217,6 +220,7 @@ OLDER = {
 """Other beginnings that versions of transformers gave to the same names."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OLDER)
 def test_files_of_other_versions_have_the_same_parts(name, tmp_path):
     """The same two files come out of them."""
@@ -542,6 +546,7 @@ def test_llama_cpp_adds_an_adapter_to_the_language_part(adapted, tmp_path):
     assert checks(exported)["logits beside the trained model's"].client == "llama.cpp"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nf4"])
 def test_few_bits_are_the_language_parts(adapted, kind, tmp_path):
@@ -576,6 +581,7 @@ def test_a_processors_own_template_is_the_trained_one(tmp_path):
     assert said == {"chat_template": tiny.tokenizer().chat_template}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 def test_a_run_of_adapters_becomes_both_files(adapted, tmp_path):
     language, eyes = export(adapted / "run", "gguf-f16", tmp_path)
@@ -605,6 +611,7 @@ def test_a_tied_head_is_the_embedding(name, tmp_path):
     assert "output.weight" not in GGUFFile(language.path).tensors
 
 
+@pytest.mark.slow
 def test_adapters_over_a_base_in_4_bits_are_merged(tmp_path):
     """Into what 4 bits stood for, which the language part's layers alone were."""
     saved(tmp_path / "base", "llava", **WIDE)

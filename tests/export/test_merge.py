@@ -57,6 +57,7 @@ def answers(model, ids):
     return model(ids).logits, model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -182,6 +183,7 @@ def test_a_quantised_base_is_refused(trained, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [1, 4])
 def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
     """What is not adapted too; the scales of a weight may be in another file than its codes."""

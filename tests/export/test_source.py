@@ -126,6 +126,7 @@ def test_other_adapters_are_exact_in_fp32(options, tmp_path):
     assert values["logits beside the trained model's"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["merged-fp32", "merged-fp16", "gguf-q8_0", "fp8", "nf4"])
 def test_a_rounding_on_the_way_is_found(kind, adapter, tmp_path, monkeypatch):
     """A merge in the dtype of the base's files, as it was once."""
@@ -139,6 +140,7 @@ def test_a_rounding_on_the_way_is_found(kind, adapter, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_only_fp32_keeps(tmp_path):
     """In 16 bits or fewer the model would be its base again, which is said; in fp32 it is the
     trained one.
@@ -152,6 +154,7 @@ def test_an_adapter_that_only_fp32_keeps(tmp_path):
     assert not export(small, "merged-fp32")[0].proof.failed
 
 
+@pytest.mark.slow
 def test_a_base_in_4_bits_is_what_products_of_the_run_read(tmp_path):
     """A run in bf16 multiplies with values that are rounded to it, and so does the model that a
     proof compares with.

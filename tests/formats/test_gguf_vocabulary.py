@@ -147,6 +147,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_unigram_vocabulary_is_written_as_it_is(way, tmp_path):
     tokenizer = unigram(*WAYS[way])

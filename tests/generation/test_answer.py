@@ -376,12 +376,14 @@ def test_a_draw_from_one_token_is_the_likeliest(narrow):
     )
 
 
+@pytest.mark.slow
 def test_all_tokens_may_be_drawn_where_nobody_says_otherwise():
     """At a high temperature far more of 300 tokens than the 50 of transformers' own default."""
     trained, _ = endless()
     assert len({*(generate(trained, [5], 1, 1e4, seed)[0] for seed in range(100))}) > 60
 
 
+@pytest.mark.slow
 def test_a_repetition_penalty_holds_at_every_temperature():
     trained, _ = endless()
     free = generate(trained, [5, 6, 7], 30)

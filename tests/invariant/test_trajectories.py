@@ -19,7 +19,7 @@ from chronicals.policies import facts, needed_memory
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.step import in_backward
 
-pytestmark = pytest.mark.of_file(12)
+pytestmark = pytest.mark.of_file(4)
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6

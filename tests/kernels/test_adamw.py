@@ -111,6 +111,7 @@ def test_one_update(kinds, factor, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_a_rate_on_the_device(kinds, device):
     """The same update, bit for bit, as from a number."""
@@ -244,6 +245,7 @@ def test_sizes_and_addresses_that_suit_a_card(kinds, device):
     compare(drawn(*kinds, device, shapes=[(16, 8), (LIST_CHUNK + 8,), (24,)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_many_updates(kinds, device):
     """As the reference does them, whose errors grow as fast."""

@@ -175,6 +175,7 @@ def test_the_kernel_finds_the_nearest_values_too(device):
         assert differ.max() <= 1 and (differ > 0).float().mean() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"factor": 0.5}, {"apply": True}, {"apply": False}], ids=str
 )
@@ -194,6 +195,7 @@ def test_it_is_its_reference(dtype, gradient_dtype, options, device):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), DTYPES, ids=str)
 def test_the_update_is_by_the_book(dtype, gradient_dtype, device):
     """With moments as the codes say them, and those that are kept are near those in fp32."""
@@ -232,6 +234,7 @@ def test_weights_without_a_master_are_rounded_stochastically(device):
     assert 255.9 < mean < 256.0
 
 
+@pytest.mark.slow
 def test_each_weight_may_stay(device):
     tensors = drawn(torch.float32, torch.float32, device)
     before = copy.deepcopy(tensors)
@@ -257,6 +260,7 @@ def test_what_does_not_fit_is_refused(device):
     adamw_8bit_(QuantizedTensors(), **OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [

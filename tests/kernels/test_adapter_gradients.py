@@ -184,6 +184,7 @@ def test_the_sizes_of_models(layers, device):
     assert_a_sum_of_tensor_cores(of_up, exact[2], 3000)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("several_parts")
 @pytest.mark.parametrize(
     ("old", "new"),

@@ -55,6 +55,7 @@ def check_norm(norm, shape, dtype, device, summed, weighed, paddings=(0, 0)):
     assert of_gradient.take(seen[0]) == largest(seen[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighed", [False, True], ids=["no weight", "weight"])
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "sum"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -63,6 +64,7 @@ def test_of_norms(shape, summed, weighed, device):
         check_norm(fused_add_rmsnorm, shape, dtype, device, summed, weighed)
 
 
+@pytest.mark.slow
 def test_columns_left_free_have_no_part(device, monkeypatch):
     """Whatever lies in them."""
     for module in (RMSNORM, GLU, ROPE):
@@ -131,6 +133,7 @@ def normed(turn):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 16])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("heads", "width", "rotated"), HEADS, ids=str)

@@ -50,6 +50,7 @@ def draw(rows, width, dtype, device):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {"made_with_padding": True}, {"in_place": True}], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (13, 37), (300, 301)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -75,6 +76,7 @@ def test_no_rows(device):
     assert not scaled_columns_gradient(y, factor, torch.empty_like(y), y).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -224,6 +224,7 @@ def test_logits_far_apart_do_not_overflow(way, device):
         assert torch.isfinite(x).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_what_is_no_number_is_not_hidden(side, way, device):
     for name in DIVERGENCES:

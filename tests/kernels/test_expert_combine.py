@@ -12,6 +12,7 @@ from mutants import mutant
 CASES = [(1, 1, 8), (13, 8, 33), (37, 3, 300), (5, 2, 5003)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -34,6 +34,7 @@ def drawn(tokens, each, experts, device):
     return scores.topk(min(each, experts), 1).indices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_equals_a_stable_sort(case, dtype, device):
@@ -143,6 +144,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     wrong = mutant(module, *MUTATIONS[name])

@@ -69,6 +69,7 @@ def test_equals_the_formula(shape, scaling, layout, device):
             assert_equal(ours, exact, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", FP8_SCALINGS)
 def test_what_lies_beside_strips_and_tiles_has_no_part(scaling, device):
     """Of whole and of broken ones, in either direction."""
@@ -256,6 +257,7 @@ def test_unknown_options_are_refused(options, device):
         fp8_quantize(torch.ones(2, device=device))
 
 
+@pytest.mark.slow
 def test_compiled(device):
     x = draw((130, 257), torch.bfloat16, device)
     compiled = torch.compile(
@@ -320,6 +322,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
     wrong = mutant(fp8, *FAULTS[fault])

@@ -50,6 +50,7 @@ def test_each_expert_as_a_tensor(shape, dtype, layout, device):
     check(module, shape, dtype, device, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_with_the_scales_of_before(shape, device):
     """As the backward pass makes the columns of what the forward pass made the rows of; beyond
@@ -68,6 +69,7 @@ def test_with_the_scales_of_before(shape, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_transposed(shape, device):
     rows, columns = fp8_quantize_experts(drawn(shape, torch.bfloat16, device), "both")
@@ -87,6 +89,7 @@ def test_experts_of_zeros_and_what_is_no_number(device):
     assert torch.isfinite(rows.scale).all()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_dense(device):
     w = drawn((3, 24, 40), torch.bfloat16, device)
     rows, _ = fp8_quantize_experts(w.mT)
@@ -96,6 +99,7 @@ def test_weights_that_are_not_dense(device):
     )
 
 
+@pytest.mark.slow
 def test_in_a_graph(device):
     w = drawn((3, 24, 40), torch.bfloat16, device)
     compiled = torch.compile(fp8_quantize_experts, backend="aot_eager", fullgraph=True)
@@ -136,6 +140,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
     wrong = mutant(module, *FAULTS[fault])

@@ -92,6 +92,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("of_tokens", [False, True])
@@ -100,16 +101,19 @@ def test_rows_times_their_expert(case, of_tokens, dtype, device):
     check(module, case, of_tokens, dtype, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_bias_and_an_adapter_in_16_bit(options, device):
     check(module, CASES[1], True, torch.bfloat16, device, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_both_kinds_of_sums(fast, device):
     check(module, CASES[3], False, torch.bfloat16, device, fast=fast)
 
 
+@pytest.mark.slow
 def test_near_the_product_in_16_bit(device):
     """Gaussian operands: a value is off by 2.6 % in the root mean square, a product by both."""
     case = (64, 2, 4, 256, 64)
@@ -122,6 +126,7 @@ def test_near_the_product_in_16_bit(device):
     assert 0.01 * exact.norm() < (got.double() - exact).norm() < 0.045 * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_every_launch_gives_the_same(persistent, boxes, device):
@@ -176,6 +181,7 @@ def test_no_tokens(device):
     assert module.fp8_grouped_product(x, w, to, True).shape == (0, 5)
 
 
+@pytest.mark.slow
 def test_in_a_graph(device):
     case = CASES[1]
     to = dispatch_to_experts(drawn(*case[:3], device), case[2])
@@ -243,6 +249,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device, monkeypatch):
     wrong = mutant(kernel, *FAULTS[fault])

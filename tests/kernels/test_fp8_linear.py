@@ -61,6 +61,7 @@ def check_products(layer, scaling, gradient_type, device):
     assert_rounded_once(dw, dy_columns.t() @ x_columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "gradient_type"),
     [("tensor", E5M2), ("tensor", E4M3), ("row", E5M2), ("row", E4M3), ("block", E4M3)],
@@ -70,6 +71,7 @@ def test_products_are_those_of_the_operands(scaling, gradient_type, device):
     check_products(fp8_linear, scaling, gradient_type, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", LINEAR_SCALINGS)
 def test_close_to_the_layer(scaling, device):
     """Gaussian operands: a value is off by 2.6 % in the root mean square, a product by both."""
@@ -86,6 +88,7 @@ def test_close_to_the_layer(scaling, device):
         assert F.cosine_similarity(ours.float().flatten(), exact.float().flatten(), 0) > 0.99
 
 
+@pytest.mark.slow
 def test_a_bias_dimensions_and_rows_that_are_no_multiple(device):
     x, weight, _ = draw(device, tokens=35)
     bias = torch.randn(80, device=device).bfloat16().requires_grad_()
@@ -122,6 +125,7 @@ def test_what_is_frozen_costs_nothing(frozen, device, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", LINEAR_SCALINGS)
 def test_a_weight_that_is_known_already(scaling, device):
     x, weight, dy = draw(device, scaling=scaling)
@@ -212,6 +216,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["row", "block"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, scaling, device):
@@ -222,6 +227,7 @@ def test_planted_faults_are_found(fault, scaling, device):
         check_products(wrong.fp8_linear, scaling, E5M2 if scaling == "row" else E4M3, device)
 
 
+@pytest.mark.slow
 def test_scales_of_blocks_lie_as_cublas_wants_them(device, monkeypatch):
     """1 × 128 by 128 × 128 for both products with W, 1 × 128 by 1 × 128 for dW; K of 640 is five
     blocks of eight.
@@ -269,6 +275,7 @@ def test_blocks_on_a_card_without_such_products(device, set_constants):
         fp8_linear(x, weight, scaling="block")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled(dtype, device):
     """In fp32 nothing is left to convert: see ``scaled_product``."""

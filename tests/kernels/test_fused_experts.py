@@ -90,6 +90,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("gate", [None, GPT_OSS], ids=["swiglu", "gpt-oss"])
@@ -105,6 +106,7 @@ def test_sizes(case, dtype, device):
     compare(case, dtype, device, rank=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck_in_fp64(options):
     """Of the references of the parts, which the kernels are compared with."""
@@ -140,6 +142,7 @@ def test_the_reference_is_the_definition_of_transformers():
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_still_passes_gradients(device):
     """With adapters alone, or a router alone, that learn."""
     case = CASES[1]
@@ -165,6 +168,7 @@ def test_a_frozen_layer_still_passes_gradients(device):
     assert torch.autograd.grad(out.sum(), alone)[0].abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learns", [None, 2, 3, 4], ids=["nothing", "W", "A", "B"])
 def test_x_is_kept_where_something_reads_it(learns, device):
     """A weight, or A of an adapter: B's gradient reads what A made of x."""
@@ -188,6 +192,7 @@ def test_x_is_kept_where_something_reads_it(learns, device):
         assert (one - other).norm() <= 2e-2 * other.norm()
 
 
+@pytest.mark.slow
 def test_twice_the_same_bits(device):
     case = CASES[2]
     tensors = [
@@ -215,6 +220,7 @@ def test_no_tokens(device):
     assert out.shape == (0, 8) and not gradients[2].any() and gradients[0].shape == (0, 8)
 
 
+@pytest.mark.slow
 def test_compiled(device):
     """In one graph, and as exact."""
     compare(CASES[1], torch.bfloat16, device, compiled=True)
@@ -258,6 +264,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     wrong = mutant(module, *MUTATIONS[name])
@@ -277,6 +284,7 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_nothing(device):
     """So that CUDA graphs capture it, shapes and all: none depends on which experts are chosen."""
     case = CASES[1]

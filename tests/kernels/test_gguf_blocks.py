@@ -25,6 +25,7 @@ def by_gguf(packed, kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_values_are_those_of_gguf(kind, dtype, device):
@@ -93,6 +94,7 @@ def test_what_does_not_fit_is_refused(device):
         dequantize_gguf(packed, torch.empty(256, 8, device=device).t(), "Q8_0")
 
 
+@pytest.mark.slow
 def test_it_is_an_operator_of_torch(device):
     packed = random_blocks(8, 256, "Q4_K").to(device)
     out = torch.empty(8, 256, device=device)

@@ -58,6 +58,7 @@ def test_what_is_not_finite_is_seen(value, device):
     assert not gradient_norm(tensors).isfinite()
 
 
+@pytest.mark.slow
 def test_the_same_tensors_have_the_same_norm_bit_for_bit(device):
     tensors = drawn(TYPES, device, [(40 * LIST_CHUNK,)] * 3)
     assert torch.equal(gradient_norm(tensors), gradient_norm([x.clone() for x in tensors]))
@@ -89,6 +90,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])

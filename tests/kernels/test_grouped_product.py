@@ -82,6 +82,7 @@ def test_rows_times_their_expert(case, of_tokens, dtype, device):
         compare(by(module.grouped_product), by(grouped_product_reference), draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("rank", [1, 8, 16, 40, 129, 300])
 def test_what_an_adapter_adds(rank, dtype, device):
@@ -161,6 +162,7 @@ def test_strided_rows(device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_every_launch_gives_the_same(persistent, boxes, device):
@@ -310,6 +312,7 @@ def assert_found(fault, depth, device):
     assert any(not torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in zip(*results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     assert_found(

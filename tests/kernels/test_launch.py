@@ -130,6 +130,7 @@ def test_an_operator_returns_what_its_function_does():
     ).equal(rows(3))
 
 
+@pytest.mark.slow
 def test_torch_knows_what_it_returns_and_writes():
     torch.library.opcheck(double, (rows(3, 5), 1))
     torch.library.opcheck(write, (rows(3), rows(3), rows(3)))
@@ -158,6 +159,7 @@ def test_tensors_without_versions_are_written():
     assert torch.equal(first, torch.ones(3)) and torch.equal(last, torch.full((3,), 2.0))
 
 
+@pytest.mark.slow
 def test_it_is_one_node_of_a_compiled_function():
     def function(x, out, last):
         write(out, double(x, 1) + 1, last)

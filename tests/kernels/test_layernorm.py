@@ -46,6 +46,7 @@ def inputs(shape, dtype, device, scale=1.0, shift=0.0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_formula(shape, dtype, device):
@@ -65,12 +66,14 @@ def test_one_element_is_its_bias(device):
     assert weight.grad.item() == 0 and bias.grad.item() == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.5])
 def test_eps_counts(eps, device):
     """Small rows, so that eps is a large part of what is under the root."""
     compare(inputs((13, 37), torch.float32, device, scale=0.3), eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("has", [(True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("ours", [fused_layernorm, layernorm_reference])
@@ -118,6 +121,7 @@ def test_non_contiguous(layout, dtype, device):
     compare(draw)
 
 
+@pytest.mark.slow
 def test_fp32_weight_over_bf16_rows(device):
     """As with fp32 norms in a bf16 model: the result is fp32, the widest type."""
 
@@ -192,6 +196,7 @@ def test_another_width_is_refused(name, shape):
         fused_layernorm(torch.randn(4, 8), **given)
 
 
+@pytest.mark.slow
 def test_compiled(device):
     """In one graph, and as exact."""
     compiled = torch.compile(fused_layernorm, backend="aot_eager", fullgraph=True)
@@ -205,6 +210,7 @@ def test_every_row_counts_once_in_the_gradients_of_weight_and_bias(rows, device,
     compare(inputs((rows or ROWS[device.type], 64), torch.float32, device))
 
 
+@pytest.mark.slow
 def test_twice_gives_the_same_bits(device):
     leaves = [t.requires_grad_() for t in inputs((300, 96), torch.bfloat16, device)()]
 
@@ -248,6 +254,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     broken = mutant(MODULE, *MUTATIONS[name])

@@ -108,6 +108,7 @@ def compare(draw, bias=False, weighted=False, scale=1.0, softcap=None, **options
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
@@ -416,6 +417,7 @@ def test_targets_outside_the_vocabulary_are_refused(target):
         linear_cross_entropy(hidden, weight, targets)
 
 
+@pytest.mark.slow
 def test_compiled(device):
     """As exact; on the CPU the choice of the trained rows breaks the graph."""
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
@@ -462,6 +464,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_a_wrong_backward_is_noticed(fault, device):
     if device.type == "cuda" and fault == "token weights of the first rows":
@@ -480,6 +483,7 @@ def test_a_wrong_backward_is_noticed(fault, device):
 WITH_KERNELS = {"bias": True, "weighted": True, "scale": 0.5, "softcap": 3.0, "chunk_size": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_kernels_of_the_rows(device):
     """The whole way with the kernels, as on a card, whose rows of gradients still want their
@@ -506,6 +510,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fault", FACTORS)
 def test_forgotten_factors_are_noticed(fault, device):
@@ -622,6 +627,7 @@ def rows_by_the_book(hidden, values, weight, bias, eighths, targets):
     return plain(hidden, whole, targets, bias, eighths, scale=0.5, softcap=3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_replaced_rows(dtype, device):
     """Targets, bias and weights of rows among them, in chunks."""

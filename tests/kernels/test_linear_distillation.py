@@ -189,6 +189,7 @@ def compare(name, draw, bias=False, weighted=False, **options):
     assert_as_exact_as_plain(arrange(ours, **options), arrange(plain, **shared), draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("bias", "weighted"), [(False, True), (True, False)], ids=["weighted", "bias"]
@@ -210,6 +211,7 @@ def test_every_option(name, temperature, cross_entropy, softcap, weighted, bias,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 2, ROWS - 1, ROWS, 4096])
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_every_chunk_size(rows, chunk_size, device):
@@ -477,6 +479,7 @@ def test_all_tokens_stored_are_the_teacher_itself(device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_stored_tokens_on_the_kernels(device):
     """The same as the rows in plain torch, in which a banned token's logarithm is infinite as

@@ -103,6 +103,7 @@ def target_errors(of, device):
     return (gradient[there].gather(1, at).cpu().double() - expected).abs() / expected.abs()
 
 
+@pytest.mark.slow
 def test_the_target_of_a_row_is_exact(device):
     """Of a gradient that cancels over rows, what each row's target is off by would be left."""
     assert target_errors(module, device).max() < 1e-5
@@ -139,6 +140,7 @@ def test_half_precision(smoothing, device):
     compare_loss(module, LossOptions(label_smoothing=smoothing), False, torch.float16, device, 8193)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 200.0])
 def test_a_reference_that_is_raised(softcap, dtype, device):
@@ -242,6 +244,7 @@ MUTATIONS_OF_ONE_PASS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS_OF_ONE_PASS)
 def test_planted_faults_in_one_pass_are_found(fault, device):
     x, targets = rows_of_logits(torch.float32, device, vocabulary=20011)
@@ -281,6 +284,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])

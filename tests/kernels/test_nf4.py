@@ -65,6 +65,7 @@ def test_codes_and_scales_of_a_weight_are_theirs(theirs, dtype, block, device):
             assert same and torch.equal(absmax, state.absmax), (shape, quantize.__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", CODE_VALUES)
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -95,6 +96,7 @@ def test_values_are_theirs(theirs, dtype, nested, code, device):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_the_kernel_is_its_reference(dtype, device):
     for shape, block, nested in itertools.product(SHAPES, (32, 64, 4096), (False, True)):
@@ -140,6 +142,7 @@ def test_scales_are_the_nearest_of_the_dynamic_code(device):
     assert (scales.plain() - absmax).abs().max() <= 0.02 * absmax.max()
 
 
+@pytest.mark.slow
 def test_scales_are_theirs(theirs, device):
     """On the CPU bitsandbytes finds some of them by a table that takes a neighbour close to a
     midpoint.
@@ -153,6 +156,7 @@ def test_scales_are_theirs(theirs, device):
     assert (scales.absmax != state.absmax).float().mean() <= (0.01 if device.type == "cpu" else 0.0)
 
 
+@pytest.mark.slow
 def test_a_quantized_weight_is_near_and_takes_little(device):
     given = torch.randn(256, 512, device=device)
     packed, absmax = quantize_nf4(given)

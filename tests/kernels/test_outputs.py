@@ -178,6 +178,7 @@ def assert_right_or_refused(
         assert torch.allclose(ours, plain, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_writing_into_what_is_returned_is_as_with_plain_torch(name):
     for place in range(len(outputs(name)[1])):

@@ -83,6 +83,7 @@ def packed_layout(t, h, k, d, dtype, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokens, heads, dtype",
     [
@@ -97,6 +98,7 @@ def test_packed_layout(tokens, heads, dtype, device):
     compare(packed_layout(tokens, *heads, 64, dtype, device), cos, sin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batch_of_tables, dtype", [(1, torch.bfloat16), (2, torch.float32), (2, torch.float16)], ids=str
 )
@@ -105,6 +107,7 @@ def test_default_layout(batch_of_tables, dtype, device):
     compare(default_layout(2, 3, 2, 5, 64, dtype, device), cos, sin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "width, rotated, interleaved, dtype",
     [
@@ -127,6 +130,7 @@ def test_widths_and_layouts_of_the_pairs(ours, width, rotated, interleaved, dtyp
     compare(draw, cos, sin, ours, offset=1.0, interleaved=interleaved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-12, 0.5])
 def test_eps_counts(eps, device):
     """Small heads, so that eps is a large part of what is under the root."""
@@ -137,12 +141,14 @@ def test_eps_counts(eps, device):
     )
 
 
+@pytest.mark.slow
 def test_squares_do_not_overflow(device):
     """fp16 ends at 65504, the square of 256."""
     draw = default_layout(2, 3, 2, 5, 64, torch.float16, device, scale=2000.0)
     compare(draw, *tables(2, 5, 64, device=device))
 
 
+@pytest.mark.slow
 def test_fp32_weights_and_tables(device):
     """Each result keeps the type of its input."""
     dtype = torch.bfloat16
@@ -156,6 +162,7 @@ def test_fp32_weights_and_tables(device):
     compare(draw, cos, sin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     ["contiguous", "sliced heads", "every second channel", "expanded", "one merged tensor"],
@@ -195,12 +202,14 @@ def test_layouts_in_memory(layout, device):
     compare(draw, cos, sin)
 
 
+@pytest.mark.slow
 def test_tables_of_unlike_layouts(device):
     cos = torch.randn(2, 5, 64, device=device)
     sin = torch.randn(2, 64, 5, device=device).transpose(1, 2)
     compare(default_layout(2, 3, 2, 5, 64, torch.float32, device), cos, sin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equals_qwen3(dtype, device):
     """Whose pieces round after each operation: to their own error in bf16, and to a few
@@ -384,6 +393,7 @@ def test_weights_of_another_width_are_refused(name, shape):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiled(packed, device):
     """In one graph, to the same bits."""
@@ -402,6 +412,7 @@ def test_compiled(packed, device):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_every_token_counts_once_in_the_gradients_of_the_weights(device, set_constants):
     """More tokens than one round of the programs takes."""
     set_constants(module, QK_NORM_ROPE_BACKWARD_WARPS=4)
@@ -412,6 +423,7 @@ def test_every_token_counts_once_in_the_gradients_of_the_weights(device, set_con
     )
 
 
+@pytest.mark.slow
 def test_twice_gives_the_same_bits(device):
     leaves = [
         x.requires_grad_() for x in default_layout(1, 14, 2, 37, 64, torch.bfloat16, device)()
@@ -475,6 +487,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     broken = mutant(module, *MUTATIONS[name])
@@ -519,6 +532,7 @@ def in_parts(function=None, heads=(4, 2), width=64):
     return ours if function else plain, draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "width", "rotated", "offset", "interleaved", "padding"),
@@ -549,6 +563,7 @@ def test_the_gradient_of_what_is_merged_has_room(device):
     assert torch.equal(found[:, 6 * 64 :], given[2].flatten(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_made_again_by_a_checkpoint(merged, device):
     of_tables = tables(13, 64, device=device)
@@ -569,6 +584,7 @@ def test_made_again_by_a_checkpoint(merged, device):
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
+@pytest.mark.slow
 def test_values_that_are_merged_wrongly_are_noticed(device):
     broken = mutant(module, "program - of_q - of_k", "0")
     of, draw = in_parts(broken.fused_qkv_norm_rope, (2, 2), 256)

@@ -78,6 +78,7 @@ def packed_layout(t, h, k, d, dtype, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rotated", [2, 6, 16, 64])
 @pytest.mark.parametrize("rows", [1, 13])
@@ -88,6 +89,7 @@ def test_default_layout(rows, rotated, dtype, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rotated", [2, 6, 16, 64])
 @pytest.mark.parametrize("rows", [1, 13])
@@ -98,6 +100,7 @@ def test_packed_layout(rows, rotated, dtype, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_odd_head_width_with_partial_rotary(dtype, device):
     cos, sin = tables(13, 6, dtype=dtype, device=device)
@@ -238,6 +241,7 @@ def test_not_in_place_leaves_the_inputs_alone(device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "transposed view", "one merged tensor"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_in_place_gradients(layout, dtype, device):
@@ -312,6 +316,7 @@ def test_in_place_is_noticed_by_who_saved_the_values(device):
         (squares.sum() + sum(r.sum() for r in rotated)).backward()
 
 
+@pytest.mark.slow
 def test_in_place_compiled(device):
     compiled = torch.compile(
         lambda q, k, cos, sin: fused_qk_rope(q * 1, k * 1, cos, sin, in_place=True),
@@ -364,6 +369,7 @@ def test_unlike_tables_are_refused():
         )
 
 
+@pytest.mark.slow
 def test_compiled(device):
     """In one graph, and as exact."""
     compiled = torch.compile(fused_qk_rope, backend="aot_eager", fullgraph=True)
@@ -392,6 +398,7 @@ def test_the_gradient_of_all_three_is_one_tensor(heads, width, rotated, padding,
     assert_gradient_of_all_three(module.fused_qkv_rope, heads, width, rotated, padding, device)
 
 
+@pytest.mark.slow
 def test_values_of_another_head_are_noticed(device):
     broken = mutant(
         module,
@@ -431,6 +438,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_a_wrong_rotation_is_noticed(fault, device):
     cos, sin = (torch.randn(13, 16, device=device) for _ in range(2))

@@ -122,6 +122,7 @@ def test_weight_of_another_width_is_refused(shape):
         fused_rmsnorm(torch.randn(4, 8), torch.randn(shape))
 
 
+@pytest.mark.slow
 def test_compiled(device):
     """In one graph, and as exact."""
     compiled = torch.compile(fused_rmsnorm, backend="aot_eager", fullgraph=True)
@@ -220,6 +221,7 @@ def test_every_row_counts_once_in_the_gradient_of_the_weight(rows, device, set_c
     compare(inputs((rows or ROWS[device.type], 64), torch.float32, device))
 
 
+@pytest.mark.slow
 def test_twice_gives_the_same_bits(device):
     def gradient(x, weight):
         return torch.autograd.grad(fused_rmsnorm(x, weight).float().square().sum(), (x, weight))
@@ -252,6 +254,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
     broken = mutant(MODULE, *MUTATIONS[name])

@@ -42,6 +42,7 @@ def test_equals_the_formula(ours, shape, dtype, device):
     compare(inputs(shape, dtype, device), ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("width", [MAX_ROW_WIDTH, MAX_ROW_WIDTH + 1, WIDE[1]])
 def test_wide_rows(width, dtype, device):
@@ -158,6 +159,7 @@ def test_fp64_takes_the_reference(device):
     torch.testing.assert_close(fused_softmax(x), exact(x), rtol=1e-14, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(13, 37), WIDE], ids=str)
 def test_compiled(shape, device):
     """In one graph, and as exact."""
@@ -165,6 +167,7 @@ def test_compiled(shape, device):
     compare(inputs(shape, torch.float32, device), compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(300, 96), WIDE], ids=str)
 def test_twice_gives_the_same_bits(shape, device):
     def results():

@@ -47,6 +47,7 @@ def draw_head(dtype, device, rows=ROWS, bias=False):
     return draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -94,6 +95,7 @@ def draw_adapter(dtype, device):
     return draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [False, True], ids=["", "counted"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_an_adapter_on_the_head(dtype, counted, device):
@@ -113,6 +115,7 @@ def test_an_adapter_on_the_head(dtype, counted, device):
     assert_as_exact_as_plain(ours, plain, draw_adapter(dtype, device))
 
 
+@pytest.mark.slow
 def test_a_count_leaves_rows_without_a_target_out(device):
     """They have no gradient, and a bound that is larger than their number changes nothing."""
     hidden, weight, targets = (
@@ -188,6 +191,7 @@ PROBABILITY_MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PROBABILITY_MUTATIONS)
 def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatch, let_return):
     broken = mutant(module, *PROBABILITY_MUTATIONS[fault])
@@ -203,6 +207,7 @@ def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatc
         )
 
 
+@pytest.mark.slow
 def test_compiled(device):
     compiled = torch.compile(token_log_probability, backend="aot_eager", fullgraph=True)
     assert_as_exact_as_plain(

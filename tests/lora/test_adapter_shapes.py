@@ -181,6 +181,7 @@ def test_an_adapter_with_other_patterns_does_not_refill(tmp_path):
         load_adapter(apply_lora(llama(), LoRAConfig(4, 12, 0.0, ["q_proj"])), tmp_path)
 
 
+@pytest.mark.slow
 def test_fused_layers_take_parts_of_different_ranks(kernels):
     """Three parts of one product, of three ranks and scales, one layer without adapters."""
     import copy

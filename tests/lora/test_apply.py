@@ -187,6 +187,7 @@ def test_output_is_that_of_the_merged_weights(name, rslora):
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 def test_dropout_acts_in_training_alone():
     """It is on the input of A: over many draws its mean is the layer without."""
     config = LoRAConfig(rank=4, alpha=8, dropout=0.5)
@@ -285,6 +286,7 @@ gradient.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*READERS, "Falcon"])
 def test_a_weight_that_is_read_instead_of_called_has_the_adapter_in_it(name):
     """In the loss, as merging by hand into the plain model shows, and in the gradients."""

@@ -151,6 +151,7 @@ FIELDS = {
 FIELDS |= {"learning_rate": 1e-3, "save_steps": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", ["while it is read", "when the run begins"])
 def test_a_run_resumes_and_merges(tmp_path, loaded):
     """Bit-equal after a break; what ``merge`` writes from files is the trained model."""
@@ -189,6 +190,7 @@ def test_a_run_resumes_and_merges(tmp_path, loaded):
     )  # a second run of the same settings goes on with the adapters
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")

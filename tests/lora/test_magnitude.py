@@ -181,6 +181,7 @@ def test_in_16_bit_a_small_change_of_a_magnitude_is_seen():
     )
 
 
+@pytest.mark.slow
 def test_compiled():
     layer = LoRALinear(
         torch.nn.Linear(19, 23), LoRAConfig(rank=3, dropout=0.0, use_dora=True), 19, 23

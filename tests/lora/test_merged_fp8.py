@@ -130,12 +130,14 @@ def test_products_are_those_of_the_operands(ranks, biased, frozen, device):
     assert_close(given.run(), given.meant(), on(device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 0), (8, 8)], ids=str)
 def test_in_bf16(ranks, device):
     given = Given(device, ranks, biased=True, dtype=torch.bfloat16)
     assert_close(given.run(), given.meant(), 2**-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 0), (3, 3)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_made_again_and_unread_are_the_same(frozen, ranks, device):
@@ -153,6 +155,7 @@ def test_made_again_and_unread_are_the_same(frozen, ranks, device):
         assert all(equal(a, b) for a, b in zip(kept[1:], found[1:]))
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, record_calls):
     given = Given(device, (4, 4), frozen=True)
     made = record_calls(given.merged.base, "dense")  # what is quantised
@@ -164,6 +167,7 @@ def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, re
     assert not equal(given.run()[0], first[0]) and len(made) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_dropout_is_that_of_the_adapter_alone(frozen, device):
     """What adapters add to y and dx, and their own gradients, are those of the same draw in 16
@@ -184,6 +188,7 @@ def test_dropout_is_that_of_the_adapter_alone(frozen, device):
     assert_close(added[0], [x.double() for x in added[1]], 1e-3 if device.type == "cuda" else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_peaks_that_others_found_are_taken(frozen, device):
     """Such as are 4 times too large show it: 8 bits have fewer then for what is there."""
@@ -229,6 +234,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
     of, old, new = FAULTS[fault]

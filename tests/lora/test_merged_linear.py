@@ -105,6 +105,7 @@ def draw(ranks, biased, dtype, device, rows=13, width=20):
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_with_padding", [True, False], ids=["padding", "dense"])
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
@@ -114,12 +115,14 @@ def test_equals_the_layers_one_by_one(dtype, ranks, biased, made_with_padding, d
     assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_layers_of_one_scale(dtype, device):
     ours, plain = functions((3, 5), False, True, scales=(3.0, 3.0))
     assert_as_exact_as_plain(ours, plain, draw((3, 5), False, dtype, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 131])
 def test_rows(rows, device):
     ours, plain = functions((3, 3, 3), True, True)
@@ -149,6 +152,7 @@ def test_gradients_of_adapters_are_dense(ranks, dropout, device):
         assert gradient.untyped_storage().nbytes() <= max(width * 20, sum(SIZES) * width) * 4
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_the_mean(device):
     """The mean over draws is what is computed without dropout, of outputs and of gradients; a
     draw is something else.
@@ -171,6 +175,7 @@ def test_dropout_is_that_of_the_mean(device):
     assert not equal(draws[0][0], draws[1][0])
 
 
+@pytest.mark.slow
 def test_dropout_in_forward_and_backward_is_the_same(device):
     """Gradients are those of the very function that was drawn: a step along dx changes y as it
     says.
@@ -219,6 +224,7 @@ def with_its_mask(ranks, biased, made_with_padding, of=module):
     return seeded, plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_with_padding", [True, False], ids=["padding", "dense"])
 @pytest.mark.parametrize(("ranks", "biased"), [((3, 3, 3), False), ((0, 5, 0), True)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -233,6 +239,7 @@ def test_under_dropout_equals_the_formula_with_its_mask(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -273,6 +280,7 @@ def test_layers_must_fit_each_other():
         merged_linear(x, merged, [Adapter(a, b, 1.0), None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -97,6 +97,7 @@ def draw(ranks, biased, dtype, device, rows=13):
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stays", [False, True], ids=["", "stays"])
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (0, 5, 0)], ids=str)

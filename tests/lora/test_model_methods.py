@@ -156,6 +156,7 @@ def test_a_copy_saves_and_merges_itself(tmp_path, copied):
     assert equal(logits(again(tmp_path, "other"), ids), expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
     """Not when the garbage collector comes: another model may be loaded into its memory; a copy
     lives on.
@@ -248,6 +249,7 @@ def test_adapters_of_peft_are_refused_beside_ours(tmp_path):
     assert peft.get_peft_model(plain, config).peft_config
 
 
+@pytest.mark.slow
 def test_transformers_trainer_saves_the_adapter(tmp_path):
     pytest.importorskip("accelerate")
     model = adapted(tmp_path)
@@ -270,6 +272,7 @@ def test_transformers_trainer_saves_the_adapter(tmp_path):
         assert close(logits(loaded, ids), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("undone", [False, True], ids=["patched", "unpatched"])
 def test_a_patched_model_saves_and_merges(tmp_path, undone):
     model = adapted(tmp_path)

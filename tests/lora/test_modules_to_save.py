@@ -125,6 +125,7 @@ def test_without_adapters_there_is_no_base():
         pass
 
 
+@pytest.mark.slow
 def test_a_run_trains_saves_and_resumes_them(tmp_path):
     """In bf16, whose whole weights have exact masters: a resumed run ends bit-equal, and PEFT's
     model is the trained one.

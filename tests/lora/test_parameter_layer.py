@@ -337,6 +337,7 @@ def test_compiled_layers(case):
     )
 
 
+@pytest.mark.slow
 def test_a_patched_model(kernels):
     """Experts run as grouped products with their adapters in them, which the report says."""
     model = ours()

@@ -422,6 +422,7 @@ def with_new_tokens(tie=True):
     return tokenizer, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_trains_saves_and_resumes_them(tmp_path, precision):
     """A resumed run ends bit-equal; PEFT's model is the trained one; the other rows are those of
@@ -474,6 +475,7 @@ def test_a_run_trains_saves_and_resumes_them(tmp_path, precision):
     assert equal(runs.weights(whole)[name], once[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [True, False])
 def test_the_run_is_the_plain_one(tmp_path, tie):
     """``verify``: losses, gradients and updates of the rows beside the plain arm's."""
@@ -510,6 +512,7 @@ def test_ways_to_say_them(tmp_path, case):
     assert type(config).from_yaml(tmp_path / "recipe.yaml").lora_trainable_tokens == meant
 
 
+@pytest.mark.slow
 def test_without_adapters_they_are_not_dropped_silently(tmp_path, caplog):
     runs.train(tmp_path, max_steps=1, lora_trainable_tokens=[5])
     assert "lora_trainable_tokens: set, but use_lora is off" in caplog.text

@@ -112,6 +112,7 @@ def test_host_memory_is_kept_and_not_more_of_it():
     assert held() == first
 
 
+@pytest.mark.slow
 def test_host_memory_does_not_grow_with_every_new_length():
     model = model_of("full")
     offload = ActivationOffload(model.get_decoder(), smallest=1)

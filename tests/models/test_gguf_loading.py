@@ -51,6 +51,7 @@ def changed(path, target, change):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", gguf_models.MODELS)
 def test_every_family_comes_back_from_its_file(name, tmp_path):
     """In fp32 the model's own logits; in blocks the dequantised model's, bit by bit."""
@@ -147,6 +148,7 @@ def test_a_folder_stands_for_its_one_file(tmp_path):
     assert gguf_of("someone/model") is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     path = gguf_files.write(tmp_path, tiny.llama(), "q8_0")
     cases = {

@@ -98,6 +98,7 @@ def refuse_to_keep(monkeypatch):
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", validate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_weights_in_fp8_are_dequantised_on_any_machine(

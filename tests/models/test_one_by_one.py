@@ -64,6 +64,7 @@ def with_gradient(presented, batch):
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_packs_give_what_padded_rows_give(name, attention):
@@ -86,6 +87,7 @@ def test_such_a_class_is_proved_and_presented(name):
     assert not present(sparse(name, hidden_size=256), shared_prompts=True).packed
 
 
+@pytest.mark.slow
 def test_attention_to_what_is_made_of_several_tokens_is_proved():
     """DeepSeek V4's compressors make a key of 4 tokens or of 128."""
     if "DeepseekV4" not in architectures():
@@ -97,6 +99,7 @@ def test_attention_to_what_is_made_of_several_tokens_is_proved():
     assert proof.packed and proof.one_by_one, proof.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "head_dim": 64}])
 def test_sparse_attention_is_proved(sizes):
     """Its class makes the mask of blocks by itself, whose blocks are shorter than the twin's
@@ -140,6 +143,7 @@ def test_attention_that_takes_no_mask_is_told(caplog):
     assert "attn_implementation=flash_mla; with eager or sdpa it takes packs" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_in_packs_learns_what_one_in_padded_rows_does(tmp_path, let_return):
     vocabulary = len(tiny.tokenizer())
     changes = {

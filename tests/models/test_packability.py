@@ -88,6 +88,7 @@ def test_the_proof_does_not_depend_on_the_default_type():
     assert proof.packed and proof.head_proved, proof.reason
 
 
+@pytest.mark.slow
 def test_a_model_without_storage_can_be_proved():
     with torch.device("meta"):
         model = build(
@@ -185,6 +186,7 @@ def test_a_head_that_takes_other_states_than_the_decoder_gives_is_not_understood
     assert not prove_packability(model).head_proved
 
 
+@pytest.mark.slow
 def test_no_cards_random_state_is_touched(record_calls):
     seeded = record_calls(torch.cuda, "manual_seed_all")
     plan_for(build("llama", initializer_range=0.0217))
@@ -378,6 +380,7 @@ def test_stretched_rotary_positions_reach_further(longest, told, caplog):
     assert ("LlamaForCausalLM is made for 128 positions" in caplog.text) == told
 
 
+@pytest.mark.slow
 def test_a_run_tells_and_a_class_without_a_twin_is_taken(tmp_path, caplog):
     rows = [{"text": "the answer to life is forty two " * 9}]
     with caplog.at_level(logging.WARNING):

@@ -75,6 +75,7 @@ def test_the_table_is_of_those_that_are_tested():
     assert set(KINDS) | {"LORA"} == BY_TOKEN and not BY_TOKEN & set(REFUSED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", FOUR)
 def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
@@ -139,6 +140,7 @@ def test_packed_is_separate(kind):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_patched_model_stays_right(kind):
     """Kernels in the plain parts, none in the place of an adapter; undone afterwards."""
@@ -163,6 +165,7 @@ def test_a_patched_model_stays_right(kind):
     assert all(equal(one, due) for one, due in zip(run(), expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["VERA", "OFT"])
 def test_resumed_it_ends_bit_equal(tmp_path, kind):
     tiny.llama().save_pretrained(tmp_path / "base")
@@ -217,6 +220,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, case):
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_kind_that_attends_goes_through_the_wrapping(tmp_path, caplog):
     """Its layers see other tokens: padded rows, said once, and right."""
     model = peft.get_peft_model(

@@ -88,6 +88,7 @@ def test_packs(family, batch):
     assert_equal(model, presented, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba"])
 def test_padded_rows(family, batch):
     model = families.build(family)
@@ -137,6 +138,7 @@ def test_answers_are_proved_to_see_their_prompt(family):
     assert prove_packability(families.build(family)).sees_prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["cpo", "reward"])
 def test_such_a_class_trains_as_with_each_prompt_in_a_row_of_its_own(objective, tmp_path):
     given = preferences.rows(4)
@@ -171,6 +173,7 @@ def twins(family, how):
     return model, copy.deepcopy(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["all weights", "LoRA", "LoRA over NF4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_fused_layers(family, how, batch):

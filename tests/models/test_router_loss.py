@@ -93,6 +93,7 @@ def of_the_class(model, batch, lengths):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CLASSES)
 def test_it_is_what_the_class_adds(kind):
     lengths = [(7, 12, 3), (20,), (9, 9)]

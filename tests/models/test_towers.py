@@ -76,6 +76,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_text_trains_and_what_reads_images_stays(tmp_path, name, lora, caplog):

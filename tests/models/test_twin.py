@@ -101,6 +101,7 @@ def test_a_twin_has_a_layer_of_every_kind_of_the_model_and_of_no_other(name, mon
     assert kept < depth or depth <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_models_whose_last_layers_share_keys_are_proved(name):
     """Their layers are of several widths, too, in lists and in ``per_layer_config``."""

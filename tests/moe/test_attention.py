@@ -187,6 +187,7 @@ def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(
         assert equal(both[row, start:], expected[row])
 
 
+@pytest.mark.slow
 def test_generated_text_is_that_without_a_cache(seed):
     model = mixture(seed)
     ids = token_ids(1, WINDOW + 3)
@@ -222,6 +223,7 @@ def test_packed_documents_do_not_see_each_other(given, seed):
         assert (found - model(document).logits).abs().max() <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_lora_rank", [None, 10])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_absorbed_products_are_the_expanded_ones(q_lora_rank, queries, seed):

@@ -48,6 +48,7 @@ def test_the_rule_is_found(family):
         )
 
 
+@pytest.mark.slow
 def test_a_choice_that_follows_no_rule_is_refused():
     model = build("deepseek_v3")
     (recorded,) = record(present(model), [batch()])

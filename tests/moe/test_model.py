@@ -90,6 +90,7 @@ def logits(model, ids, attention, experts):
     return model(ids).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_generated_text_is_that_of_eager(implementation, seed):
     model = mixture(seed)

@@ -258,6 +258,7 @@ def test_hits_are_shares():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_learn_and_the_model_stays(family, tmp_path):
     model = FAMILIES[family]()
@@ -384,6 +385,7 @@ def test_no_more_parts_are_taken_than_have_so_many_tokens(tokens, parts, tmp_pat
     assert Trace(tmp_path).first(range(3), tokens) == parts
 
 
+@pytest.mark.slow
 def test_heads_learn_from_a_trace(tmp_path):
     model = native()
     config = runs.config(tmp_path, objective="pretraining")
@@ -426,6 +428,7 @@ def seen_by(seen, _, args, out):
     seen.append(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [*families.ROUTED, *(f"{name} in groups" for name in families.GROUPED)]
 )

@@ -19,6 +19,7 @@ from comparison import equal
 from mixtures import mixture, token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_saved_and_loaded_it_is_the_same(dtype, tied, tmp_path, seed):
@@ -50,6 +51,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_pipeline_generates(folder):
     generate = pipeline("text-generation", model=str(folder), max_new_tokens=20, do_sample=False)
     (found,) = generate("what is the answer")
@@ -58,6 +60,7 @@ def test_a_pipeline_generates(folder):
     ) > len("what is the answer")
 
 
+@pytest.mark.slow
 def test_transformers_trainer_trains_it(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     rows = [{"input_ids": token_ids(24).tolist()} for _ in range(8)]
@@ -79,6 +82,7 @@ def test_transformers_trainer_trains_it(folder):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_peft_adapts_it(folder, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -104,6 +108,7 @@ def test_peft_adapts_it(folder, tmp_path):
     assert equal(generated, again)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_patched_it_computes_the_same(seed):
     model = mixture(seed)

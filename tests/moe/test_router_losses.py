@@ -257,6 +257,7 @@ def test_routers_without_probabilities_show_what_experts_got(made):
     assert none["router/busiest"].sum == found["router/busiest"].sum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", PROBABILITIES)
 def test_gradients_are_right(made, scores):
     of, computed = made
@@ -287,6 +288,7 @@ def test_heads_do_not_move_their_targets(made):
     assert all(x.grad.abs().sum() > 0 for x in (*computed.layers_ahead, computed.tokens_ahead))
 
 
+@pytest.mark.slow
 def test_terms_never_wait_for_the_device(made):
     """Tensors without values: whatever asks for one fails."""
     of, computed = made

@@ -62,6 +62,7 @@ def test_it_is_zero_where_training_is_random(kind, tmp_path):
         assert bool(gate.grad.any())
 
 
+@pytest.mark.slow
 def test_a_run_begins_at_zero_and_goes_on(tmp_path):
     """Layers are recomputed in the backward pass, which is in training mode: the replay is not
     one of them.

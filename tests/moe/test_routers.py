@@ -135,6 +135,7 @@ def test_terms_and_gradients_of_routers(kind, patched):
                 ), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MADE)
 def test_what_experts_got_is_what_their_router_chose(kind):
     """By the hooks and by our dispatch, also within adapters and in 4 bits; nothing of it stays."""
@@ -204,6 +205,7 @@ def test_adapters_take_part_in_products_where_it_is_recorded(record_calls):
     assert len(calls) == len(mixture_layers(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", [False, True], ids=["as it is", "patched"])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3 in groups", "Mixtral"])
 def test_rows_that_are_lost_are_seen(kind, patched):
@@ -242,6 +244,7 @@ def test_rows_that_are_lost_are_seen(kind, patched):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", families.ROUTED)
 def test_logits_have_the_type_that_the_class_computes_them_in(kind):
     """``docs/moe.md`` says which; patched it is the same."""

@@ -81,6 +81,7 @@ def test_the_page_reads_what_was_recorded(traced):
     assert count[1, 3] == sum(int((recorded.experts[1] == 3).sum()) for recorded in expected)
 
 
+@pytest.mark.slow
 def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_path):
     model, folder, config = traced
     how = HeadDistillation(learning_rate=2e-2, rows=256, temperature=0.5, passes=2)
@@ -118,6 +119,7 @@ def test_heads_learn_from_a_trace_without_the_model(traced, monkeypatch, tmp_pat
             assert bool((ranks[:, 1:] <= ranks[:, :-1] + 1e-4).all())
 
 
+@pytest.mark.slow
 def test_passes_go_over_all_parts_in_another_order(traced, record_calls):
     model, folder, _ = traced
     parts = record_calls(Trace, "part")
@@ -196,6 +198,7 @@ def test_a_configuration_is_known_however_it_was_loaded(tmp_path):
     assert configuration_digest(loaded.config) != configuration_digest(model.config)
 
 
+@pytest.mark.slow
 def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
     """The features of 50,000 tokens of a large mixture are 10 GB."""
     alive = weakref.WeakSet()
@@ -226,6 +229,7 @@ def test_of_what_is_held_out_one_batch_is_kept(tmp_path, monkeypatch):
     )  # before the heads are made there are as many as tell how experts are chosen
 
 
+@pytest.mark.slow
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
     model = families.mixture("qwen3_moe", vocab_size=300)
     config = runs.config(tmp_path, objective="pretraining")
@@ -273,6 +277,7 @@ def test_settings_are_checked(traced):
         )
 
 
+@pytest.mark.slow
 def test_routers_that_follow_no_rule_are_traced_and_have_no_heads(tmp_path, caplog):
     model = build("deepseek_v3")
     config = runs.config(tmp_path, objective="pretraining")

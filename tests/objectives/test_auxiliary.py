@@ -45,6 +45,7 @@ def whole(tmp_path_factory):
     return np.array(runs.trajectory(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -58,12 +59,14 @@ def test_batch_times_accumulation(whole, changes, tmp_path):
     np.testing.assert_allclose(runs.trajectory(tmp_path), whole, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_train_it_alike(whole, tmp_path):
     changes = {"batch_size": 4, "gradient_accumulation_steps": 1, "memory": ["recompute_layers"]}
     runs.train(tmp_path, model=mixtral(), max_steps=4, **changes)
     np.testing.assert_allclose(runs.trajectory(tmp_path), whole, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_part_of_the_loss_and_trains(whole, tmp_path):
     runs.train(
         tmp_path,
@@ -78,6 +81,7 @@ def test_it_is_part_of_the_loss_and_trains(whole, tmp_path):
     assert not np.allclose(whole[1:, 2], without[1:, 2], rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, let_return):
     changes = {"use_lora": True, "lora_rank": 4} if adapters else {}
@@ -100,6 +104,7 @@ def test_answers_that_share_a_prompt_are_set_beside_the_class_itself(objective, 
     assert found.passed, found.failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["packed", "padded"])
 def test_whether_a_prompt_is_shared_changes_no_loss_of_routers(how, tmp_path, set_constants):
     """But for that of neighbours, which an answer's first token and the prompt's last one are
@@ -137,6 +142,7 @@ def test_an_objective_gets_it_beside_the_states(fused_head):
         }
 
 
+@pytest.mark.slow
 def test_layers_recomputed_by_re_entrance_are_refused(tmp_path):
     model = mixtral()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})

@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
 def test_nothing_is_made_on_the_host(name, settings, tmp_path, monkeypatch):
     objective = OBJECTIVES[name]

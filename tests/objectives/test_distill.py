@@ -144,6 +144,7 @@ def test_every_divergence_is_its_definition(name, fused, teacher, tmp_path):
 # ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False], ids=["fused heads", "own logits"])
 def test_batch_times_accumulation(fused, teacher, tmp_path):
     """The same losses, gradient norms and metrics, step for step."""
@@ -248,6 +249,7 @@ def test_a_student_comes_nearer_to_its_teacher(changes, teacher, tmp_path):
     assert before == {path.name: path.read_bytes() for path in Path(teacher).glob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_resumed_it_goes_on(teacher, tmp_path):
     changes = {"save_steps": 2, "lr_scheduler": "constant", "warmup_steps": 0}
     train(tmp_path / "whole", teacher, SETTINGS, max_steps=4, **changes)
@@ -357,6 +359,7 @@ def test_a_model_is_scored_beside_its_teacher(teacher, tmp_path):
 # ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"mixed_precision": "fp32"}, {"mixed_precision": "bf16", "use_lora": True}],
@@ -384,6 +387,7 @@ def checked(folder, teacher, seed, **changes):
     )
 
 
+@pytest.mark.slow
 def test_a_divergence_of_half_its_weight_fails_verification(teacher, tmp_path, seed, monkeypatch):
     from chronicals.objectives.distill import Distill
 

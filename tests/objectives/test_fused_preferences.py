@@ -36,6 +36,7 @@ def adapt_and_fuse(model):
     fuse_weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "NF4"])
 @pytest.mark.parametrize("objective", OF_ANSWERS)
 def test_a_step_through_fused_layers_is_that_of_separate_rows(objective, weights, tmp_path):

@@ -36,6 +36,7 @@ def fused(request):
     return request.param
 
 
+@pytest.mark.slow
 def test_batch_times_accumulation(tmp_path, monkeypatch, fused):
     weigh(monkeypatch, by_token)
     found = []
@@ -81,6 +82,7 @@ def test_the_loss_is_the_weighted_mean(tmp_path, monkeypatch, fused):
     assert seen == [pytest.approx(total / weight, rel=1e-5)]
 
 
+@pytest.mark.slow
 def test_equal_weights_change_nothing(tmp_path, monkeypatch, fused):
     changes = {"max_steps": 3, "validation_split": 0.2, "use_fused_kernels": fused}
     expected = runs.train(tmp_path / "without", **changes)

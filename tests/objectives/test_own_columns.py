@@ -167,6 +167,7 @@ def test_the_stored_values_are_those_of_the_declared_functions(guide, tmp_path):
         assert store.columns["start_targets"][number] == len(predicted)
 
 
+@pytest.mark.slow
 def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, must_not_call, guided):
     """Resumed, the run is the uninterrupted one; nothing is computed a second time."""
     caplog.set_level(logging.INFO)
@@ -186,6 +187,7 @@ def test_it_trains_stores_and_resumes(guide, tmp_path, caplog, must_not_call, gu
     assert load_file(documents)["start_targets"].dtype == np.int32
 
 
+@pytest.mark.slow
 def test_other_settings_or_another_start_are_computed_anew(guide, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     shared = {"cache_dir": tmp_path / "tokens", "max_steps": 1}
@@ -199,6 +201,7 @@ def test_other_settings_or_another_start_are_computed_anew(guide, tmp_path, capl
     assert computed(caplog) == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_own_start_alone(guide, tmp_path):
     train(tmp_path, guide, max_steps=2)
     with pytest.raises(CheckpointError, match="reference.json: .*this is another one"):
@@ -228,6 +231,7 @@ def digest(store, text):
     return found.hexdigest()[:32]
 
 
+@pytest.mark.slow
 def test_an_earlier_reference_is_read_and_its_run_goes_on(tmp_path, caplog):
     """The file in the cache and ``reference.json``, both written here as earlier versions did."""
     caplog.set_level(logging.INFO)
@@ -262,6 +266,7 @@ def test_an_earlier_reference_is_read_and_its_run_goes_on(tmp_path, caplog):
     assert computed(caplog) == [] and len(steps_of(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_earlier_predictions_are_read(teacher, tmp_path, caplog, must_not_call):
     """A folder in the cache, written here as earlier versions did: of two tokens that the teacher
     gives a quarter each, half is kept.

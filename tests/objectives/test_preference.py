@@ -113,6 +113,7 @@ DPO_LOSSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "section", "settings"), DPO_LOSSES, ids=lambda x: x if isinstance(x, str) else ""
 )
@@ -272,6 +273,7 @@ def trl_kto(folder, model, reference, store, **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [None, True, False], ids=["both", "good", "bad"])
 @pytest.mark.parametrize("seed_of_reference", [8, 16])
 def test_kto_is_that_of_trl(seed_of_reference, labels, tmp_path):
@@ -304,6 +306,7 @@ def test_kto_is_that_of_trl(seed_of_reference, labels, tmp_path):
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=5e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "without"), [(50, 2), (256, 0)])
 def test_kto_is_of_the_answers_that_there_are(width, without, tmp_path):
     """The divergence is a mean over the rows that have an answer to another prompt; they alone
@@ -492,6 +495,7 @@ def first_and_last(folder):
     return lines[0], lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, LORA, {**LORA, "dpo": {"reference": "stored"}}], ids=["full", "off", "stored"]
 )
@@ -503,6 +507,7 @@ def test_the_reference_is_what_the_run_begins_with(changes, tmp_path):
     assert abs(first["rewards/margins"]) < 1e-4 < 1e-2 < last["rewards/margins"]
 
 
+@pytest.mark.slow
 def test_each_way_to_have_it_gives_the_same_run(tmp_path):
     base = tmp_path / "base"
     tiny.llama().save_pretrained(base)
@@ -514,6 +519,7 @@ def test_each_way_to_have_it_gives_the_same_run(tmp_path):
         assert other == [pytest.approx(step, rel=1e-5) for step in off]
 
 
+@pytest.mark.slow
 def test_a_reference_in_4_bits(tmp_path):
     base = tmp_path / "base"
     tiny.llama().save_pretrained(base)
@@ -521,6 +527,7 @@ def test_a_reference_in_4_bits(tmp_path):
     assert 0 < abs(first_and_last(tmp_path)[0]["rewards/margins"]) < 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_reference_it_began_with(tmp_path):
     train(tmp_path / "whole")
     train(tmp_path / "halves", max_steps=2, lr_scheduler="constant", save_steps=1)
@@ -540,6 +547,7 @@ def test_a_resumed_run_of_another_model_is_refused(tmp_path):
         train(tmp_path, model=tiny.llama(seed=5), resume=True, **changes)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_computed_once(tmp_path, caplog):
     caplog.set_level("INFO")
     changes = {"cache_dir": tmp_path / "shared", "dpo": {"reference": "stored"}, **LORA}
@@ -553,6 +561,7 @@ def test_log_probabilities_are_computed_once(tmp_path, caplog):
     assert ["computing" in line for line in told] == [True, False]
 
 
+@pytest.mark.slow
 def test_another_model_has_a_stored_reference_of_its_own(tmp_path):
     """Of the same data in the same cache: with another model's log-probabilities the first loss
     would not be log 2.
@@ -569,6 +578,7 @@ def test_another_model_has_a_stored_reference_of_its_own(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_peft", [True, False], ids=["PEFT's", "ours"])
 def test_adapters_of_another_scale_have_a_stored_reference_of_their_own(of_peft, tmp_path):
     for alpha in (8, 64):
@@ -591,6 +601,7 @@ def test_adapters_of_another_scale_have_a_stored_reference_of_their_own(of_peft,
         )
 
 
+@pytest.mark.slow
 def test_the_adapter_of_peft_that_is_active_is_the_stored_reference(tmp_path):
     peft = pytest.importorskip("peft")
     shape = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
@@ -604,6 +615,7 @@ def test_the_adapter_of_peft_that_is_active_is_the_stored_reference(tmp_path):
         assert first_and_last(tmp_path / active)[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_over_adapters_of_peft_goes_on(tmp_path):
     """Their scales, which ``reference.json`` keeps, are found to be the same."""
     peft = pytest.importorskip("peft")
@@ -616,12 +628,14 @@ def test_a_run_over_adapters_of_peft_goes_on(tmp_path):
     assert len(runs.trajectory(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):
     result = train(tmp_path, validation_split=0.25)
     assert set(result.evaluation.others) >= REWARDS and result.evaluation.perplexity is None
     assert result.evaluation.others["rewards/margins"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [None, True, False], ids=["both", "good", "bad"])
 def test_means_over_no_answers_are_not_shown(labels, tmp_path):
     """Neither of a run's steps, one of which may have answers of one kind alone, nor of held-out

@@ -86,6 +86,7 @@ def tuned(base, tmp_path_factory):
 # ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_run_of_an_adapter_is_a_reference(tuned, tmp_path):
     """DPO of that adapter beside it is DPO of that adapter with its own start stored."""
     for name, section in {"stored": {}, "named": {"reference_model": str(tuned)}}.items():
@@ -95,6 +96,7 @@ def test_the_run_of_an_adapter_is_a_reference(tuned, tmp_path):
     assert named == [pytest.approx(step, rel=1e-4) for step in stored]
 
 
+@pytest.mark.slow
 def test_a_path_is_found_from_another_folder(tuned, base, tmp_path, monkeypatch):
     """Also one that begins with a tilde; in what is written of the run it is whole."""
     monkeypatch.chdir(tuned.parent)
@@ -230,6 +232,7 @@ def test_the_reference_does_not_drop_out(tmp_path):
     assert loss == pytest.approx(math.log(2), rel=1e-5) == other
 
 
+@pytest.mark.slow
 def test_the_policy_drops_out_as_it_was_told(tmp_path):
     """Adapters begin without an effect, so that their dropout has none; the model's own has."""
     runs.train(tmp_path / "adapters", rows(16), **changes_of(**{**LORA, "lora_dropout": 0.3}))
@@ -242,6 +245,7 @@ def test_the_policy_drops_out_as_it_was_told(tmp_path):
 # ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["another rope_theta", "rows exchanged"])
 def test_what_is_stored_is_read_for_the_same_model_alone(how, tmp_path):
     """Another model with weights of the same sums computes its own: its first loss is log 2."""
@@ -294,6 +298,7 @@ def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_pat
         np.testing.assert_allclose(column, expected[half], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_begun_before_places_were_kept_goes_on(tmp_path):
     changes = changes_of(lr_scheduler="constant", save_steps=2)
     runs.train(tmp_path, rows(16), **{**changes, "max_steps": 2})
@@ -307,6 +312,7 @@ def test_a_run_that_was_begun_before_places_were_kept_goes_on(tmp_path):
 # -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
 def test_adapters_that_began_fresh_are_switched_off(objective, base, tmp_path):
     held = judged_rows(8, seed=5) if objective == "kto" else HELD
@@ -316,6 +322,7 @@ def test_adapters_that_began_fresh_are_switched_off(objective, base, tmp_path):
     assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_judged_answers_does_not_depend_on_its_steps(base, tmp_path):
     """Their divergence is that of all held-out answers."""
     held = judged_rows(24, seed=5)
@@ -331,6 +338,7 @@ def test_an_evaluation_of_judged_answers_does_not_depend_on_its_steps(base, tmp_
         assert found.others == pytest.approx(result.evaluation.others, rel=1e-3, abs=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["an adapter", "all weights", "a head beside adapters"])
 def test_another_start_is_the_reference_of_evaluation_too(kind, base, tuned, tmp_path):
     """The loss is that of training, not one beside the base."""
@@ -348,6 +356,7 @@ def test_another_start_is_the_reference_of_evaluation_too(kind, base, tuned, tmp
         assert abs(evaluated(tmp_path, reference_model=base).loss - found.loss) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "beside", [{"lora_modules_to_save": ["lm_head"]}, {"dpo": {"reference": "stored"}}]
 )
@@ -361,6 +370,7 @@ def test_a_start_in_4_bits_is_the_reference_in_4_bits(beside, base, tmp_path):
     assert abs(evaluated(tmp_path, reference_model=base).loss - math.log(2)) > 1e-4
 
 
+@pytest.mark.slow
 def test_adapters_that_make_up_for_quantising_begin_with_no_stored_model(base, tmp_path):
     train_from(base, tmp_path, **{**LORA, "load_in_4bit": True, "lora_init": "loftq"})
     assert SavedModel.find(tmp_path / "run").about["reference"] == {"how": "stored"}
@@ -370,6 +380,7 @@ def test_adapters_that_make_up_for_quantising_begin_with_no_stored_model(base, t
         evaluated(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     changes = {"lr_scheduler": "constant", "save_steps": 2}
     train_from(base, tmp_path, max_steps=2, **changes)
@@ -382,6 +393,7 @@ def test_a_run_that_goes_on_remembers_its_start(base, tmp_path):
     assert SavedModel.find(tmp_path / "run").about["reference"] == record
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_folder_has_the_reference_of_before(base, tmp_path, caplog):
     changes = {"lr_scheduler": "constant", "save_steps": 2}
     train_from(base, tmp_path, max_steps=2, **changes)
@@ -406,6 +418,7 @@ def test_a_run_that_goes_on_in_another_folder_has_the_reference_of_before(base, 
     )
 
 
+@pytest.mark.slow
 def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
     """Whose files may lie elsewhere now."""
     changes = {"lr_scheduler": "constant", "save_steps": 2, **LORA}
@@ -431,6 +444,7 @@ def test_adapters_go_on_over_the_base_that_they_began_on_alone(base, tmp_path):
                 trainer.train(rows(16), resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["copied", "changed", "another", "left out", "named since"])
 def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base, tmp_path):
     """The model may lie elsewhere meanwhile."""
@@ -477,6 +491,7 @@ def test_a_run_goes_on_beside_the_reference_that_it_began_with_alone(what, base,
         trainer.train(rows(16), resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["changed", "gone", "not known"])
 def test_a_reference_that_is_not_there_any_more_is_refused_with_the_remedy(what, base, tmp_path):
     start = tmp_path / "start"
@@ -524,6 +539,7 @@ def test_where_nothing_says_which_reference_nothing_is_guessed(base, tuned, tmp_
         evaluate_data(tiny.llama(), tiny.tokenizer(), HELD, off)
 
 
+@pytest.mark.slow
 def test_an_embedding_trained_whole_is_said_as_the_user_calls_it(base, tmp_path):
     train_from(base, tmp_path, **{**LORA, "lora_modules_to_save": ["lm_head"]})
     model = SavedModel.find(tmp_path / "run").model(torch.float32)
@@ -544,6 +560,7 @@ def test_an_objective_without_a_reference_takes_none(tmp_path):
         with_reference(config, None, "x")
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_since_is_not_what_was_loaded(base, tmp_path):
     """A second run of it begins elsewhere than where it was loaded from."""
     model, config = load_to_train(

@@ -55,6 +55,7 @@ def toy():
     del OBJECTIVES["toy"]
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_its_metrics_appear_everywhere(tmp_path, caplog):
     """Averaged over the targets of a whole step, however it is divided into batches."""
@@ -189,6 +190,7 @@ def fields(tmp_path):
     return {**{name: usual[name] for name in names}, **given}
 
 
+@pytest.mark.slow
 def test_a_recipe_and_flags_train_it(tmp_path, fields, record_calls, toy):
     """The section of a recipe, a setting overridden by a flag; ``--resume`` keeps both."""
     built = record_calls(toy, "__init__")

@@ -119,6 +119,7 @@ def trl_reward(folder, model, store, **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("center", [0.0, 0.3])
 def test_loss_gradients_and_metrics_are_those_of_trl(center, tmp_path):
     given = rows(COUNT)
@@ -138,6 +139,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(center, tmp_path):
     assert terms["rewards/margins"] == pytest.approx(shown["margin"], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_however_a_step_is_divided(tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
     given = rows(8)
@@ -167,6 +169,7 @@ def test_however_a_step_is_divided(tmp_path):
         assert_close(gradients, found[0][1], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"use_sequence_packing": False}, {"use_fused_kernels": False}], ids=str
 )
@@ -216,6 +219,7 @@ def train(folder, given=None, model=None, **changes):
     return runs.train(folder, given or rows(24), model, **{**usual, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_it_learns_which_answer_was_chosen(changes, tmp_path):
     result = train(
@@ -254,6 +258,7 @@ def trained(folder, model, **changes):
     return own_scores(model, documents := [*chosen, *rejected]), documents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_model_is_transformers_classifier(tied, tmp_path):
     from transformers import AutoModelForSequenceClassification
@@ -280,6 +285,7 @@ def test_a_saved_model_is_transformers_classifier(tied, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_native_mixture_is_saved_as_a_classifier_of_its_own(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
@@ -305,6 +311,7 @@ def test_a_classifier_is_written_with_the_values_that_are_given(tmp_path):
     assert equal(runs.weights(tmp_path)["score.weight"], before["score.weight"])
 
 
+@pytest.mark.slow
 def test_saved_adapters_are_pefts_of_a_classifier(tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
@@ -331,6 +338,7 @@ def test_saved_adapters_are_pefts_of_a_classifier(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "lora", "bf16"]
 )
@@ -345,6 +353,7 @@ def test_a_resumed_run_is_bit_equal(changes, tmp_path):
     assert all(equal(tensor, parts[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_adapters_of_a_language_model_go_on_with_a_score(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     train(
@@ -390,6 +399,7 @@ def test_a_reward_model_is_evaluated_and_trained_further(changes, tied, tmp_path
     assert runs.weights(tmp_path).keys() == runs.weights(tmp_path / "first").keys()
 
 
+@pytest.mark.slow
 def test_the_padding_token_of_a_loaded_model_is_trained(tmp_path):
     """Prompts hold it; ``verify`` finds a model that leaves it out."""
     tiny.llama().save_pretrained(tmp_path / "base")
@@ -402,6 +412,7 @@ def test_the_padding_token_of_a_loaded_model_is_trained(tmp_path):
     assert gradients["model.embed_tokens.weight"][pad].any()
 
 
+@pytest.mark.slow
 def test_the_callers_tokenizer_pads_as_before(tmp_path):
     """It tells whether data is the same when the run goes on."""
     tokenizer = tiny.tokenizer()
@@ -454,6 +465,7 @@ def test_the_command_line_verifies_a_reward_run(tmp_path):
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_the_command_line_evaluates_a_reward_run(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
     train(tmp_path, model=load_model(tmp_path / "base", torch.float32))
@@ -492,6 +504,7 @@ def test_the_command_line_evaluates_a_reward_run(tmp_path):
         assert refused.exit_code != 0 and told in str(refused.output) + str(refused.exception)
 
 
+@pytest.mark.slow
 def test_added_tokens_are_saved_without_the_head(tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
@@ -507,6 +520,7 @@ def test_added_tokens_are_saved_without_the_head(tmp_path):
     torch.testing.assert_close(scores(loaded, documents), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_answers_nothing_and_says_so(tmp_path, caplog):
     caplog.set_level("INFO")
     train(tmp_path, report_samples=2)
@@ -521,6 +535,7 @@ def test_it_answers_nothing_and_says_so(tmp_path, caplog):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_a_reward_model_is_no_language_model(changes, tmp_path):
     tiny.llama().save_pretrained(tmp_path / "base")
@@ -537,6 +552,7 @@ def test_a_reward_model_is_no_language_model(changes, tmp_path):
         train(tmp_path / "other", model=model, objective="dpo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
@@ -658,6 +674,7 @@ def checked(folder, seed, **changes):
     return verify(with_score(), tiny.tokenizer(), config, rows(40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "adapters", "bf16"]
 )
@@ -686,6 +703,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", FAULTS)
 def test_a_planted_fault_fails_verification(planted, tmp_path, seed, monkeypatch):
     monkeypatch.setattr(*FAULTS[planted])

@@ -57,6 +57,7 @@ def stored(folder, teacher, rows=None, **settings):
 # ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_has_the_predictions_of_its_targets(teacher, tmp_path):
     """Each document's own, wherever it is packed: of the whole store, of a part of it, in any
     order.
@@ -149,6 +150,7 @@ def test_places_beyond_the_vocabulary_are_not_used(teacher, tmp_path):
 # ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused heads", "own logits"])
 @pytest.mark.parametrize(
@@ -170,6 +172,7 @@ def test_all_tokens_are_the_teacher(settings, fused, teacher, tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False], ids=["fused heads", "own logits"])
 def test_few_tokens_are_what_is_kept_of_the_teacher_normalised_anew(fused, teacher, tmp_path):
     train(
@@ -226,6 +229,7 @@ def test_weights_of_targets_weigh_every_sum(teacher, tmp_path):
         assert float(term.sum) == pytest.approx(expected, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_second_run_needs_no_teacher(teacher, tmp_path, must_not_call):
     """What is stored is found: by a run that is resumed, by another with other rates, by
     evaluation of the held-out part.
@@ -245,6 +249,7 @@ def test_a_second_run_needs_no_teacher(teacher, tmp_path, must_not_call):
     assert not list((tmp_path / "tokens").rglob("*.aside"))
 
 
+@pytest.mark.slow
 def test_what_was_stored_of_another_teacher_is_not_taken(teacher, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
@@ -260,6 +265,7 @@ def test_what_was_stored_of_another_teacher_is_not_taken(teacher, tmp_path):
     assert len(list((tmp_path / "tokens").rglob("*.teacher"))) == 4
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_drawn_tokens(teacher, tmp_path):
     """Measured beside the teacher itself."""
     student = sharp(tiny.llama())
@@ -303,11 +309,13 @@ def checked(folder, teacher, seed, **settings):
     return verify(sharp(tiny.llama(seed)), tiny.tokenizer(), config, tiny.chat_rows())
 
 
+@pytest.mark.slow
 def test_a_healthy_run_passes_verification(teacher, tmp_path, seed):
     found = checked(tmp_path, teacher, seed)
     assert found.passed, found.failures
 
 
+@pytest.mark.slow
 def test_one_token_less_fails_verification(teacher, tmp_path, seed, monkeypatch):
     right = Distill.tokens_to_store
 
@@ -319,6 +327,7 @@ def test_one_token_less_fails_verification(teacher, tmp_path, seed, monkeypatch)
     assert not checked(tmp_path, teacher, seed).passed
 
 
+@pytest.mark.slow
 def test_predictions_of_the_token_before_fail_verification(teacher, tmp_path, seed, monkeypatch):
     from chronicals.data.making.store import TargetColumn
 
@@ -339,6 +348,7 @@ def _laid_one_late(laid):
 # ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_teacher_in_8_bits(teacher, tmp_path):
     """bitsandbytes' layers, whose divergence is nearly that of 16 bits, by less than that of 4
     bits.
@@ -435,6 +445,7 @@ def on_hub(cache, commit):
     )
 
 
+@pytest.mark.slow
 def test_of_a_teacher_on_the_hub_with_its_own_code(tmp_path, monkeypatch, set_constants):
     """Only where the user trusts it; another commit of it is another teacher."""
     set_constants(

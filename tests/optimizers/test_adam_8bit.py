@@ -82,6 +82,7 @@ def test_states_of_another_kind_are_refused():
         full.load_state(weight, optimizer.state_of(weight))
 
 
+@pytest.mark.slow
 def test_it_trains_as_states_in_fp32_do():
     """The curve lies among those of fp32 states with other seeds: as far from them as they are
     from each other.

@@ -131,6 +131,7 @@ def test_updates_are_bit_equal(kind, buffer, smallest, device):
     assert made[3].state_of(made[2][1])["step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("buffer", PARTS[:2])
 @pytest.mark.parametrize("kind", KINDS)

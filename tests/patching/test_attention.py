@@ -61,6 +61,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_documents(family, kind):
@@ -102,6 +103,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [{}, {"use_cache": False}], ids=str)
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_positions_of_every_kind_mean_what_they_did(kind, cache):
@@ -331,6 +333,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", COPIES)
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_model_that_was_never_patched_computes_what_it_did(make, kind):
@@ -409,6 +412,7 @@ def with_layers_of_peft(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grow", [with_a_copied_layer, with_layers_of_peft])
 @pytest.mark.parametrize("first", ["grown", "patched"])
 def test_layers_with_a_configuration_of_their_own(grow, first):
@@ -588,6 +592,7 @@ def test_unknown_patterns_are_not_taken_for_documents():
     assert attention._pattern(and_masks(causal_mask_function, lambda b, h, q, k: q - k < 3)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 def test_sparse_attention_is_as_it_was(implementation, kind):

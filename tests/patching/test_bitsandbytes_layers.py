@@ -101,6 +101,7 @@ def test_states_and_gradients_are_those_of_the_plain_model(folder, options, by):
     families.assert_same(states_of(model), fused_states_of(model))
 
 
+@pytest.mark.slow
 def test_nothing_is_copied(folder):
     model = adapted(loaded(folder))
     fused_states_of(model)
@@ -164,6 +165,7 @@ def test_a_layer_that_does_more_is_called(folder, change, reason, caplog):
     assert reason in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "said"), [(torch.float32, True), (torch.bfloat16, False)], ids=str
 )
@@ -193,6 +195,7 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
     ).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -229,6 +232,7 @@ def test_a_planted_fault_is_found(folder, old, new, monkeypatch):
         families.assert_same(states_of(model), got)
 
 
+@pytest.mark.slow
 def test_the_report_is_of_parts_that_kernels_run(folder, tmp_path):
     theirs = loaded(folder)
     theirs.save_pretrained(tmp_path / "packed")
@@ -236,6 +240,7 @@ def test_the_report_is_of_parts_that_kernels_run(folder, tmp_path):
         assert "Linear4bit" not in str(patch_model(model))
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_our_layers(folder, tmp_path):
     theirs = loaded(folder)
     theirs.save_pretrained(tmp_path / "packed")

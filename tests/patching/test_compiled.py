@@ -126,6 +126,7 @@ def in_blocks(linear):
     return LinearGGUF(by_gguf(linear.weight, "Q4_0"), linear.bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [Linear4bit.of, in_blocks], ids=["nf4", "gguf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_layer_is_one_graph(dtype, packed, device):

@@ -390,6 +390,7 @@ def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):
     model.save_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_norms_of_another_type_keep_the_class_way(caplog):
     """As Gemma's do where they are trained in fp32 over a base in bf16."""
     model = families.build("gemma").bfloat16()
@@ -585,6 +586,7 @@ def test_other_layers_keep_their_parts(family):
     assert FUSED_LAYER not in report.counts() and report.mentions("decoder layer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "kept"),
     [
@@ -626,6 +628,7 @@ def test_a_wrong_half_is_not_taken(old, new, kept, planned_with):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [

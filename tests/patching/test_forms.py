@@ -411,6 +411,7 @@ def llava():
     return families.randomise(LlavaForConditionalGeneration(config).double())
 
 
+@pytest.mark.slow
 def test_with_an_image():
     plain = llava()
     patched = copy.deepcopy(plain)

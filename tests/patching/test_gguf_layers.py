@@ -27,6 +27,7 @@ def pair(family, **config):
     return families.adapted_alike(model, plain, **config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_fused_layers_compute_what_the_class_computes(family, dora):

@@ -65,6 +65,7 @@ def left_of(report, half):
     return [entry.path for entry in report.left if entry.part == half]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", ROUTED)
 def test_attention_is_fused_beside_experts(name, adapted):
@@ -111,6 +112,7 @@ def test_attention_is_fused_beside_experts_in_4_bits_and_adapters_of_experts_and
     assert {entry.reason for entry in report.left if entry.part == MLP_HALF} == {ROUTED_HALF}
 
 
+@pytest.mark.slow
 def test_sinks_and_biases_of_attention_are_in_its_half(planned_with):
     """gpt-oss's: all its products have biases, and its tables a channel of each pair. Without
     its sinks it is not taken.
@@ -126,6 +128,7 @@ def test_sinks_and_biases_of_attention_are_in_its_half(planned_with):
     assert not plan.plan_for(model).layers
 
 
+@pytest.mark.slow
 def test_a_dense_layer_among_routed_ones_runs_whole():
     model = build("Qwen3Moe", **ROUTED["Qwen3Moe"], mlp_only_layers=[0])
     report = patch_parts(model, whole_layers=True)
@@ -137,6 +140,7 @@ def test_a_dense_layer_among_routed_ones_runs_whole():
     assert runs - before == {FUSED_LAYER: 1, FUSED_ATTENTION: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, recompute_norms_and_units, tile_mlps])
 def test_the_mlp_is_fused_beside_another_attention(policy):
     """DiffLlama subtracts one attention from another: its products have the usual names, and the
@@ -179,6 +183,7 @@ WITH_LATENTS = {
 OF_LATENTS = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_latent_attention_is_fused(kind, adapted):
@@ -204,6 +209,7 @@ def test_latent_attention_is_fused(kind, adapted):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_latent_attention_on_the_kernels(kind):
     """As the kernels run on a card, of latents that lie beside each other in one product's
@@ -248,6 +254,7 @@ def test_a_latent_whose_weights_others_hold_elsewhere_runs_as_its_class():
     assert runs - before == {FUSED_LAYER: 1, FUSED_MLP: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -102,6 +102,7 @@ def assert_the_kernels_agree(plain, patched, report, device, launched, tolerance
     assert wanted <= launched, f"never started: {wanted - launched}"
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_kernels(family, device, launched):

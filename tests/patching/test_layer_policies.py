@@ -530,6 +530,7 @@ def adapted(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize(

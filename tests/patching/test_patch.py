@@ -363,6 +363,7 @@ def test_logits_are_made_only_for_whoever_looks(record_calls):
     assert head.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_logits_after_the_weights_changed_are_refused():
     _, patched, _ = pair("llama")
     out = patched(**batch())
@@ -372,6 +373,7 @@ def test_logits_after_the_weights_changed_are_refused():
         out.logits.sum()
 
 
+@pytest.mark.slow
 def test_gradients_through_the_logits():
     """A loss of one's own on the logits, beside the model's."""
     plain, patched, _ = pair("gemma2")
@@ -522,6 +524,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows", [2, 5], ids=["fewer tokens than columns", "more tokens than columns"]
 )
@@ -550,6 +553,7 @@ def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
     assert caplog.text.count("let go of it before") == 1
 
 
+@pytest.mark.slow
 def test_a_step_makes_no_logits_that_nobody_holds(record_calls):
     """Nor any of weights that it does not change."""
     _, patched, _ = pair("llama")
@@ -575,6 +579,7 @@ def test_a_step_makes_no_logits_that_nobody_holds(record_calls):
     assert frozen == 0 and torch.isfinite(logits.sum())
 
 
+@pytest.mark.slow
 def test_outputs_that_are_alive_at_a_step_share_a_copy_of_the_head(monkeypatch):
     """No logits are made for the step, and the host does not wait for the device."""
     plain, patched, _ = pair("llama")
@@ -700,6 +705,7 @@ def test_compiled():
     assert_same(expected, (expected[0], got), tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_it_is_the_same_model(tmp_path):
     """Same names, same bytes."""
     from transformers import AutoModelForCausalLM
@@ -719,6 +725,7 @@ def test_saved_and_loaded_it_is_the_same_model(tmp_path):
     torch.testing.assert_close(again(**inputs).loss, plain(**inputs).loss)
 
 
+@pytest.mark.slow
 def test_generation_after_training_steps():
     plain, patched, _ = pair("qwen3")
     inputs = batch()
@@ -782,6 +789,7 @@ rotate = modeling_qwen2.apply_rotary_pos_emb
 attend = modeling_qwen2.eager_attention_forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REPLACED)
 def test_what_was_replaced_in_a_class_since_is_what_is_patched(what, monkeypatch):
     """After a model of the class and configuration was patched already. In fp64: gradients of

@@ -33,6 +33,7 @@ def layers_of(model):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_loss_and_gradients(name):
     plain = build(name).double()
@@ -57,6 +58,7 @@ def test_same_in_packs(name):
     families.assert_same(expected, families.states_and_gradients(model, given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_kernels_in_bf16(name):
     """The layer by its kernels, and by its class, both in bf16 and beside fp64; from the same
@@ -88,6 +90,7 @@ def test_kernels_in_bf16(name):
         assert error <= max(1.5 * plain_error, 8e-3 * expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_text(name):
     plain = build(name).double().eval()
@@ -104,6 +107,7 @@ def test_same_text(name):
     assert texts[0].shape == (2, 19) and torch.equal(*texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_take_part_in_the_products(name):
     """Of experts; those of routers change what they choose."""
@@ -243,6 +247,7 @@ def newer(request, let_return):
     return request.param
 
 
+@pytest.mark.slow
 def test_experts_of_a_rank_are_left_to_the_class(newer, must_not_call):
     """Newer versions of transformers say so of the experts; older ones that the model is
     divided.

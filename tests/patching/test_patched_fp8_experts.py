@@ -103,6 +103,7 @@ def without_rounding(monkeypatch):
     monkeypatch.setattr(FORMAT, "fp8_quantize_experts", of_experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("without_rounding")
@@ -137,6 +138,7 @@ def test_rounded_it_stays_near(name, adapted):
     assert of["all"] > 0.9 and 0.9 < of["experts"] < 0.999999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_the_layer_by_its_kernels(name):
     """Every gradient of one layer beside that in fp64, from the same choice of experts."""
@@ -310,6 +312,7 @@ def test_a_parameter_that_was_replaced_is_seen():
     assert before != after == loss_and_gradients(model, **inputs)[0]
 
 
+@pytest.mark.slow
 def test_what_stays_in_16_bit_is_said_by_name(set_constants):
     set_constants(fp8_experts, MIN_MEAN_WIDTH=512)
     model = patched("Qwen3Moe")
@@ -331,6 +334,7 @@ def test_what_stays_in_16_bit_is_said_by_name(set_constants):
     assert "one of their widths 32 and 24 is no multiple of 16" in run_experts_in_fp8(odd).left[0]
 
 
+@pytest.mark.slow
 def test_experts_in_4_bits_are_named():
     model = build("Qwen3Moe", hidden_size=64, moe_intermediate_size=64)
     quantise_experts(model)

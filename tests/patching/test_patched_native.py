@@ -42,6 +42,7 @@ def native(seed, adapted):
     return mixtures.in_fp64(model).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapters"])
 def test_in_rows(adapted, seed):
     plain = native(seed, adapted)
@@ -76,6 +77,7 @@ def test_in_packs(adapted, seed):
     close(expected, families.states_and_gradients(model, given))
 
 
+@pytest.mark.slow
 def test_all_its_parts_are_replaced(seed):
     """Norms among them, which the class computes in fp32 whatever it is in."""
     plain = mixtures.mixture(seed).double().train()

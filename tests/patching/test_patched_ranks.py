@@ -16,9 +16,12 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 import patched_ranks
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

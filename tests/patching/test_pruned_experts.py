@@ -67,6 +67,7 @@ def assert_as_its_class(load):
         assert_same(expected, got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"])
 def test_pruned_alike_in_all_layers(name, tmp_path):
     number = next(number for number in EXPERT_FIELDS if number in FAMILIES[name])
@@ -124,6 +125,7 @@ def upcycled(folder):
     return dense
 
 
+@pytest.mark.slow
 def test_made_of_a_dense_model(tmp_path):
     dense = upcycled(tmp_path)
 

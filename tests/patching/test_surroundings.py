@@ -26,6 +26,7 @@ def pair(family="llama"):
     return plain, patched, patch_model(patched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_logits_looked_at_after_autocast_has_ended(family):
     plain, patched, _ = pair(family)
@@ -102,6 +103,7 @@ def padded(rows):
     }
 
 
+@pytest.mark.slow
 def test_under_transformers_trainer(tmp_path):
     """The same losses step by step, the same evaluation."""
     plain, patched, _ = pair()
@@ -300,6 +302,7 @@ def test_logits_looked_at_after_the_head_is_sharded_again(alone):
         (out.logits * 2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused_before", [False, True], ids=["", "fused before"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
@@ -426,6 +429,7 @@ def saved(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_with_a_device_map_of_one_device(saved):
     """What ``device_map="auto"`` makes where one device is enough: nothing stands in the way."""
     one = "auto" if torch.cuda.device_count() < 2 else {"": 0}
@@ -440,6 +444,7 @@ def test_with_a_device_map_of_one_device(saved):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_with_layers_that_are_fetched_from_disk(saved, tmp_path):
     """Hooks move the weights of such layers: these are left alone, named, and compute what they
     did.

@@ -45,6 +45,7 @@ def trained(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
     """Within 1 %: fp32 gradients reduce-scattered, bf16 weights gathered."""
@@ -58,12 +59,14 @@ def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_each_micro_batch_is_sent_where_the_backward_pass_sums(tmp_path):
     config = runs.config(tmp_path, **{**ALL, "gradient_accumulation_steps": 3})
     once, often = (traffic(large(), config, 4, in_backward) for in_backward in (False, True))
     assert often.reduce_scatter == 3 * once.reduce_scatter and often.all_gather == once.all_gather
 
 
+@pytest.mark.slow
 def test_adapters_send_their_own_bytes(tmp_path):
     model = apply_lora(large(), LoRAConfig(rank=64))
     sent = traffic(model, runs.config(tmp_path, use_lora=True, lora_rank=64), 2, in_backward=False)
@@ -97,6 +100,7 @@ def test_bytes_of_divided_weights(ranks, among, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_bytes_of_divided_codes(tmp_path):
     """About half a byte a weight of the layers, in each pass of each micro-batch, but for the
     backward pass of the last two layers, which are there still; beside the sums of adapters."""
@@ -120,6 +124,7 @@ def test_bytes_of_divided_codes(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_stays_whole_is_not_gathered(tmp_path):
     """3 cards divide the 6144 rows of MLPs, not the 2048 or 512 of the others."""
     fields = {"lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 1}
@@ -130,6 +135,7 @@ def test_what_stays_whole_is_not_gathered(tmp_path):
     assert divided - whole == pytest.approx((6 + 4) * 2 * (2 * 6144 * 2048) * 2 / 3, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_mixture_in_4_bits(tmp_path):
     """Its experts stay whole, however small the card; a token meets some of them."""
     import transformers
@@ -167,6 +173,7 @@ def test_a_mixture_in_4_bits(tmp_path):
     assert saved > 1.2 * experts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "among"), [(4, None), (8, 2)])
 def test_bytes_of_a_divided_embedding(ranks, among, tmp_path):
     """Of each micro-batch: ids of 8 bytes to all, and rows in 16 bit in as many parts as there
@@ -285,6 +292,7 @@ def test_weights_are_divided_where_they_would_not_fit(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (4, 3)])
 def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
     """(2 H + 2 K) · D values a token of each rank, (c − 1) / c of them sent, forward, backward
@@ -299,6 +307,7 @@ def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
     assert sent.attention == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (3, 3)])
 def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
     """2 K · D values a token of the others, forward and forward again, and their gradients in
@@ -378,6 +387,7 @@ def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
     assert made.held == needed.needed(kept) > needed.fixed + 3 * needed.kept[kept]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said(tmp_path):
     config = runs.config(tmp_path, **ALL)
     assert not plan(large(), config, 1, Machines(memory=GB)).fits
@@ -385,6 +395,7 @@ def test_what_does_not_fit_is_said(tmp_path):
     assert tight.in_backward and not plan(large(), config, 2, Machines(memory=100 * GB)).in_backward
 
 
+@pytest.mark.slow
 def test_time_is_computation_and_what_nothing_hides(tmp_path):
     model = large()
     config = runs.config(
@@ -414,6 +425,7 @@ def test_time_is_computation_and_what_nothing_hides(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "rate"), [(2, 1e11), (8, 1e10)])
 def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rate, tmp_path):
     """Within a machine of four cards over its link, whatever the others are connected by; beyond
@@ -433,6 +445,7 @@ def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2])
 def test_ids_of_a_divided_embedding_are_those_of_a_rank(context, tmp_path):
     """Ranks that share packs ask for the rows of their own tokens."""
@@ -547,6 +560,7 @@ def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
     assert first == second > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [0.0, 0.75, 100.0])
 def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(busy, tmp_path):
     """By all cards of all machines; for the backward pass the last two layers are there."""
@@ -568,6 +582,7 @@ def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(
     assert made.exposed == pytest.approx(passes + afterwards, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spare", "fields"),
     [
@@ -597,6 +612,7 @@ def test_cards_that_cannot_share_packs_are_refused(tmp_path):
         plan(large(), runs.config(tmp_path, **ALL, context_parallel=4), 6, Machines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "beside"),
     [
@@ -640,6 +656,7 @@ def test_what_an_objective_has_beside_the_model_is_not_counted_and_named(flags, 
     )
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     tiny.llama().save_pretrained(tmp_path)
     given = ["plan", "--model", str(tmp_path), "--gpus", "1,2", "--no-use-lora"]

@@ -81,6 +81,7 @@ def test_the_longest_is_the_last_multiple_that_fits(most):
     assert longest_that_fits(4096, lambda length: length <= most) == min(most // 256 * 256, 3840)
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_before_its_first_step(tmp_path, let_return):
     """On a card of which so little is left that a few hundred tokens fit; with that length the
     same run trains.

@@ -108,6 +108,7 @@ def test_the_log_and_the_advice_name_it(lean, tmp_path):
     assert not any("lean" in way for way in ways_to_take_less(ChronicalsConfig(run_name="lean")))
 
 
+@pytest.mark.slow
 def test_a_run_applies_it(lean, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path, max_steps=1, batch_size=2, run_name="lean")

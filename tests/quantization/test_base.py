@@ -66,6 +66,7 @@ def trained(model, batch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_a_format_of_ones_own_trains(adapted):
     """With adapters, two steps are those of the class whose weights are what the format makes of

@@ -96,6 +96,7 @@ def test_bitsandbytes_reads_what_is_written(bnb, nested):
     assert torch.equal(bnb.functional.dequantize_4bit(codes, state), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"compress_statistics": False}, {"quant_storage": torch.bfloat16}], ids=str
 )
@@ -217,6 +218,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_what_is_damaged_is_named(bnb, damage):
     change, message = DAMAGED[damage]

@@ -79,6 +79,7 @@ def assert_same(got, expected, tolerance=2e-4):
         assert (got[1][name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters", [None, ON_EXPERTS, ON_EXPERTS[1:]], ids=["frozen", "adapted", "down adapted"]
 )
@@ -110,6 +111,7 @@ def test_as_its_class_over_dequantised_weights(name, patched, parameters):
         assert_same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 def test_under_autocast(parameters):
     """Where patched experts run as their class does. What is around them is patched in both:

@@ -45,6 +45,7 @@ def mixed(dtype, device):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_products_are_those_of_the_dequantised_weight(dtype, device):
@@ -179,6 +180,7 @@ def test_a_layer_is_saved_and_copied(device):
     assert torch.equal(ours(x), other(x)) and torch.equal(ours(x), copy.deepcopy(ours)(x))
 
 
+@pytest.mark.slow
 def test_the_operator_is_whole_for_a_compiler(device):
     ours = layer(device=device)
     x = torch.randn(3, WIDTH, device=device, requires_grad=True)

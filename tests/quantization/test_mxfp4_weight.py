@@ -114,6 +114,7 @@ def test_a_checkpoint_is_read_as_it_is_stored(checkpoint):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_learn_over_it_and_are_merged_and_exported(checkpoint, tmp_path):
     model = load_model(checkpoint, torch.float32)
     codes = {
@@ -165,6 +166,7 @@ def test_merged_in_memory_it_is_plain(checkpoint):
     assert all(torch.equal(found[name], value) for name, value in plain.named_parameters())
 
 
+@pytest.mark.slow
 def test_its_values_survive_in_gguf(checkpoint, tmp_path):
     """In the file's own MXFP4 every expert has the very values of the checkpoint."""
     gguf = pytest.importorskip("gguf")

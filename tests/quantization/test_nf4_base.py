@@ -54,6 +54,7 @@ def rows(count, width, dtype, device):
     return Operand(torch.randn(count, width, device=device).to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("sizes, width", SHAPES, ids=str)
@@ -197,6 +198,7 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(ranks, biased, dty
     assert_as_exact_as_plain(*functions(ranks, biased, dtype, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new",
     [
@@ -245,6 +247,7 @@ def test_a_layer_is_the_plain_layer_of_its_dequantised_weight(shape, dtype, devi
             )
 
 
+@pytest.mark.slow
 def test_a_layer_is_what_bitsandbytes_computes(device):
     bnb = pytest.importorskip("bitsandbytes")
     for nested in (False, True):
@@ -327,6 +330,7 @@ def test_under_autocast_it_multiplies_in_the_type_of_autocast(device):
     )
 
 
+@pytest.mark.slow
 def test_the_operator_is_whole_for_a_compiler(device):
     ours, _ = layers(device=device)
     x = torch.randn(3, 37, device=device, requires_grad=True)

@@ -92,6 +92,7 @@ def mixture():
 MODELS = {"llama": (tiny.llama, None), "mixture": (mixture, EXPERTS)}
 
 
+@pytest.mark.slow
 def test_a_layer_is_the_plain_layer_of_its_values(device):
     linear = nn.Linear(37, 29, device=device)
     ours = Bytes.of(linear.weight.detach()).layer(linear.bias)
@@ -161,6 +162,7 @@ def test_merged_it_is_its_values_and_the_adapter(name):
         torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_is_exported_once_it_is_merged(tmp_path):
     gguf = pytest.importorskip("gguf")
     model = packed(tiny.llama())

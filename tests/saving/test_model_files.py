@@ -149,6 +149,7 @@ def theirs(folder):
     return AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"}).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"nested": False}, {"block": 128}], ids=str)
 def test_they_load_what_was_quantized_here(tmp_path, options):
     """In fp32, where their products are as exact as ours."""
@@ -161,6 +162,7 @@ def test_they_load_what_was_quantized_here(tmp_path, options):
     assert equal(load_model(tmp_path, torch.float32).train()(IDS).logits, ours(IDS).logits)
 
 
+@pytest.mark.slow
 def test_bf16(tmp_path):
     ours = in_four_bits()
     save_model(tmp_path, ours, {}, {})

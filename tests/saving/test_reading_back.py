@@ -207,12 +207,14 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "PEFT"])
 def test_what_a_run_writes_is_what_it_trained(made, kind):
     folder, model, about = made(kind)
     assert list(differences(folder, model, tiny.tokenizer(), about)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_differs_is_named(made, tmp_path, fault):
     kind, spoil, said = FAULTS[fault]
@@ -223,6 +225,7 @@ def test_what_differs_is_named(made, tmp_path, fault):
     assert any(said in clause for clause in found), found
 
 
+@pytest.mark.slow
 def test_a_run_that_wrote_something_else_does_not_say_that_it_ended(tmp_path, monkeypatch):
     """Its checkpoint stays, from which it ends as it should once what was wrong is mended."""
     right = run_checkpoints.save_model

@@ -107,6 +107,7 @@ class Breaks(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_states_are_gone_on_with_bit_by_bit(tmp_path, precision):
     options = {**STEADY, **IN_8_BITS, "mixed_precision": precision}
@@ -124,6 +125,7 @@ def states(folder, step):
     return load_file(folder / "run" / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_does_not_go_on_with_states_of_the_other_kind(tmp_path, first):
     runs.train(tmp_path, max_steps=2, use_8bit_optimizer=first, **STEADY)
@@ -143,6 +145,7 @@ def test_where_nothing_is_large_it_is_refused(tmp_path):
         runs.train(tmp_path, use_lora=True, lora_rank=4, **IN_8_BITS)
 
 
+@pytest.mark.slow
 def test_the_log_says_it(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path, max_steps=1, **IN_8_BITS)

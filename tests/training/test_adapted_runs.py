@@ -55,6 +55,7 @@ def train(folder, model, tokenizer, resume=False, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("whose", ["ours", "peft"])
 def test_a_run_with_added_tokens_is_read_and_resumed(tmp_path, whose, tied):
@@ -133,6 +134,7 @@ def share_of(model, end):
     return f"{100 * held / sum(p.numel() for p in model.parameters()):.0f}% of all weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [None, "gate_up_proj"])
 def test_experts_that_stay_frozen_are_named(tmp_path, caplog, adapted):
     """Each of their weights, of all layers: adapters of one are none of the other."""
@@ -155,6 +157,7 @@ def test_experts_that_stay_frozen_are_named(tmp_path, caplog, adapted):
         assert (told in caplog.text) == (name != adapted), caplog.text
 
 
+@pytest.mark.slow
 def test_experts_that_a_user_froze_are_named(tmp_path, caplog):
     model = mixtral()
     model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)
@@ -167,6 +170,7 @@ def test_experts_that_a_user_froze_are_named(tmp_path, caplog):
     assert "gate_up_proj" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "targets",
     [{"target_modules": ["q_proj"]}, {"target_parameters": ["experts.gate_up_proj"]}],
@@ -183,6 +187,7 @@ def test_so_too_where_the_adapters_are_pefts(tmp_path, caplog, targets):
     assert (f"{told}.gate_up_proj (layers 0-1)" in caplog.text) == ("target_modules" in targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_lora", [False, True])
 @pytest.mark.parametrize("way", ["PeftModel", "transformers"])
 def test_frozen_adapters_of_peft_have_a_remedy_that_works(tmp_path, way, use_lora):
@@ -205,6 +210,7 @@ def test_frozen_adapters_of_peft_have_a_remedy_that_works(tmp_path, way, use_lor
     assert runs.train(tmp_path, model=learning, max_steps=1, trackers=[]).coverage.moved
 
 
+@pytest.mark.slow
 def test_adapters_that_would_not_learn_or_not_be_saved_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
     merged = wrapped(tiny.llama())
@@ -226,6 +232,7 @@ def test_adapters_that_would_not_learn_or_not_be_saved_are_refused(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["ours", "peft"])
 def test_a_base_of_a_relative_path_is_found_from_elsewhere(tmp_path, monkeypatch, whose):
     import transformers
@@ -279,6 +286,7 @@ def values(folder):
     return load_file(folder / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
     """What is saved is right on the original base; a resumed run ends where one without a break

@@ -41,6 +41,7 @@ def writing(monkeypatch, around):
     monkeypatch.setattr(checkpoint, "save_checkpoint", save)
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_the_checkpoint_holds_its_own_step(tmp_path, monkeypatch):
     """That of step 1 is written after step 2 was done."""
     constant = {"lr_scheduler": "constant", "warmup_steps": 0}
@@ -68,6 +69,7 @@ def test_training_goes_on_and_the_checkpoint_holds_its_own_step(tmp_path, monkey
         assert (short / file).read_bytes() == (own / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_one_at_a_time_and_the_end_waits(tmp_path, monkeypatch):
     under_way = []
     most = []
@@ -140,6 +142,7 @@ def noted(events, name, inner):
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after", "in backward"])
 def test_weights_change_only_after_the_copies(tmp_path, monkeypatch, options):
     """The wait stands between the backward pass and the update; before the backward pass, where
@@ -157,6 +160,7 @@ def test_weights_change_only_after_the_copies(tmp_path, monkeypatch, options):
         assert events[:update] == ["forward"] * events[:update].count("forward") + ["hold"]
 
 
+@pytest.mark.slow
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch, let_return, caplog):
     events = []
     monkeypatch.setattr(NextToken, "__call__", noted(events, "forward", NextToken.__call__))
@@ -174,6 +178,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch, let_retur
     assert len(checkpoints(tmp_path / "run")) == 3
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_not_copied(tmp_path, monkeypatch):
     copied = []
     inner = staging.Staging.copy
@@ -193,6 +198,7 @@ def test_frozen_weights_are_not_copied(tmp_path, monkeypatch):
     assert weights and all("lora_" in name for name in weights)
 
 
+@pytest.mark.slow
 def test_that_of_the_last_step_is_written_without_a_copy(tmp_path, monkeypatch):
     """A copy would cost its memory and time, and nothing goes on beside it."""
     copied = []

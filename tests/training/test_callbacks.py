@@ -137,6 +137,7 @@ class Told(Callback):
         self.events.append((run.outcome, run.error))
 
 
+@pytest.mark.slow
 def test_every_event_is_told_in_order(tmp_path):
     told = Told()
     runs.train(
@@ -154,6 +155,7 @@ def test_every_event_is_told_in_order(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_what_ended_a_run_is_told(tmp_path):
     def fail(step):
         raise ValueError("full")
@@ -164,6 +166,7 @@ def test_what_ended_a_run_is_told(tmp_path):
     assert told.events[-1] == ("failed", "ValueError: full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in a callback", "in a thread"])
 def test_stop_ends_a_run_with_a_checkpoint(tmp_path, elsewhere):
     def stop(step):
@@ -188,6 +191,7 @@ def test_stop_ends_a_run_with_a_checkpoint(tmp_path, elsewhere):
     assert trainer.train(tiny.chat_rows(), resume=True).steps == 6
 
 
+@pytest.mark.slow
 def test_stop_without_a_checkpoint_writes_none(tmp_path):
     told = Told(lambda step: trainer.stop(save=False))
     trainer = ChronicalsTrainer(

@@ -84,6 +84,7 @@ def test_what_cannot_be_read_is_damage(run_folder, caplog, monkeypatch):
     assert "optimizer.safetensors cannot be read" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dangling", [False, True])
 def test_checkpoints_that_are_links(run_folder, tmp_path_factory, dangling):
     """The newest is read where it is whole, and replaced where it is not there; older ones are
@@ -122,6 +123,7 @@ def test_damage_is_named_and_the_one_before_is_used(run_folder, caplog, damage):
     assert str(newest) in caplog.text
 
 
+@pytest.mark.slow
 def test_resume_from_the_one_before_gives_the_same_end(run_folder, finished):
     (checkpoints(run_folder / "run")[0] / "state.json").write_text("{")
     shutil.rmtree(run_folder / "run" / "model")
@@ -132,6 +134,7 @@ def test_resume_from_the_one_before_gives_the_same_end(run_folder, finished):
     assert all(equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.slow
 def test_metrics_are_cut_back_to_the_checkpoint(run_folder):
     for folder in checkpoints(run_folder / "run")[:2]:
         shutil.rmtree(folder)
@@ -141,6 +144,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(run_folder):
     assert [step for step, _, _ in runs.trajectory(run_folder)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_the_old_checkpoint(run_folder, let_raise):
     folder = run_folder / "run"
     before = {path.name: check_folder(path) for path in checkpoints(folder)}
@@ -152,6 +156,7 @@ def test_full_disk_leaves_the_old_checkpoint(run_folder, let_raise):
     assert not list((folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "message"),
     [(28, "disk is full"), (122, "disk is full"), (27, "cannot be written.*File too large")],
@@ -163,6 +168,7 @@ def test_what_safetensors_says_of_the_disk_is_told(tmp_path, let_raise, number, 
         runs.train(tmp_path, max_steps=1)
 
 
+@pytest.mark.slow
 def test_full_disk_for_real(tmp_path):
     """On a file system of half a megabyte."""
     small = tmp_path / "small"
@@ -181,6 +187,7 @@ def test_full_disk_for_real(tmp_path):
         os.system(f"umount {small}")
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_take_no_place_of_whole_ones(run_folder):
     """Both that are left are damaged: the run begins anew, and what it saves stays."""
     folder = run_folder / "run"
@@ -236,6 +243,7 @@ def wrapped(seed=0, names=("default",), **changes):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("default",), ("mine",), ("default", "second")], ids=str)
 def test_adapters_of_peft_come_back(tmp_path, names):
     """Whatever a fresh wrapping had in their place."""
@@ -252,6 +260,7 @@ def test_adapters_of_peft_come_back(tmp_path, names):
         runs.train(tmp_path / "parts", model=tiny.llama(), max_steps=9, resume=True, **options)
 
 
+@pytest.mark.slow
 def test_weights_of_several_types_come_back_bit_by_bit(tmp_path):
     """Frozen embeddings in fp16 before layers that fp16 would round."""
 
@@ -295,6 +304,7 @@ def key_of_format_7(rows, folder):
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(run_folder):
     rows = tiny.chat_rows()
     for folder in checkpoints(run_folder / "run"):
@@ -334,6 +344,7 @@ def test_another_order_is_refused_on_resume(run_folder, changes, named):
         runs.train(run_folder, resume=True, **{"max_steps": 9, **changes})
 
 
+@pytest.mark.slow
 def test_other_rows_held_out_are_refused_on_resume(tmp_path):
     """The same rows, but what was held out of them is now given beside them."""
     runs.train(tmp_path, validation_split=0.2, max_steps=2)
@@ -378,6 +389,7 @@ def test_every_epoch_is_whole_in_whatever_steps_it_goes_on(tmp_path, first, then
     assert steps[-1]["learning_rate"] < 0.2 * steps[len(steps) // 2]["learning_rate"]
 
 
+@pytest.mark.slow
 def test_resumed_at_its_end_a_run_has_the_same_result(tmp_path):
     """As where a script is started again that always resumes."""
     first = runs.train(tmp_path, validation_split=0.2)
@@ -393,6 +405,7 @@ def test_resumed_at_its_end_a_run_has_the_same_result(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_changed_settings_are_told_on_resume(run_folder, caplog):
     with caplog.at_level(logging.WARNING):
         runs.train(run_folder, max_steps=7, learning_rate=1e-3, save_steps=None, resume=True)
@@ -401,6 +414,7 @@ def test_changed_settings_are_told_on_resume(run_folder, caplog):
     )
 
 
+@pytest.mark.slow
 def test_another_model_under_an_adapter_is_told_on_resume(tmp_path, caplog):
     """Its shapes are the same, so that nothing else would show."""
 
@@ -417,6 +431,7 @@ def test_another_model_under_an_adapter_is_told_on_resume(tmp_path, caplog):
     assert "resuming with model='other' (before: 'one')" in caplog.text
 
 
+@pytest.mark.slow
 def test_adapters_are_not_whole_weights(tmp_path):
     """And nothing is asked of the network for them."""
     runs.train(tmp_path, use_lora=True, lora_rank=4, max_steps=1)
@@ -426,6 +441,7 @@ def test_adapters_are_not_whole_weights(tmp_path):
         runs.train(tmp_path, max_steps=2, resume=True)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_on_resume(run_folder):
     with pytest.raises(CheckpointError, match="does not belong to this model"):
         runs.train(run_folder, model=tiny.llama(num_hidden_layers=3), resume=True, max_steps=9)
@@ -437,6 +453,7 @@ def test_state_holds_what_was_consumed_not_prefetched(finished):
         assert state["position"] == state["step"] * 2 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"lora_alpha": 99}, {"r": 8}], ids=str)
 def test_other_adapters_of_peft_are_not_gone_on_with(tmp_path, changes):
     runs.train(tmp_path, model=wrapped(), max_steps=1)
@@ -444,6 +461,7 @@ def test_other_adapters_of_peft_are_not_gone_on_with(tmp_path, changes):
         runs.train(tmp_path, model=wrapped(**changes), max_steps=2, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "message"),
     [({"num_hidden_layers": 1}, "are not in both"), ({"hidden_size": 32}, "there and .* here")],
@@ -458,6 +476,7 @@ def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
     assert all(equal(p.cpu(), before[name]) for name, p in other.named_parameters())
 
 
+@pytest.mark.slow
 def test_how_to_resume_can_be_pasted(tmp_path):
     runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
     with pytest.raises(
@@ -466,6 +485,7 @@ def test_how_to_resume_can_be_pasted(tmp_path):
         runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):
     peft = pytest.importorskip("peft")
     made = (

@@ -73,6 +73,7 @@ def test_graphs_that_the_user_set_leave_adapters_their_divided_base(tmp_path):
     assert all(p.requires_grad for p in model.parameters()), "a choice changes nothing of the model"
 
 
+@pytest.mark.slow
 def test_graphs_over_divided_weights_are_those_of_frozen_ones_on_cards(tmp_path, let_return):
     """Not of trained ones, which FSDP gathers, nor by gloo, which works on the host."""
 
@@ -102,6 +103,7 @@ def test_weights_that_their_class_keeps_in_fp32_stay_whole(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_decision_says_why_weights_stay_whole(tmp_path, let_return):
     let_return(facts, card_memory=SMALL)
     config = runs.config(tmp_path, memory=["reduce_in_backward"], check_memory=False)
@@ -139,6 +141,7 @@ def test_layers_that_each_process_skips_at_random_are_not_divided(tmp_path, fiel
     assert chosen == "optimizer" and "OPTForCausalLM skips layers at random" in words
 
 
+@pytest.mark.slow
 def test_weights_of_a_gguf_file_are_not_divided(tmp_path):
     pytest.importorskip("gguf")
     model = load_model(gguf_files.write(tmp_path, tiny.llama(), "q8_0"), torch.float32)
@@ -150,6 +153,7 @@ def test_weights_of_a_gguf_file_are_not_divided(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nf4", [False, True], ids=["16 bit", "NF4"])
 def test_a_number_that_divides_no_layer_divides_nothing(tmp_path, nf4):
     model = tiny.llama(hidden_size=256, intermediate_size=512)

@@ -19,6 +19,7 @@ import context_ranks
 
 pytestmark = [
     pytest.mark.of_file(4),
+    pytest.mark.slow,
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU"
     ),

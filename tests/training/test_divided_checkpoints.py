@@ -26,6 +26,7 @@ from comparison import equal
 
 pytestmark = [
     pytest.mark.of_file(4),
+    pytest.mark.slow,
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
     ),

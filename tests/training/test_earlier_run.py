@@ -273,6 +273,7 @@ def test_a_folder_that_a_live_process_holds_is_refused(run_folder):
         holder.wait()
 
 
+@pytest.mark.slow
 def test_to_resume_is_not_to_replace(run_folder, tmp_path_factory):
     checkpoint = run_folder / "run" / "checkpoints" / "step-00000004"
     for resume in (True, checkpoint):
@@ -309,6 +310,7 @@ def test_an_empty_folder_has_nothing_to_replace(tmp_path):
     assert runs.train(tmp_path, max_steps=1, overwrite=True, **SAVES).steps == 1
 
 
+@pytest.mark.slow
 def test_the_command_replaces_a_run_with_its_recipe(tmp_path):
     """The recipe that is kept is the new run's, and goes on with it."""
     from typer.testing import CliRunner

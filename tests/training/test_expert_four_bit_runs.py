@@ -198,6 +198,7 @@ def test_no_stack_waits_for_another_while_they_are_read(tmp_path, name, monkeypa
     assert waiting == [0] * 4
 
 
+@pytest.mark.slow
 def test_the_bytes_that_live_while_it_is_read(tmp_path):
     """More layers take their codes more, and no stack in 16 or 32 bit more."""
     from memory_of_reading import most_bytes
@@ -246,6 +247,7 @@ def test_experts_of_another_kind_stay_and_are_named(tmp_path, caplog):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, name, parameters, caplog):
@@ -293,6 +295,7 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, name, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute_layers"])
 def test_what_saves_memory_changes_no_step(tmp_path, policy):
     place = base(tmp_path)
@@ -314,6 +317,7 @@ def test_what_saves_memory_changes_no_step(tmp_path, policy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 def test_it_resumes_bit_by_bit(tmp_path, parameters):
     place = base(tmp_path)
@@ -340,6 +344,7 @@ def test_it_resumes_bit_by_bit(tmp_path, parameters):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters", [None, ON_EXPERTS, ON_EXPERTS[:1]], ids=["frozen", "adapted", "first adapted"]
 )
@@ -397,6 +402,7 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
     assert torch.allclose(unloaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter_over_the_dequantised_base(tmp_path):
     peft = pytest.importorskip(
         "peft", minversion="0.20", reason="PEFT 0.19 loads no adapter over experts"
@@ -427,6 +433,7 @@ def test_a_model_with_experts_in_4_bits_is_not_written_whole(tmp_path):
         save_model(tmp_path / "whole", model, {}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
 def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch, parameters):
     """And with bitsandbytes' layers beside these experts, where PEFT adapts what the run does."""

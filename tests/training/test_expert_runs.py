@@ -34,6 +34,7 @@ def trained(folder, name, monkeypatch, patched, **fields):
     return runs.trajectory(folder), len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_the_same_run(name, lora, tmp_path, monkeypatch):
@@ -177,6 +178,7 @@ def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("anywhere")
 def test_experts_that_stay_in_16_bit_are_named(tmp_path, set_constants, caplog):
     set_constants(layer_policies, MIN_FP8_WIDTH=16)
@@ -201,6 +203,7 @@ def test_experts_that_stay_in_16_bit_are_named(tmp_path, set_constants, caplog):
         runs.train(tmp_path / "none", model=mixture("qwen3_moe"), **fields)
 
 
+@pytest.mark.slow
 def test_in_fp8_without_fused_layers(tmp_path, let_return):
     """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run
     as products either.
@@ -224,6 +227,7 @@ def test_in_fp8_without_fused_layers(tmp_path, let_return):
     assert reason == "weights in FP8 are kept between calls"
 
 
+@pytest.mark.slow
 def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):
     """They learn, the codes stay, and what is saved is the adapter alone."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}

@@ -102,6 +102,7 @@ def test_what_cannot_be_quantised_is_said(tmp_path):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, precision):
     place = base(tmp_path)
@@ -133,6 +134,7 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(tmp_path, precis
         )
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_is_quantised_by_the_run(tmp_path):
     place = base(tmp_path)
     for name, model in (
@@ -144,6 +146,7 @@ def test_a_model_in_memory_is_quantised_by_the_run(tmp_path):
     assert runs.trajectory(tmp_path / "read") == runs.trajectory(tmp_path / "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     ["recompute_layers", "tiled_mlp", pytest.param("offload_activations", marks=pytest.mark.gpu)],
@@ -166,6 +169,7 @@ def test_what_saves_memory_changes_no_step(tmp_path, policy):
     )
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_by_bit(tmp_path):
     place = base(tmp_path)
 
@@ -186,6 +190,7 @@ def test_it_resumes_bit_by_bit(tmp_path):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]], ids=["all", "some"])
 def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, targets):
     """Also where the run was in bf16, of weights that are stored in fp32; layers without an
@@ -310,6 +315,7 @@ def test_4_bits_mean_adapters():
         ChronicalsConfig(quantization="int4")
 
 
+@pytest.mark.slow
 def test_a_base_in_4_bits_is_not_trained_whole(tmp_path):
     model = load_model(base(tmp_path), torch.float32, quantization="nf4")
     with pytest.raises(

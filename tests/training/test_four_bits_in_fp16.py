@@ -47,6 +47,7 @@ def dequantised(place):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_its_losses_and_norms_are_those_of_fp32_but_for_rounding(tmp_path, place, seed, adapters):
     smooth = {
@@ -112,6 +113,7 @@ def overflowing(folder, place, set_constants, steps, **changes):
     }
 
 
+@pytest.mark.slow
 def test_an_overflow_changes_nothing_and_the_scale_falls_and_recovers(
     tmp_path, place, set_constants
 ):

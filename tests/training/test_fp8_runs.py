@@ -39,6 +39,7 @@ tenth and more.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("changes", "fall"), [(CALM, 0.9), (ADAPTERS, 0.98)], ids=["full", "lora"])
 def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
@@ -59,6 +60,7 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
     )  # the run is over
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str
@@ -80,6 +82,7 @@ def test_policies_change_nothing_under_full_fine_tuning(
         assert lean == kept
 
 
+@pytest.mark.slow
 def test_weights_that_wait_change_nothing(tmp_path, fused_anywhere, caplog):
     options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **ADAPTERS}
     with caplog.at_level(logging.INFO):
@@ -92,6 +95,7 @@ def test_weights_that_wait_change_nothing(tmp_path, fused_anywhere, caplog):
     assert len([line for line in caplog.messages if "GiB wait in host memory" in line]) == 2
 
 
+@pytest.mark.slow
 def test_weights_that_wait_come_back(tmp_path, fused_anywhere):
     before = {name: p.detach().clone() for name, p in fused_anywhere.named_parameters()}
     options = {
@@ -145,6 +149,7 @@ def test_with_nothing_frozen_there_is_nothing_to_move(tmp_path, fused_anywhere):
         )
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog):
     layers = fused_anywhere.get_decoder().layers
     layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)

@@ -48,6 +48,7 @@ class Beside(Objective):
         return {**NextToken()(model, batch), "distance": Term(distance, 0.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapters", [{}, {"use_lora": True, "lora_rank": 4}], ids=["full", "adapters"]
 )
@@ -67,6 +68,7 @@ def test_it_is_what_the_run_started_from(adapters, tmp_path):
     assert objective.frozen == {}
 
 
+@pytest.mark.slow
 def test_held_out_data_see_it(tmp_path):
     trainer = ChronicalsTrainer(
         tiny.llama(),

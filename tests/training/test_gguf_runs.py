@@ -38,6 +38,7 @@ def in_blocks(model):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_that_of_adapters_over_the_dequantised_weights(kind, dora, tmp_path):
@@ -66,6 +67,7 @@ def test_a_run_is_that_of_adapters_over_the_dequantised_weights(kind, dora, tmp_
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits(precision, tmp_path):
     path = base(tmp_path)
@@ -78,6 +80,7 @@ def test_in_16_bits(precision, tmp_path):
     assert found[-1][1] < found[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute_layers", "tiled_mlp"])
 def test_what_saves_memory_changes_no_step(policy, tmp_path):
     path = base(tmp_path)
@@ -92,6 +95,7 @@ def test_what_saves_memory_changes_no_step(policy, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_by_bit(tmp_path):
     path = base(tmp_path)
 
@@ -115,6 +119,7 @@ def test_it_resumes_bit_by_bit(tmp_path):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_says_over_which_bits_it_was_trained(tmp_path):
     path = base(tmp_path)
     result = runs.train(
@@ -149,6 +154,7 @@ def test_an_adapter_says_over_which_bits_it_was_trained(tmp_path):
         SavedModel.find(result.model_dir, str(other)).model(torch.float32)
 
 
+@pytest.mark.slow
 def test_it_is_not_trained_whole_nor_quantised_again(tmp_path):
     path = base(tmp_path)
     with pytest.raises(

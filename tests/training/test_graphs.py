@@ -321,6 +321,7 @@ EMULATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 @pytest.mark.parametrize("arm", EMULATED)
 def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch, let_return):
@@ -448,6 +449,7 @@ def test_what_another_rank_could_not_capture_is_not_replayed(caplog):
     assert told == [[True]] and "could not be captured (of another process)" in caplog.text
 
 
+@pytest.mark.slow
 def test_off_without_a_card_and_refused_where_asked_for(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a card")

@@ -18,7 +18,7 @@ import two_processes
 sys.path.insert(0, str(Path(__file__).parent))
 import graphed_ranks
 
-pytestmark = pytest.mark.of_file(3)
+pytestmark = [pytest.mark.of_file(3), pytest.mark.slow]
 
 ON_CARD = torch.cuda.is_available()
 LONG = pytest.mark.long

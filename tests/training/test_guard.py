@@ -50,6 +50,7 @@ def hinge(reference, beta=5.0):
     return {"loss": "hinge", "beta": beta, "reference_model": reference}
 
 
+@pytest.mark.slow
 def test_steps_beyond_the_margin_are_steps(reference, tmp_path, caplog):
     """The first step among them: it is the next one whose gradients tell what is trained."""
     with caplog.at_level(logging.INFO):
@@ -152,6 +153,7 @@ def test_adapters_that_the_model_does_not_use_end_a_hinge_run(reference, tmp_pat
         trainer.train(rows(1))
 
 
+@pytest.mark.slow
 def test_flat_steps_are_counted_on_after_a_resume(reference, tmp_path, set_constants):
     set_constants(guard, MOST_FLAT=5)
     runs.train(tmp_path, rows(1), dpo=hinge(reference, 50.0), **{**HINGE, "max_steps": 3})
@@ -273,6 +275,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_takes_what_was_said(kind, tmp_path, monkeypatch):
     said = []
@@ -389,6 +392,7 @@ def overflowing(folder, set_constants, **changes):
     return skipped
 
 
+@pytest.mark.slow
 def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, set_constants):
     model = tiny.llama()
     before = [weight.clone() for weight in model.parameters()]
@@ -405,6 +409,7 @@ def test_a_run_of_which_no_step_was_applied_is_not_finished(tmp_path, set_consta
     assert json.loads(state.read_text(), parse_constant=pytest.fail)["best_loss"] is None
 
 
+@pytest.mark.slow
 def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, set_constants):
     """The scale goes on falling from where it was; and a run that then trains is audited and
     finishes.
@@ -419,6 +424,7 @@ def test_steps_that_were_skipped_count_on_after_a_resume(tmp_path, set_constants
         overflowing(tmp_path, set_constants, resume=True, max_steps=40)
 
 
+@pytest.mark.slow
 def test_a_step_applied_after_a_resume_is_audited(tmp_path, monkeypatch, set_constants):
     set_constants(optimizer, START_SCALE=2.0**60)
     with pytest.raises(TrainingError):

@@ -23,7 +23,7 @@ from chronicals.training import session
 from chronicals.training.run.callbacks import read_metrics
 from comparison import equal
 
-pytestmark = pytest.mark.of_file(4)
+pytestmark = [pytest.mark.of_file(4), pytest.mark.slow]
 
 ROUTER = {"layer_ahead": 0.3, "token_ahead": 0.1}
 FIELDS = {

@@ -55,6 +55,7 @@ def same(left, right):
     assert left.keys() == right.keys() and all(equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_is_the_one_with_states_beside_the_weights(kind, tmp_path):
@@ -73,6 +74,7 @@ class Breaks(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", ["bf16", "bf16 states", "8 bits"])
@@ -85,6 +87,7 @@ def test_a_run_goes_on_in_the_other_place_bit_by_bit(kind, first, tmp_path):
     same(states(tmp_path / "whole"), states(tmp_path / "part"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp32", "8 bits"])
 def test_updates_in_the_backward_pass_go_with_it(kind, tmp_path):
     changes = {
@@ -99,6 +102,7 @@ def test_updates_in_the_backward_pass_go_with_it(kind, tmp_path):
     same(states(tmp_path / "away"), states(tmp_path / "here"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 @pytest.mark.parametrize("policies", [AWAY, [*AWAY, "optimizer_in_backward"]], ids=str)
 def test_what_is_captured_is_the_update(policies, tmp_path, monkeypatch, let_return):
@@ -147,6 +151,7 @@ def test_where_host_memory_is_too_small_it_is_refused(tmp_path, let_return):
         runs.train(tmp_path, memory=AWAY)
 
 
+@pytest.mark.slow
 def test_the_log_says_it(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path, max_steps=1, memory=AWAY)

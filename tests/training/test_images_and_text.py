@@ -34,6 +34,7 @@ TOLERANCE = 3e-5
 ways = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @every_family
 def test_loss_and_gradients_are_those_of_transformers(name, packed):
@@ -88,6 +89,7 @@ def test_text_in_a_pack_has_the_positions_of_transformers():
     assert equal(theirs, torch.arange(9).expand(3, 1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @ways
 @every_family
@@ -126,6 +128,7 @@ def test_a_run_leaves_what_reads_images_bit_by_bit(name, lora, tmp_path, caplog)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < losses[2]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @ways
 @every_family
@@ -191,6 +194,7 @@ PICTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", PICTURES, ids=["image", "image_url", "video", "images", "image column"]
 )

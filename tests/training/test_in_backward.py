@@ -26,6 +26,7 @@ from comparison import equal
 
 pytestmark = [
     pytest.mark.of_file(3),
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards"),
 ]
 

@@ -63,6 +63,7 @@ def test_killed_at_a_random_moment(tmp_path, seed, number, uninterrupted):
     kill_and_resume(tmp_path, variant, kill_at, uninterrupted)
 
 
+@pytest.mark.slow
 def test_killed_between_manifest_and_rename(tmp_path, uninterrupted):
     _, events = uninterrupted("full")
     renames = [number for number, kind in enumerate(events, 1) if kind == "rename"]

@@ -23,7 +23,7 @@ import stay_ranks
 
 from comparison import equal
 
-pytestmark = pytest.mark.of_file(4)
+pytestmark = [pytest.mark.of_file(4), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

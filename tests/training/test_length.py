@@ -132,6 +132,7 @@ def steps_of(folder: Path) -> int:
     return len(runs.trajectory(folder))
 
 
+@pytest.mark.slow
 def test_ten_epochs_are_ten_times_the_steps_of_one(tmp_path):
     for epochs in (1, 10):
         config = usual(tmp_path / str(epochs), num_epochs=epochs, max_seq_length=512)
@@ -244,6 +245,7 @@ def test_a_resumed_run_keeps_its_length_where_none_is_set(tmp_path, caplog, befo
     assert ("neither max_steps nor num_epochs is set" in caplog.text) == (not now and any(taken))
 
 
+@pytest.mark.slow
 def test_resumed_with_the_default_batch_it_ends_as_uninterrupted(tmp_path):
     rows = tiny.chat_rows(30)
     for folder, parts in (("whole", (8,)), ("parts", (3, 8))):

@@ -50,6 +50,7 @@ def test_one_rate_is_not_said_twice(caplog):
         assert said(caplog, **changes) == []
 
 
+@pytest.mark.slow
 def test_a_run_says_them_before_its_first_step(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(

@@ -33,6 +33,7 @@ def test_the_filler_is_the_padding_token_where_the_embedding_has_it(padded):
     assert filler_token(padded, 3) == 0
 
 
+@pytest.mark.slow
 def test_train_evaluate_and_verify_go_on_without_it(tmp_path, padded):
     settings = runs.config(tmp_path, max_steps=2)
     ChronicalsTrainer(tiny.llama(), padded, settings).train(tiny.chat_rows())

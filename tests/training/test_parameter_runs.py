@@ -41,6 +41,7 @@ def stored(folder):
     return load_file(folder / "run" / "model" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
     caplog.set_level(logging.INFO)
@@ -69,6 +70,7 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, name, caplog):
         ), key
 
 
+@pytest.mark.slow
 def test_peft_loads_what_a_run_leaves(tmp_path):
     peft = pytest.importorskip("peft", "0.20", reason="PEFT 0.19 loads no adapter over experts")
     model = base(tmp_path)
@@ -94,6 +96,7 @@ def test_a_run_continues_the_adapters_of_a_folder(tmp_path):
     assert any(not equal(tensor, stored(second)[key]) for key, tensor in stored(first).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [{"lora_target_parameters": "mlp.experts.down_proj"}, {"lora_target_modules": "q_proj"}],
@@ -109,6 +112,7 @@ def test_adapters_that_are_there_are_not_others(tmp_path, asked):
         runs.train(tmp_path / "second", model=model, **{**FIELDS, **asked})
 
 
+@pytest.mark.slow
 def test_the_embedding_alone(tmp_path, caplog):
     """LoRA+, which is on by default, has no B of a linear layer to act on."""
     fields = {**FIELDS, "lora_target_modules": "embed_tokens", "lora_target_parameters": None}
@@ -121,6 +125,7 @@ def test_the_embedding_alone(tmp_path, caplog):
     )
 
 
+@pytest.mark.slow
 def test_parameters_alone(tmp_path):
     model = base(tmp_path)
     runs.train(tmp_path, model=model, **{**FIELDS, "lora_target_modules": "none"})

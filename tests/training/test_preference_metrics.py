@@ -49,6 +49,7 @@ def curves(page):
     return set(re.findall(r"<!-- (.*?) -->", base64.b64decode(figure).decode()))
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 @pytest.mark.parametrize("objective", SHOWN)
 def test_every_metric_is_everywhere(objective, tmp_path, capsys, caplog):

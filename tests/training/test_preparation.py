@@ -69,6 +69,7 @@ def test_the_padding_token_alone_needs_no_row(tmp_path):
     assert len(found.tokens) == ROWS and "pad" not in found.special
 
 
+@pytest.mark.slow
 def test_new_rows_are_trained_whole_and_exported(tmp_path):
     model = base(tmp_path)
     before = embedding_table(model).detach().clone()
@@ -85,6 +86,7 @@ def test_new_rows_are_trained_whole_and_exported(tmp_path):
     assert not any(exported.proof.failed for exported in made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_new_rows_are_trained_beside_adapters_and_exported(tied, tmp_path):
     model = base(tmp_path, tie_word_embeddings=tied)

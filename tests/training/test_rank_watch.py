@@ -19,7 +19,7 @@ from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.checkpoint import check_checkpoint, checkpoints
 from chronicals.training.step.metrics import Moment, PendingMetrics
 
-pytestmark = pytest.mark.of_file(4)
+pytestmark = [pytest.mark.of_file(4), pytest.mark.slow]
 
 HERE = Path(__file__).parent
 

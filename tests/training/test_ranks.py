@@ -26,6 +26,7 @@ import two_ranks
 
 pytestmark = [
     pytest.mark.of_file(6),
+    pytest.mark.slow,
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"
     ),

@@ -24,6 +24,7 @@ def cells(page: str, table: str) -> dict[str, list[str]]:
     return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_the_report_of_a_run(tmp_path):
     rows = [*tiny.chat_rows(20), tiny.chat_rows(1)[0]]
@@ -50,6 +51,7 @@ def test_the_report_of_a_run(tmp_path):
     assert "<svg" not in page and "data:image/svg+xml;base64," in page
 
 
+@pytest.mark.slow
 def test_answers_before_and_after(tmp_path, set_constants):
     set_constants(report, SECONDS=60.0)  # other tests use the same cores and card
     result = runs.train(
@@ -63,6 +65,7 @@ def test_answers_before_and_after(tmp_path, set_constants):
     assert "the answer to" in rows[asked[0]][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_answers_that_are_compared_are_asked_for_by_their_whole_prompt(objective, tmp_path):
     """Once for each row, whether the prompt is long enough to be shared or not."""
@@ -114,6 +117,7 @@ def test_answers_change_nothing_of_the_training(tmp_path):
     assert "Answers before" not in (tmp_path / "without" / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_the_answers_of_before_its_first_step(tmp_path):
     runs.train(tmp_path, report_samples=1, max_steps=3)
     kept = (tmp_path / "run" / "samples.json").read_text()

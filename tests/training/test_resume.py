@@ -111,6 +111,7 @@ def test_nothing_to_resume_is_said(tmp_path, caplog):
     assert "holds no checkpoint to go on from: the run begins at step 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_named_is_gone_on_from(run_folder, tmp_path_factory):
     """In another folder, as the run itself goes on; named as a run, from its newest."""
     runs.train(run_folder, max_steps=6, resume=True, **STEADY)
@@ -132,6 +133,7 @@ def test_a_checkpoint_that_is_named_is_gone_on_from(run_folder, tmp_path_factory
         assert all(equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_what_is_named_must_be_whole_and_the_last(run_folder, tmp_path):
     checkpoints = run_folder / "run" / "checkpoints"
     with pytest.raises(CheckpointError, match="nothing: there is no such folder"):
@@ -161,6 +163,7 @@ def test_what_is_named_must_be_whole_and_the_last(run_folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_branches_off(run_folder, tmp_path):
     """By the recipe of the run that is named; without a run it says so."""
     from typer.testing import CliRunner

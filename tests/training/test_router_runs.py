@@ -19,7 +19,7 @@ from chronicals.training.run.callbacks import read_metrics
 from chronicals.verification import verify
 from comparison import equal
 
-pytestmark = pytest.mark.of_file(5)
+pytestmark = [pytest.mark.of_file(5), pytest.mark.slow]
 
 ROUTER = {
     "balance": 0.1,

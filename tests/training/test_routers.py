@@ -69,6 +69,7 @@ def test_every_family_trains_its_routers_and_shows_them(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_metrics_alone_change_nothing_else(tmp_path):
     plain = lines_of(tmp_path / "plain", routed("DeepseekV3"))
     with_them = lines_of(tmp_path / "with", routed("DeepseekV3"), router={"metrics": True})
@@ -79,6 +80,7 @@ def test_metrics_alone_change_nothing_else(tmp_path):
         assert [line[name] for line in plain] == [line[name] for line in with_them]
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_class_comes_with_metrics(tmp_path):
     lines = lines_of(
         tmp_path, routed("Mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
@@ -89,6 +91,7 @@ def test_the_loss_of_the_class_comes_with_metrics(tmp_path):
 LORA = {"use_lora": True, "lora_rank": 4, "lora_target_modules": "q_proj,o_proj"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, end", [("Qwen3Moe", "mlp.gate.weight"), ("GptOss", "mlp.router.weight")]
 )
@@ -116,6 +119,7 @@ def test_losses_that_train_no_router_are_said_with_the_remedy(name, end, tmp_pat
     assert changed and all(p.abs().sum() > 0 for p in changed)
 
 
+@pytest.mark.slow
 def test_frozen_routers_and_the_loss_of_the_class_are_said(tmp_path, caplog):
     model = routed("Mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
     lines_of(tmp_path / "adapters", model, **LORA)

@@ -48,6 +48,7 @@ def best_weights(folder, step):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_best_and_last_are_kept_and_the_best_is_left(tmp_path, losses, caplog, limit):
     losses(3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
@@ -96,6 +97,7 @@ def test_the_last_is_left_where_that_is_asked_for(tmp_path, losses):
     assert all(equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_at", [2, 4])
 def test_a_resumed_run_knows_its_best(tmp_path, losses, stopped_at):
     values = 3.0, 2.0, 2.5, 2.5, 2.5
@@ -115,6 +117,7 @@ def test_a_resumed_run_knows_its_best(tmp_path, losses, stopped_at):
     assert all(equal(weight, best[name]) for name, weight in runs.weights(tmp_path).items())
 
 
+@pytest.mark.slow
 def test_a_best_that_is_gone_is_told_and_looked_for_anew(tmp_path, losses, caplog):
     losses(1.0, 2.0)
     runs.train(tmp_path, max_steps=2, **OPTIONS)
@@ -142,6 +145,7 @@ def test_the_best_needs_held_out_data(tmp_path):
         runs.train(tmp_path, keep="best")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_which_is_the_best(tmp_path, losses):
     losses(3.0, 2.0, 2.5)
     runs.train(tmp_path, max_steps=3, **OPTIONS)
@@ -161,6 +165,7 @@ def without_the_best_step(folder):
     )
 
 
+@pytest.mark.slow
 def test_a_best_of_no_known_step_is_looked_for_anew(tmp_path, losses, caplog):
     losses(1.0, 2.0)
     runs.train(tmp_path, max_steps=2, **OPTIONS)
@@ -186,6 +191,7 @@ def test_early_stopping_after_a_best_of_no_known_step(tmp_path, losses, caplog):
     )
 
 
+@pytest.mark.slow
 def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, let_raise):
     losses(1.0, 2.0)
     let_raise(checkpoint, load_checkpoint_weights=CheckpointError("does not belong to this model"))

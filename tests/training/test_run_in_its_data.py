@@ -5,12 +5,15 @@ repeated.
 import json
 import shutil
 
+import pytest
+
 import runs
 import tiny
 from chronicals.data import read_records
 from chronicals.training import ChronicalsTrainer
 
 
+@pytest.mark.slow
 def test_it_is_resumed_and_repeated_from_the_same_rows(tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -23,7 +23,7 @@ import killed_ranks
 
 from comparison import equal
 
-pytestmark = pytest.mark.of_file(4)
+pytestmark = [pytest.mark.of_file(4), pytest.mark.slow]
 
 on_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU"

@@ -104,6 +104,7 @@ def quantised(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_base_in_4_bits_is_loaded_and_merged_as_it_was(tmp_path, place, way):
     model = WAYS[way](place)
@@ -120,6 +121,7 @@ def test_a_base_in_4_bits_is_loaded_and_merged_as_it_was(tmp_path, place, way):
     assert (plain - live).norm() >= 1e-2 * live.norm(), "4 bits make a difference"
 
 
+@pytest.mark.slow
 def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
     model = with_pefts(by_bitsandbytes(place, **NF4))
     result = train(tmp_path, model=model, **QUICK)
@@ -133,6 +135,7 @@ def test_pefts_adapters_over_4_bits_are_too(tmp_path, place):
     ).norm() <= 1e-4 * live.norm()
 
 
+@pytest.mark.slow
 def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
     there = 0 if torch.cuda.is_available() else "cpu"
     model = by_bitsandbytes(place, there, load_in_4bit=False, load_in_8bit=True)
@@ -148,6 +151,7 @@ def test_layers_in_8_bits_are_stated_and_not_merged(tmp_path, place):
         merge(result.model_dir, tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place):
     """A run in bf16 of a model that was given in fp32 quantised it before it was cast."""
     model = load_model(place, torch.float32)
@@ -162,6 +166,7 @@ def test_weights_are_quantised_again_from_the_type_that_they_had(tmp_path, place
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_trained_further_keeps_its_base(tmp_path, place):
     first = train(
         tmp_path / "first", model=load_model(place, torch.float32), quantization="nf4", **QUICK
@@ -192,6 +197,7 @@ def in_older_words(folder):
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_is_loaded_merged_and_resumed(tmp_path, place, let_return):
     def trained(folder, steps, **changes):
         model = load_model(place, torch.float32, quantization="nf4")
@@ -287,6 +293,7 @@ def test_what_is_merged_is_said_with_both_distances(tmp_path, place):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["other blocks, some layers", "bitsandbytes, NF4"])
 def test_an_export_is_proved_beside_the_base_that_is_stated(tmp_path, place, way):
     """Each layer dequantised to the type of its own products, in the sums and in the model
@@ -310,6 +317,7 @@ def two_adapters(place, active):
     return with_effect(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("active", [["mine"], ["default"], ["default", "mine"]], ids=str)
 def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, active):
     pytest.importorskip("peft")
@@ -337,6 +345,7 @@ def test_the_adapters_that_a_model_computes_with_are_loaded(tmp_path, place, act
         ).norm() <= 1e-5 * live.norm()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_name_is_found(tmp_path, place):
     model = with_pefts(load_model(place, torch.float32), "mine")
     train(tmp_path, model=model, **QUICK)
@@ -346,6 +355,7 @@ def test_an_adapter_of_another_name_is_found(tmp_path, place):
     ).norm() <= 1e-5 * live.norm()
 
 
+@pytest.mark.slow
 def test_pefts_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path, place, caplog):
     model = load_model(place, torch.float32)
     train(tmp_path / "first", model=model, **QUICK)
@@ -359,6 +369,7 @@ def test_pefts_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path, p
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["ours", "peft"])
 def test_stop_tokens_of_the_model_are_saved_beside_adapters_and_merged(tmp_path, place, whose):
     model = load_model(place, torch.float32)

@@ -153,6 +153,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("look", "on", "off"), SEEN)
 def test_it_changes_what_runs(tmp_path, monkeypatch, look, on, off):
     assert look(tmp_path / "on", monkeypatch, True) == on
@@ -172,6 +173,7 @@ def test_every_switch_is_looked_at():
     assert switches == looked_at | ELSEWHERE.keys()
 
 
+@pytest.mark.slow
 def test_fused_layers_attend_without_flash_attention(tmp_path, monkeypatch):
     model = tiny.llama()
     patch_parts(model, whole_layers=True)

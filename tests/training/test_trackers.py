@@ -280,6 +280,7 @@ CONFIGURED = {
 # -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_same_run_with_every_step_once(tmp_path, name):
     """Failed after step 5, resumed from the checkpoint of step 4."""
     with pytest.raises(RuntimeError, match="planted"):
@@ -312,6 +313,7 @@ def test_resumed_it_is_the_same_run_with_every_step_once(tmp_path, name):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 def test_an_evaluation_that_was_missed_is_made_up_for(tmp_path, name):
     """Stopped between the metrics of step 6 and its evaluation."""
@@ -329,6 +331,7 @@ def test_an_evaluation_that_was_missed_is_made_up_for(tmp_path, name):
     ]
 
 
+@pytest.mark.slow
 def test_new_to_a_resumed_run_it_is_given_what_was_before(tmp_path, name):
     with pytest.raises(RuntimeError, match="planted"):
         train(tmp_path, name, trackers=[], callbacks=[At(5, fail)])
@@ -337,6 +340,7 @@ def test_new_to_a_resumed_run_it_is_given_what_was_before(tmp_path, name):
     assert_stored(tmp_path, name, known(tmp_path))
 
 
+@pytest.mark.slow
 def test_resumed_it_is_given_what_could_not_be_stored(tmp_path, monkeypatch):
     need("mlflow")
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="planted"):
@@ -357,6 +361,7 @@ def test_begun_anew_it_is_another_run(tmp_path):
     assert before.run_id != after.run_id
 
 
+@pytest.mark.slow
 def test_an_earlier_run_that_is_gone_is_named(tmp_path):
     need("mlflow")
     train(tmp_path, "mlflow", max_steps=1)
@@ -368,6 +373,7 @@ def test_an_earlier_run_that_is_gone_is_named(tmp_path):
         train(tmp_path, "mlflow", max_steps=2, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mark", [("wandb", [255]), ("mlflow", "KILLED")], indirect=["name"])
 def test_an_interrupted_run_is_marked(tmp_path, name, mark):
     with pytest.raises(Interrupted):
@@ -423,6 +429,7 @@ def test_only_the_first_rank_has_trackers(tmp_path, monkeypatch):
     assert ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).callbacks == []
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_started_stops_the_run_and_those_begun_are_closed(tmp_path, monkeypatch):
     need("wandb")
     need("mlflow")
@@ -436,6 +443,7 @@ def test_one_that_cannot_be_started_stops_the_run_and_those_begun_are_closed(tmp
     assert state_of(tmp_path, "wandb") == [1]
 
 
+@pytest.mark.slow
 def test_one_that_fails_is_named_once_and_training_goes_on(
     tmp_path, monkeypatch, set_constants, caplog, name
 ):
@@ -457,6 +465,7 @@ def test_one_that_fails_is_named_once_and_training_goes_on(
     assert name == "tensorboard" or state_of(tmp_path, name) in ("FINISHED", [0])
 
 
+@pytest.mark.slow
 def test_what_failed_is_stored_when_the_network_is_back(tmp_path, monkeypatch, caplog):
     need("mlflow")
     from mlflow import MlflowClient
@@ -476,6 +485,7 @@ def test_what_failed_is_stored_when_the_network_is_back(tmp_path, monkeypatch, c
     assert_stored(tmp_path, "mlflow", known(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_left_to_itself(tmp_path, monkeypatch, set_constants, caplog):
     need("tensorboard")
     released = threading.Event()

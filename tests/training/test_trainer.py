@@ -39,6 +39,7 @@ def nothing_compiled_beforehand(let_return):
     let_return(session, compile_micro_step=None)
 
 
+@pytest.mark.slow
 def test_loss_falls_and_everything_is_written(tmp_path):
     result = runs.train(tmp_path, max_steps=30, validation_split=0.2, eval_steps=10)
     steps = runs.trajectory(tmp_path)
@@ -62,6 +63,7 @@ def test_loss_falls_and_everything_is_written(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_the_model_can_be_loaded_by_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,6 +78,7 @@ def test_the_model_can_be_loaded_by_transformers(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_lora_is_written_for_peft_and_the_base_is_untouched(tmp_path):
     peft = pytest.importorskip("peft")
     model = tiny.llama()
@@ -92,6 +95,7 @@ def test_lora_is_written_for_peft_and_the_base_is_untouched(tmp_path):
         assert equal(tensor, base[name])
 
 
+@pytest.mark.slow
 def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
     """As the model in it does; adapters of ours on top are refused."""
     peft = pytest.importorskip("peft")
@@ -142,6 +146,7 @@ def deepseek():
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latent, **experts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["adapters", "full"])
 def test_what_a_class_keeps_in_fp32_stays_so(tmp_path, lora):
     """A router whose weights were rounded would send tokens to other experts."""
@@ -192,6 +197,7 @@ class Leaving(Callback):
         self.model.eval()
 
 
+@pytest.mark.slow
 def test_a_callback_that_leaves_the_model_in_evaluation_changes_nothing(tmp_path):
     same = {
         "max_steps": 4,
@@ -248,6 +254,7 @@ def test_what_would_be_trained_and_not_saved_is_refused(tmp_path, made, lost):
         runs.train(tmp_path, model=made())
 
 
+@pytest.mark.slow
 def test_what_peft_saves_beside_adapters_is_trained(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -268,6 +275,7 @@ def test_prompts_of_peft_are_refused_by_name(tmp_path):
         runs.train(tmp_path, model=model)
 
 
+@pytest.mark.slow
 def test_settings_of_generation_that_could_not_be_saved_are_settled_before(tmp_path, caplog):
     model = tiny.llama()
     model.generation_config.temperature = 0.6
@@ -283,6 +291,7 @@ def test_settings_of_generation_that_could_not_be_saved_are_settled_before(tmp_p
     runs.train(tmp_path / "none", model=model, max_steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_mixed_precision_learns(tmp_path, mode):
     model = tiny.llama()
@@ -311,6 +320,7 @@ def overflowing(step_to_break, value=float("inf")):
     return Overflowing()
 
 
+@pytest.mark.slow
 def test_fp16_overflow_skips_the_step_and_goes_on(tmp_path, caplog):
     trainer = ChronicalsTrainer(
         tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16")
@@ -329,6 +339,7 @@ def test_fp16_overflow_skips_the_step_and_goes_on(tmp_path, caplog):
     assert abs(lines[3]["loss"] - lines[1]["loss"]) < 0.35 * lines[1]["loss"]
 
 
+@pytest.mark.slow
 def test_the_audit_waits_for_a_step_that_is_applied(tmp_path):
     trainer = ChronicalsTrainer(
         tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16")
@@ -338,6 +349,7 @@ def test_the_audit_waits_for_a_step_that_is_applied(tmp_path):
     assert coverage.moved == coverage.asked == coverage.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, mode):
     model = tiny.llama()
@@ -350,6 +362,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, mode):
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_zero_gradients_stop_the_run(tmp_path):
     trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path))
     trainer.objective = overflowing(1, 0.0)
@@ -357,6 +370,7 @@ def test_zero_gradients_stop_the_run(tmp_path):
         trainer.train(tiny.chat_rows())
 
 
+@pytest.mark.slow
 def test_zero_gradients_later_stop_the_run(tmp_path):
     trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path))
     trainer.objective = overflowing(4, 0.0)
@@ -370,6 +384,7 @@ def test_nothing_to_train_is_an_error(tmp_path):
         runs.train(tmp_path, model=model)
 
 
+@pytest.mark.slow
 def test_an_idle_tensor_is_named(tmp_path, caplog):
     model = tiny.llama()
     model.model.layers[1].mlp.idle = torch.nn.Linear(3, 3)
@@ -425,6 +440,7 @@ def test_early_stop(tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_an_early_stop_is_saved_and_lasts(tmp_path, monkeypatch):
     """Resumed, such a run is over, unless it is to be more patient."""
     losses = iter([3.0, 4.0, 4.0, 4.0])
@@ -437,6 +453,7 @@ def test_an_early_stop_is_saved_and_lasts(tmp_path, monkeypatch):
     assert runs.train(tmp_path, early_stopping_patience=3, resume=True, **options).steps == 4
 
 
+@pytest.mark.slow
 def test_epochs(tmp_path):
     from chronicals.data import create_dataloader
 
@@ -461,6 +478,7 @@ def test_a_switch_that_was_set_and_cannot_be_honoured_raises(tmp_path, field):
         runs.train(tmp_path, **{field: True})
 
 
+@pytest.mark.slow
 def test_a_memory_policy_that_cannot_be_honoured_raises(tmp_path):
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -498,6 +516,7 @@ def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(
     assert model.lm_head.weight.grad is not None  # the run is over, and updates nothing any more
 
 
+@pytest.mark.slow
 def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch, set_constants):
     """As many as make ``HELD`` bytes, and one more; each weight is updated once a step."""
     updated = []
@@ -528,6 +547,7 @@ def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch, set_constants)
     assert all(sum(size for _, size in group[:-1]) < 100_000 for group in updated)
 
 
+@pytest.mark.slow
 def test_what_runs_is_said_first(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG):
         runs.train(tmp_path)
@@ -541,6 +561,7 @@ def test_what_runs_is_said_first(tmp_path, caplog):
     assert "trainable 1" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_usual_run_says_little_before_its_first_step(tmp_path, caplog):
     """What runs, and of what does not run nothing that was not asked for."""
     with caplog.at_level(logging.INFO):
@@ -556,6 +577,7 @@ def test_a_usual_run_says_little_before_its_first_step(tmp_path, caplog):
     ]
 
 
+@pytest.mark.slow
 def test_callbacks_see_the_run(tmp_path):
     class Log(Callback):
         def __init__(self):
@@ -578,6 +600,7 @@ def test_callbacks_see_the_run(tmp_path):
     assert log.seen == [("began", 2), ("step", 1), ("step", 2), ("evaluated", 2), ("ended", 2)]
 
 
+@pytest.mark.slow
 def test_every_callback_is_ended(tmp_path):
     """Also where one of them fails in that."""
     ended = []
@@ -593,6 +616,7 @@ def test_every_callback_is_ended(tmp_path):
     assert ended == both
 
 
+@pytest.mark.slow
 def test_a_callback_may_generate(tmp_path):
     """What the model says by then, and the run goes on as if it had not been asked."""
     asked = []
@@ -621,6 +645,7 @@ def test_a_callback_may_generate(tmp_path):
     assert talking.loss == runs.train(tmp_path / "silent", **same).loss
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_curves(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -633,6 +658,7 @@ def test_tensorboard_has_the_curves(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_packed_trains_in_padded_rows(tmp_path, caplog):
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -644,6 +670,7 @@ def test_a_model_that_cannot_be_packed_trains_in_padded_rows(tmp_path, caplog):
     assert steps[-1][1] < 0.9 * steps[0][1]
 
 
+@pytest.mark.slow
 def test_golden_losses(tmp_path):
     """A refactor that is no computation must not move a bit of these (1e-6 on another torch or
     processor).
@@ -766,6 +793,7 @@ def test_another_kind_of_model_is_refused(tmp_path, model, reason):
         runs.train(tmp_path, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapt", [None, "ours", "peft"])
 def test_quantised_weights_are_trained_through_adapters_alone(tmp_path, adapt):
     """As transformers marks a model whose weights a quantiser packed; norms and embeddings would
@@ -784,6 +812,7 @@ def test_quantised_weights_are_trained_through_adapters_alone(tmp_path, adapt):
         runs.train(tmp_path, model=model, max_steps=1, use_lora=adapt == "ours")
 
 
+@pytest.mark.slow
 def test_attention_dropout_is_honoured_in_padded_rows(tmp_path, caplog):
     """As GPT-2 has it."""
     first, again, none = (
@@ -836,6 +865,7 @@ def test_of_many_adapted_layers_an_error_tells_some(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):
     model = apply_lora(tiny.llama(), LoRAConfig(rank=4, dropout=0.2))
     runs.train(tmp_path, model=model, max_steps=1, lora_dropout=0.3)

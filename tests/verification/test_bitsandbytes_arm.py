@@ -71,6 +71,7 @@ def test_the_same_losses_and_gradients(folder, tmp_path, seed, precision, change
         assert 0 < row.deviation < 3 * eps and row.cosine > 1 - 10 * eps**2 - 1e-6, row
 
 
+@pytest.mark.slow
 def test_a_base_that_is_stored_in_4_bits(folder, tmp_path, seed):
     model = load_model(folder / "base", torch.bfloat16, quantization="nf4")
     describe_packed(model)
@@ -79,6 +80,7 @@ def test_a_base_that_is_stored_in_4_bits(folder, tmp_path, seed):
     assert found.passed and found.bitsandbytes, found.failures
 
 
+@pytest.mark.slow
 def test_adapters_that_are_there_already(folder, tmp_path, seed):
     model = load_model(folder / "base", torch.float32, quantization="nf4")
     apply_lora(model, LoRAConfig(3, 8, 0.0, ["q_proj", "down_proj"]))
@@ -90,6 +92,7 @@ def test_adapters_that_are_there_already(folder, tmp_path, seed):
     assert found.passed and len(found.bitsandbytes.gradients) == 8, found.failures
 
 
+@pytest.mark.slow
 def test_a_base_quantised_in_another_type_than_that_of_the_run(folder, tmp_path, seed):
     """As that of an adapter which was trained in bf16 and goes on in fp32."""
     model = load_model(folder / "base", torch.bfloat16, quantization="nf4").to(torch.float32)
@@ -97,6 +100,7 @@ def test_a_base_quantised_in_another_type_than_that_of_the_run(folder, tmp_path,
     assert found.passed and found.bitsandbytes, (found.failures, found.notes)
 
 
+@pytest.mark.slow
 def test_codes_that_are_rounded_otherwise_are_taken_and_told(folder, tmp_path, plant, seed):
     """Without that gradients would differ by more than fp32 rounds."""
 
@@ -118,6 +122,7 @@ def test_codes_that_are_rounded_otherwise_are_taken_and_told(folder, tmp_path, p
 # -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, plant, seed):
     """Which no arm of ours shows, for all multiply by them."""
 
@@ -134,6 +139,7 @@ def test_weights_that_bitsandbytes_does_not_make_fail(folder, tmp_path, plant, s
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_scaled_otherwise_fails(folder, tmp_path, plant, seed):
     def wrong(right, *given):
         rank, scale = right(*given)
@@ -156,6 +162,7 @@ def note_of(found):
     return note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["bitsandbytes", "peft"])
 def test_what_is_not_installed_is_named(folder, tmp_path, let_return, package):
     if package == "peft":
@@ -165,12 +172,14 @@ def test_what_is_not_installed_is_named(folder, tmp_path, let_return, package):
     assert f"{package}: not installed" in note_of(compared(folder, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_model_that_was_never_stored_is_named(folder, tmp_path):
     """Quantised here, before any arm is made."""
     found = compared(folder, tmp_path, tiny.llama(**SHAPE))
     assert "in memory has no checkpoint" in note_of(found)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_changed_since_is_named(folder, tmp_path):
     model = load_model(folder / "base", torch.float32, quantization="nf4")
     with torch.no_grad():
@@ -180,6 +189,7 @@ def test_a_model_that_was_changed_since_is_named(folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_product_that_bitsandbytes_gets_wrong_is_named(tmp_path, plant):
     """Where inputs are no multiple of a block, on CPUs."""
     pytest.importorskip("bitsandbytes")
@@ -196,6 +206,7 @@ def test_a_product_that_bitsandbytes_gets_wrong_is_named(tmp_path, plant):
     )
 
 
+@pytest.mark.slow
 def test_a_base_in_16_bits_has_no_such_arm(folder, tmp_path):
     found = compared(
         folder,
@@ -215,6 +226,7 @@ def test_a_base_in_16_bits_has_no_such_arm(folder, tmp_path):
 # --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_prints_it_beside_ours(folder, tmp_path):
     (tmp_path / "data.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in tiny.chat_rows())

@@ -96,6 +96,7 @@ def test_verify_takes_a_model_in_four_bits(tmp_path, mode):
     assert found.passed, found.failures
 
 
+@pytest.mark.slow
 def test_other_values_are_seen(tmp_path, plant):
     """Were the base of the plain arms another one, by a twentieth in every weight, the run would
     be wrong.
@@ -154,6 +155,7 @@ def compare(folder, model=None, **changes):
     return verify(model, tiny.tokenizer(), runs.config(folder, **given), tiny.chat_rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, ADAPTERS, {**ADAPTERS, "memory": ["tiled_mlp"]}], ids=["full", "lora", "tiles"]
 )
@@ -182,6 +184,7 @@ def small_experts_too(set_constants):
     set_constants(layer_policies, MIN_FP8_WIDTH=4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, IN_EXPERTS], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 @pytest.mark.usefixtures("fused_anywhere", "small_experts_too")
@@ -190,6 +193,7 @@ def test_a_healthy_run_of_a_mixture_passes(tmp_path, name, changes):
     assert found.passed, found.failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["rows", "columns"])
 @pytest.mark.usefixtures("fused_anywhere", "small_experts_too")
 def test_a_wrong_scale_of_experts_fails(tmp_path, plant, where):
@@ -252,6 +256,7 @@ def scale_wrongly(plant, factor, of_weights, where):
     plant(FORMAT, "fp8_quantize", quantize)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_weights", "where", "changes"),
     [(False, "both", {}), (False, "columns", {}), (True, "columns", {}), (True, "both", ADAPTERS)],

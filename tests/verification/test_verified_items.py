@@ -172,6 +172,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "name"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
 def test_a_planted_fault_fails(fault, name, tmp_path, plant):
     fault(plant)

@@ -160,6 +160,7 @@ HEALTHY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, changes", HEALTHY, ids=[f"{n}-{family}" for n, (family, _) in enumerate(HEALTHY)]
 )
@@ -215,6 +216,7 @@ def test_a_model_whose_heads_are_wider_in_some_layers_passes(tmp_path, seed, wid
     assert found.passed, found.failures
 
 
+@pytest.mark.slow
 def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, plant):
     """Of a class that balances in another way: the run warns of it, and the arms are alike."""
     from transformers.models.mixtral import modeling_mixtral
@@ -232,6 +234,7 @@ def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, plant):
     )
 
 
+@pytest.mark.slow
 def test_a_patched_model_passes(tmp_path, seed):
     """The plain arms are of the class, not of the instance with its replaced forwards."""
     model = tiny.llama(seed)
@@ -239,6 +242,7 @@ def test_a_patched_model_passes(tmp_path, seed):
     assert compare(tmp_path, model, mixed_precision="bf16", seed=seed).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -471,6 +475,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "fault, changes", [case[1:] for case in ALONE], ids=[name for name, *_ in ALONE]
@@ -518,6 +523,7 @@ RATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong, changes, message", RATES, ids=[f"{f.__name__}-{n}" for n, (f, *_) in enumerate(RATES)]
 )
@@ -547,6 +553,7 @@ def test_the_plain_rates_are_those_of_the_run(schedule, decay, steps, warmup):
     assert scheduled_rates(config, steps) == pytest.approx(rates, rel=0, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"lr_scheduler": "wsd", "max_steps": 12}, {"warmup_steps": 3, "num_epochs": 2}]
 )
@@ -566,6 +573,7 @@ def test_the_trainer_has_the_plain_rates(tmp_path, changes):
 # -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays_out(tmp_path, seed):
     model = tiny.llama(seed)
     model.get_input_embeddings().requires_grad_(False)
@@ -573,6 +581,7 @@ def test_what_is_frozen_stays_out(tmp_path, seed):
     assert found.passed and "model.embed_tokens" not in {row.module for row in found.gradients}
 
 
+@pytest.mark.slow
 def test_adapters_that_are_there_already(tmp_path, seed):
     model = apply_lora(tiny.llama(seed), LoRAConfig(4, 8, 0.1, ["q_proj", "down_proj"]))
     found = compare(tmp_path, model, mixed_precision="bf16", seed=seed)
@@ -580,6 +589,7 @@ def test_adapters_that_are_there_already(tmp_path, seed):
     assert len(found.gradients) == 8 and any("dropout 0.1" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_dropout_is_left_out_of_every_arm_by_name(tmp_path, seed):
     sizes = {
         "vocab_size": 300,
@@ -594,6 +604,7 @@ def test_dropout_is_left_out_of_every_arm_by_name(tmp_path, seed):
         assert any(share in note for note in found.notes), found.notes
 
 
+@pytest.mark.slow
 def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
     config = ChronicalsConfig(
         num_epochs=1,
@@ -609,6 +620,7 @@ def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
     assert found.passed and 0 < len(found.losses) < 5 and "num_epochs=1" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_a_run_of_fewer_steps_is_said(tmp_path, seed, caplog):
     """And nothing of what the user did not set."""
     found = compare(tmp_path, tiny.llama(seed), max_steps=2, use_cuda_graphs=False, seed=seed)
@@ -620,6 +632,7 @@ def test_a_run_of_fewer_steps_is_said(tmp_path, seed, caplog):
     assert not any("lora_dropout" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_the_figures_are_json(tmp_path, seed):
     import json
 
@@ -640,11 +653,13 @@ def test_steps_out_of_range(tmp_path, steps):
         verify(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), tiny.chat_rows(), steps=steps)
 
 
+@pytest.mark.slow
 def test_weights_have_masters_here(tmp_path):
     found = compare(tmp_path, tiny.llama(), mixed_precision="bf16", master_weights=False)
     assert found.passed and any("master_weights=False is true here" in note for note in found.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_optimizer_states_are_fp32_here(tmp_path, precision):
     found = compare(tmp_path, tiny.llama(), mixed_precision=precision, optimizer_state_dtype="bf16")
@@ -652,6 +667,7 @@ def test_optimizer_states_are_fp32_here(tmp_path, precision):
     assert "optimizer_state_dtype='bf16' is 'fp32' here: the plain arms round none" in found.notes
 
 
+@pytest.mark.slow
 def test_8_bit_states_are_fp32_here(tmp_path):
     found = compare(tmp_path, tiny.llama(), mixed_precision="fp32", use_8bit_optimizer=True)
     assert found.passed, found.failures
@@ -660,6 +676,7 @@ def test_8_bit_states_are_fp32_here(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):
     found = compare(tmp_path, tiny.llama(seed).bfloat16(), mixed_precision="bf16", seed=seed)
     assert any("inv_freq is off by" in note for note in found.notes)
