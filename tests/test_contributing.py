@@ -108,7 +108,7 @@ def test_the_page_names_places_that_exist():
     for path, name in (
         ("tests/kernels/test_outputs.py", "OPERATORS = {"),
         ("tests/kernels/compile_for_card.py", "def calls()"),
-        ("src/chronicals/verification/self_test.py", "def _elementwise("),
+        ("src/chronicals/verification/self_test.py", "def _of_tokens("),
         ("benchmarks/kernel_rates.py", "def others()"),
         ("tests/test_architecture.py", "SHARED = {"),
     ):
