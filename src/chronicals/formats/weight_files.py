@@ -73,11 +73,12 @@ class StoredTensor:
         return self.content().view(FLOAT_DTYPES[self.dtype]).view(self.shape)
 
     def content(self) -> Tensor:
-        """Return its bytes, uint8, of any dtype."""
+        """Return its bytes, uint8, of any dtype; raises ValueError if the file was cut."""
         content = bytearray(self.bytes)
         with self.file.open("rb") as file:
             file.seek(self.begin)
-            file.readinto(content)
+            if file.readinto(content) < len(content):
+                raise ValueError(f"{self.file}: ends within {self.name}; download or save it again")
         return (
             torch.frombuffer(content, dtype=torch.uint8)
             if content
