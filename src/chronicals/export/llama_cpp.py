@@ -23,6 +23,7 @@ import numpy as np
 
 PACKAGE = "llama-cpp-python"
 NOT_INSTALLED = f"{PACKAGE} is not installed: pip install {PACKAGE}"
+"""Reason why a check by llama.cpp was not run."""
 
 GGML_F32 = 0
 """ggml's fp32, for the cache of keys and values, so that these are not rounded."""

@@ -36,8 +36,8 @@ def modelfile(source: SourceModel, file: Path) -> tuple[str, str | None]:
 def template_of(tokenizer: Any) -> str | None:
     """Return a chat template in Go's language.
 
-    None if it does more than put texts around messages, or Go would read these otherwise. BOS in front of a text,
-    which the tokenizer adds by itself, is left out, since Ollama adds it, too.
+    None if it does more than put texts around messages, or Go would read these otherwise. BOS in
+    front of a text, which the tokenizer adds by itself, is left out, since Ollama adds it, too.
     """
 
     def render(messages: list[dict[str, str]], asks: bool = False) -> str:

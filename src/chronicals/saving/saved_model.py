@@ -79,7 +79,8 @@ class SavedModel:
             ValueError: ``base_model`` is given for a model that is no adapter, or a file is not
                 JSON.
         """
-        # The folder of weights or adapters: itself, ``model`` in it, or that of its newest checkpoint.
+        # The folder of weights or adapters: itself, ``model`` in it, or that of the newest checkpoint
+        # that has one; itself if none holds any.
         beside = Path(name)
         checkpoints = sorted((beside / "checkpoints").glob("step-*"), reverse=True)
         places = [beside, beside / "model", *(folder / "model" for folder in checkpoints)]
