@@ -19,7 +19,6 @@ sys.path[:0] = [
     str(ROOT / "benchmarks"),
 ]
 
-from data.test_public_templates import PUBLIC, with_family  # noqa: E402
 from page_text import laid_out  # noqa: E402
 
 from chronicals.data import TemplateError, Tokenizer  # noqa: E402
@@ -36,6 +35,7 @@ from data.stock_templates import (  # noqa: E402  the tests' own tables
     twin,
     with_template,
 )
+from data.test_chat_templates import PUBLIC, with_family  # noqa: E402
 
 INTRODUCTION = """\
 # Chat templates

@@ -141,6 +141,19 @@ def test_ten_epochs_are_ten_times_the_steps_of_one(tmp_path):
     assert steps_of(tmp_path / "10") == 10 * steps_of(tmp_path / "1") > 0
 
 
+def test_a_trainer_has_the_fitted_batch_while_it_runs(tmp_path):
+    seen = []
+
+    class Look(Callback):
+        def step_done(self, metrics):
+            seen.append(trainer.config.batch_size)
+
+    config = usual(tmp_path, max_steps=1)
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config, [Look()])
+    trainer.train(tiny.chat_rows(8))
+    assert seen == [1] and trainer.config.batch_size == 4
+
+
 def test_a_resumed_run_keeps_the_batch_it_had(tmp_path):
     """Though other code, or other data, would shrink it otherwise; unless it is set now."""
     rows = tiny.chat_rows(30)

@@ -13,7 +13,7 @@ from chronicals.policies.policy import MemoryLoad, Switch, register_policy
 
 
 class CudaGraphs(Switch):
-    """Micro-steps as CUDA graphs, and the update too for one process (``training.graphs``)."""
+    """Micro-steps as CUDA graphs, and the update too for one process (``training.step.graphs``)."""
 
     name = "use_cuda_graphs"
     title = "CUDA graphs"

@@ -9,7 +9,7 @@ from chronicals.policies.policy import MemoryLoad, Policy, register_policy
 
 
 class UpdateInBackward(Policy):
-    """Gradients are applied and freed during the backward pass (``training.in_backward``)."""
+    """Gradients are applied and freed during the backward pass (``training.step.in_backward``)."""
 
     name = "optimizer_in_backward"
     title = "optimizer in the backward pass"

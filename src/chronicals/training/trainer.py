@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -224,12 +224,8 @@ class ChronicalsTrainer:
             if store is not None:
                 check_dealt(store, self.objective, self.config)
         plan = plan_epoch(train_store, self.config)
-        # From here on, batch and learning rate of the configuration fit the data.
-        fitted = fit_batch(
-            fit_learning_rate(self.config, self.ranks, model), plan, self.ranks, resumed
-        )
-        config = with_token_ids(fitted, self.tokenizer)
         with (
+            self._fitted_to(plan, resumed) as config,
             saying_what_helps(config, self.device, self.ranks.count),
             checkpoints_end_with_errors(),
         ):
@@ -270,6 +266,19 @@ class ChronicalsTrainer:
             self._earlier = held.enter_context(replacing(folder))
         if self._write_recipe is not None and (self._earlier is not None or not has_run):
             self._write_recipe(folder)
+
+    @contextmanager
+    def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
+        """Return a context in which batch and learning rate of the configuration fit the data."""
+        original = self.config
+        self.config = fit_batch(
+            fit_learning_rate(original, self.ranks, self.model), plan, self.ranks, resumed
+        )
+        try:
+            self.config = with_token_ids(self.config, self.tokenizer)
+            yield self.config
+        finally:
+            self.config = original
 
     def _run(
         self,

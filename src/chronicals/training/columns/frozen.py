@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,13 +66,12 @@ def present_frozen(
             config.max_seq_length,
             objective.shares_prompts(),
         )
+        if config.use_fused_kernels and device.type == "cuda":
+            patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
+            fuse_weights(frozen)
         objective.frozen[name] = presented
         size = sum(parameter.nbytes for parameter in frozen.parameters()) / 2**30
         logger.info("%s: %s, frozen, %.2f GiB on %s", name, type(frozen).__name__, size, device)
-    if config.use_fused_kernels and device.type == "cuda":
-        for called in objective.frozen.values():
-            patch_parts(called.model, whole_layers=why_not_fused(config, called) is None)
-            fuse_weights(called.model)
 
 
 @contextmanager
@@ -104,16 +102,18 @@ def with_frozen_columns(
     """
     declarations = objective.frozen_columns(model, tokenizer, config)
     ranks = ranks or Mesh()
+    rows = embedding_table(model).shape[0]
 
-    batches = partial(
-        BatchStream,
-        config=config,
-        padding_token_id=filler_token(tokenizer, embedding_table(model).shape[0]),
-        epochs=1,
-        rank=ranks.rank,
-        ranks=ranks.count,
-        shuffle=False,
-    )
+    def batches(store: TokenStore) -> BatchStream:
+        return BatchStream(
+            store,
+            config,
+            filler_token(tokenizer, rows),
+            epochs=1,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            shuffle=False,
+        )
 
     @contextmanager
     def computing(declared: Columns, longest: int) -> Iterator[PresentedModel]:
