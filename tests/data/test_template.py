@@ -721,10 +721,10 @@ CHATML = ["qwen3_instruct_2507", "qwen2_5_vl", "lfm2", "smolvlm"]
 nothing else.
 """
 
-KINDS = ["single", "turns", "system"]
+UNCALLED_KINDS = ["single", "turns", "system"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNCALLED_KINDS)
 @pytest.mark.parametrize("name", CHATML)
 def test_masks_are_those_of_trl(name, kind):
     """Of the marked templates that TRL trains answers by; without the field they differ by the
@@ -762,7 +762,7 @@ def test_a_completion_is_trained_to_its_end():
     assert sum(trained) == sum(without) + 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNCALLED_KINDS)
 def test_many_rows_at_once_are_masked_alike(kind):
     name = "qwen3_instruct_2507"
     if name not in stock_templates.names():

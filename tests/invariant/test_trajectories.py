@@ -141,7 +141,8 @@ def test_two_ranks_stop_together(tmp_path):
     """
     told = """
 import faulthandler
-from chronicals.training import Interrupted, loop
+from chronicals.training import Interrupted
+from chronicals.training.run import loop
 
 faulthandler.dump_traceback_later(120, exit=True)
 evaluate = loop.evaluate

@@ -298,6 +298,15 @@ def test_weights_of_which_some_stay(kinds, function, device):
         fused_adamw_(tensors, **OPTIONS, apply=applies[:2])
 
 
+def test_the_reference_reads_no_flag_that_is_not_on_the_host():
+    """It serves tensors on a card that no kernel takes, also while a graph is captured."""
+    tensors = drawn(torch.float32, torch.float32, "meta")
+    for shape in ((), (len(SHAPES),)):
+        fused_adamw_reference_(
+            tensors, **OPTIONS, apply=torch.empty(shape, dtype=torch.bool, device="meta")
+        )
+
+
 @pytest.mark.slow
 def test_a_master_is_kept_in_every_half(device):
     """With a rate of zero the value stays: all lower halves under one upper half, many under

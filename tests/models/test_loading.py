@@ -121,9 +121,8 @@ def test_weights_in_fp8_are_dequantised_on_any_machine(
         in caplog.text
     )
     assert getattr(loaded.config, "quantization_config", None) is None
-    attach_adapters(
-        loaded, runs.config(tmp_path)
-    )  # without adapters, quantised weights are refused
+    # it refuses quantised weights without adapters
+    attach_adapters(loaded, runs.config(tmp_path))
     loaded.save_pretrained(tmp_path / "again")
     found = load_file(tmp_path / "again" / "model.safetensors")
     assert found.keys() == meant.keys()

@@ -151,6 +151,12 @@ def test_weights_without_a_gradient_stay():
     ]
 
 
+def test_a_weight_of_no_group_is_refused():
+    optimizer = FusedAdamW(weights())
+    with pytest.raises(ValueError, match=r"a weight \(2, 3\) is in no group"):
+        optimizer.step_of([nn.Parameter(torch.zeros(2, 3))])
+
+
 def test_closure():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = FusedAdamW([parameter], lr=1e-2)

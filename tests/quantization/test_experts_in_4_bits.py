@@ -159,6 +159,18 @@ def test_another_layer_may_use_the_buffer_before_the_backward_pass():
     assert_same(loss_and_gradients(model), loss_and_gradients(plain))
 
 
+def test_what_is_loaded_is_read_although_the_buffer_holds_what_was_there():
+    ours, other = (
+        next(module for module in model.modules() if isinstance(module, Experts4bit))
+        for model in (quantised("Qwen3Moe")[0] for _ in range(2))
+    )
+    before = ours.stack("gate_up_proj")().clone()
+    ours.load_state_dict(other.state_dict())
+    loaded = ours.stack("gate_up_proj")()
+    assert torch.equal(loaded, other.stack("gate_up_proj").dense())
+    assert not torch.equal(loaded, before)
+
+
 def test_sizes_and_casts():
     model = build("Qwen3Moe")
     values = count_values(model)

@@ -137,7 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
     130.
 
     Args:
-        arguments: command and options; by default those of this process.
+        arguments: command and options; by default those of this process, with which ``train
+            --nproc`` starts its processes in any case.
     """
     console = Console(stderr=True)
     handler: logging.Handler = logging.StreamHandler()  # a line for each message, in files, too

@@ -177,10 +177,9 @@ class Mesh:
         """The device of this rank: its GPU, the current GPU if it is the only rank, or the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        card = torch.cuda.current_device()
-        if self.count > 1:
-            card = self.local_rank % torch.cuda.device_count()
-        return torch.device("cuda", card)
+        if self.count == 1:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
     @torch.no_grad()
     def same_weights(self, tensors: Iterable[Tensor]) -> None:

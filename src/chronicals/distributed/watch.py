@@ -72,12 +72,14 @@ class RankWatch:
         by_gloo = type(error) is RuntimeError and "gloo" in str(error)
         if error is not None and (isinstance(error, dist.DistError) or by_gloo):
             # Say how another rank ended, or else what all ranks are doing.
-            first = None
-            doing = "the other processes cannot be asked where they stand"
+            reason = None
             with suppress(RuntimeError):  # the store may be gone, too
-                first = self._first_error(wait=GRACE)
-                doing = _told(self._posts())
-            reason = first or f"another process is gone: {doing}; {error}"
+                reason = self._first_error(wait=GRACE)
+            if reason is None:
+                doing = "the other processes cannot be asked where they stand"
+                with suppress(RuntimeError):
+                    doing = _told(self._posts())
+                reason = f"another process is gone: {doing}; {error}"
             raise self.error(reason) from error
         if error is not None:
             self._announce(f"{kind.__name__ if kind else ''}: {error}")

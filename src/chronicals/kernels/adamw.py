@@ -419,8 +419,11 @@ def fused_adamw_reference_(
         number = place.tensor + n
         begin = 0 if n else place.begin
         step = place.steps[number]
-        if flags is not None and not flags.expand(count)[n]:
-            continue
+        applies = None if flags is None else flags.expand(count)[n]
+        if applies is not None and applies.device.type == "cpu":  # a card's host would wait for it
+            if not applies:
+                continue
+            applies = None
         g = gradient.float() if factor is None else gradient.float() * factor
         value = (
             join_master(weight, tensors.lows[n])
@@ -445,7 +448,7 @@ def fused_adamw_reference_(
             for which, x in enumerate((new_mean, new_square))
         )
         for old, updated in zip((*stored, mean, square), (*parts, *states)):
-            old.copy_(updated)
+            old.copy_(updated if applies is None else torch.where(applies, updated, old))
     if part is None:
         count_step_(tensors, apply)
 

@@ -288,8 +288,8 @@ class LoRALinear(AdapterLayer):
         a, b = matrices
         dropout = self.dropout if self.training and self.enabled else 0.0
         magnitude = self.lora_magnitude_vector
-        plain = _is_plain(self.base_layer, x)
-        if plain and magnitude is None and not dropout and not torch.compiler.is_compiling():
+        in_one = magnitude is None and not dropout and not torch.compiler.is_compiling()
+        if in_one and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
             weight = self.base_layer.weight
             bias = self.base_layer.bias
@@ -299,7 +299,7 @@ class LoRALinear(AdapterLayer):
 
         if magnitude is None:
             base = self.base_layer(x)
-        elif plain:
+        elif _is_plain(self.base_layer, x):
             base = F.linear(x, cast(Tensor, self.base_layer.weight))
         else:
             base = unbiased(self.base_layer, x)

@@ -61,7 +61,6 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 Rounding errors in a router would change which experts are chosen.
 """
 
-
 TRANSPOSED = "Conv1D"
 """Name of the class of linear layers with weight ``[in, out]``, as in GPT-2."""
 
@@ -414,8 +413,8 @@ class _Stacks:
         if tuple(stack.shape) != self.shapes[path][own]:
             return stack
         quantise = _kind_of(path, self.form).quantise
-        matrix = stack.reshape(-1, stack.shape[-1])
-        packed = quantise(matrix.to("cuda") if torch.cuda.is_available() else matrix)
+        on_device = stack.to("cuda") if torch.cuda.is_available() else stack
+        packed = quantise(on_device.reshape(-1, stack.shape[-1]))
         packed = packed.moved(stack.device).to(stack.dtype)
         self._packed[path][own] = packed
         model.get_submodule(path).register_parameter(

@@ -214,8 +214,9 @@ def locality_losses(log_s: Tensor, received: Tensor) -> Tensor:
     """
     experts = log_s.shape[-1]
     # The experts that received the token before (S). Ids of no expert fall into a further column.
-    none = received.new_zeros(len(received) - 1, experts + 1, dtype=torch.bool)
-    before = none.scatter(-1, known(received[:-1], experts), True)[:, :experts]
+    earlier = received[:-1]
+    none = received.new_zeros(len(earlier), experts + 1, dtype=torch.bool)
+    before = none.scatter(-1, known(earlier, experts), True)[:, :experts]
     before = before | ~before.any(-1, keepdim=True)
     return -log_s.log_softmax(-1)[1:].masked_fill(~before, float("-inf")).logsumexp(-1)
 

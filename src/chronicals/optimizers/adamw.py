@@ -128,15 +128,16 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.refresh_rates()
-        self.step_of(self.weights, factor, apply, used)
+        self.step_of(self.weights, apply, factor=factor, used=used)
         return loss
 
     @torch.no_grad()
     def step_of(
         self,
         parameters: Sequence[Tensor],
-        factor: Tensor | None = None,
         apply: Tensor | None = None,
+        *,
+        factor: Tensor | None = None,
         used: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """Update only these weights; the other arguments are those of ``step``.
@@ -146,6 +147,12 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a weight is in no group.
         """
+        known = {id(weight) for weight in self.weights}
+        for parameter in parameters:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
+                )
         everywhere = apply
         launches = self._launches(parameters)
         with nullcontext() if self.host is None else self.host.updating():
@@ -169,17 +176,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Each is the number of a group, the group, and the tensors of one launch: those of one
         device and the same dtypes of weight, gradient and moments, with or without a master.
-
-        Raises:
-            ValueError: a weight is in no group.
         """
         wanted = {id(parameter) for parameter in parameters}
-        known = {id(weight) for weight in self.weights}
-        for parameter in parameters:
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
-                )
         launches: dict[tuple[object, ...], tuple[int, dict[str, Any], Tensors]] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:

@@ -161,11 +161,6 @@ def _read_attention(
     attention: nn.Module, reads: Callable[[nn.Module | None], Any], half_tables: bool
 ) -> AttentionReads | None:
     """Return how attention is read, by the names of its children; None if it has others."""
-    norms: dict[str, RMSNormReads] = {}
-    for name in INNER_NORMS:
-        norm = reads(getattr(attention, name, None))
-        if isinstance(norm, RMSNormReads):
-            norms[name] = norm
     products = None
     for names in (*QUERY_KEY_VALUE, *LATENT):
         children = [getattr(attention, name, None) for name in (*names, *OUTPUT_PROJECTION)]
@@ -174,6 +169,11 @@ def _read_attention(
             break
     if products is None:
         return None
+    norms: dict[str, RMSNormReads] = {}
+    for name in INNER_NORMS:
+        norm = reads(getattr(attention, name, None))
+        if isinstance(norm, RMSNormReads):
+            norms[name] = norm
     if products in QUERY_KEY_VALUE:
         head_norms = None
         if "q_norm" in norms and "k_norm" in norms:

@@ -134,7 +134,8 @@ def as_called(
 ) -> Callable:
     """Return ``forward`` for callers that may name its argument.
 
-    A call with more arguments runs the class's own forward, and so does a module that ``changed``.
+    A call with more arguments runs the class's own forward, and so does any call of a module for
+    which ``changed`` returns True.
     """
     name = list(inspect.signature(type(module).forward).parameters)[1]
 

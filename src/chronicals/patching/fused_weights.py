@@ -43,7 +43,6 @@ DEVICES = "_chronicals_devices"
 Those are in it whose weights are in host memory.
 """
 
-
 SAID: set[str] = set()
 """Warnings that were given already; empty it to be told again."""
 
@@ -233,7 +232,6 @@ def _merged(
             if merged.bias is not None:
                 for bias, place in zip(biases, merged.bias.split(merged.sizes)):
                     assert bias is not None  # a merged bias is made where all layers have one
-                    assert bias is not None
                     bias.data = place
     cache[names] = merged
     return merged

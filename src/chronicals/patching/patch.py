@@ -182,17 +182,17 @@ def _patch(
         _replace_layers(target, plan, report)
     if seams and not report.mentions(loss.LOSS_PART):
         _replace_loss_and_attention(target, plan, report, outputs_at_padding)
-    other = attention.WITHOUT_PADDING if outputs_at_padding else attention.DOCUMENT_SEAM
-    is_other = any(
-        other in there.seams
-        for module in target.modules()
-        for there in vars(module).get(SEAMS, {}).values()
-    )
-    if seams and is_other:
-        raise ValueError(
-            f"outputs_at_padding={outputs_at_padding}: the model was patched with "
-            f"{not outputs_at_padding} already; call unpatch_model(model) first"
-        )
+    elif seams:
+        other = attention.WITHOUT_PADDING if outputs_at_padding else attention.DOCUMENT_SEAM
+        if any(
+            other in there.seams
+            for module in target.modules()
+            for there in vars(module).get(SEAMS, {}).values()
+        ):
+            raise ValueError(
+                f"outputs_at_padding={outputs_at_padding}: the model was patched with "
+                f"{not outputs_at_padding} already; call unpatch_model(model) first"
+            )
     if report.replaced:
         target._chronicals_whole = Whole()
     return report

@@ -218,6 +218,11 @@ class PackedExperts(PackedModule):
         # A copy has bases of its own.
         return {**vars(self), "_bases": {}}
 
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        for _, base in self._bases.values():
+            base.buffer.mark = None  # values of what was there before may be in it
+
     def forward(
         self, *inputs: Any, instead: Mapping[str, Tensor] | None = None, **named: Any
     ) -> Any:

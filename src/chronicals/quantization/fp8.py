@@ -175,7 +175,6 @@ class FP8Experts:
             return self
 
         waiting = FP8ExpertsInHost(self.weight, self.transposed, self.device)
-        waiting.waits_for = self.device
         waiting.rows()  # while the 16 bits are on the device
         self.weight.data = self.weight.data.to("cpu", copy=True)
         return waiting
@@ -222,3 +221,7 @@ class FP8ExpertsInHost(FP8Experts):
     """
 
     layout = "rows"
+
+    def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
+        super().__init__(weight, transposed, device)
+        self.waits_for = device

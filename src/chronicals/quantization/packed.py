@@ -138,8 +138,8 @@ class PackedWeight(ABC):
     not the codes, the ``PARTS``, shape and dtype, and these options, in this order. The other
     methods follow from these, unless files use other tensor names (``stored``, ``read_stored``).
 
-    Nothing asks ``isinstance`` of a weight, and traced code creates none, so that the class may be
-    abstract without a break in a compiled graph.
+    Nothing asks ``isinstance`` of a weight, so that the class may be abstract without a break in a
+    compiled graph.
 
     Attributes:
         codes: the layer's parameter; uint8 ``[...]`` in any shape.

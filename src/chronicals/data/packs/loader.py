@@ -5,8 +5,7 @@ the plan's packs in the order of generator (seed, e). A position in it is the nu
 consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row,
 so its documents depend on that product alone. The cost of packs decides which micro-batch and rank
 takes which of them. Micro-batches are sorted by cost, so that ranks that wait for each other hold
-neighbours. After the last epoch the stream goes on with empty packs, which
-count nothing.
+neighbours. After the last epoch the stream goes on with empty packs, which count nothing.
 """
 
 from __future__ import annotations

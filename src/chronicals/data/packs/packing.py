@@ -103,7 +103,7 @@ def plan_packs(
         lengths: tokens of each document, 1 to ``max_seq_length``.
         max_seq_length: width of a pack.
         max_documents: most documents in a pack; no limit by default.
-        strategy: ``best-fit``, ``first-fit`` or ``in-order``; see the module's docstring.
+        strategy: ``best-fit``, ``first-fit`` or ``in-order``, as ``strategies.py`` describes them.
         items: int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``; by default
             every document is one.
 

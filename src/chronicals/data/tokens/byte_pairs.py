@@ -169,11 +169,11 @@ class BytePairs:
         # Texts for which both programs are known to give the same ids.
         known = []
         for text in texts:
-            settled = text.isascii() or (
-                (not self.composes or unicodedata.is_normalized("NFC", text))
-                and SETTLED.fullmatch(text) is not None
-            )
-            known.append(len(text) < MAX_LETTERS and settled)
+            is_known = len(text) < MAX_LETTERS
+            if is_known and not text.isascii():
+                composed = not self.composes or unicodedata.is_normalized("NFC", text)
+                is_known = composed and SETTLED.fullmatch(text) is not None
+            known.append(is_known)
         unknown = [text for text, is_known in zip(texts, known) if not is_known]
         by_rust = iter(self.rust(unknown, special) if unknown else ())
         before, after = self.around if special else ([], [])
