@@ -106,18 +106,6 @@ def _why_not(module: Any, pairs: int | None) -> str | None:
     return None
 
 
-def format_of(module: Any, name: str) -> FP8Experts | None:
-    """Return the FP8 weight that multiplies in place of a weight of the module, or None.
-
-    It is made anew if the parameter was replaced.
-    """
-    formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})
-    if name in formats and formats[name].weight is not getattr(module, name):
-        old = formats[name]
-        formats[name] = type(old)(getattr(module, name), old.transposed, old.device)
-    return formats.get(name)
-
-
 def experts_in_fp8(model: nn.Module) -> list[str]:
     """Return the paths of the modules whose experts' products run in FP8."""
     return [path for path, module in model.named_modules() if IN_FP8 in vars(module)]
