@@ -189,7 +189,21 @@ class GGUFModel(ArtefactFormat):
         if self.kind in WEIGHT_TYPES:
             _prove_rounded(trained, written, planned, proof)
         with tempfile.TemporaryDirectory(dir=aside.parent) as place:
-            model = _load_restored(source, restored, Path(place), proof)
+            # The model with the weights of the file; the part that reads images is unchanged.
+            to_load = []
+            for name in restored:
+                stored_name = source.language[name].name
+                read = partial(restored.__getitem__, name)
+                to_load.append(NewTensor(stored_name, "F32", tuple(restored.shapes[name]), read))
+            for stored in source.beside_language:
+                to_load.append(in_dtype(stored, stored.dtype))
+            write_tensors(Path(place) / "model.safetensors", to_load)
+            config, notes = as_computed(source.config)
+            config.dtype = torch.float32
+            config.save_pretrained(Path(place))
+            for note in notes:
+                proof.not_run("positions", "llama.cpp", note)
+            model = source.load(Path(place))
             source.prove_survival(model, proof)
             beside_trained = "logits beside the trained model's"
             error = largest_error(logits_of(model, source.documents), source.trained_logits)
@@ -281,26 +295,6 @@ def _prove_rounded(
         worst[kind.name] = max(worst.get(kind.name, (-1.0, 0.0, "")), (error, bound, piece.name))
     for type_name, (error, bound, name) in worst.items():
         proof.bounded(f"{ROUNDED}, {type_name}", GGUF_READER, error, bound, name)
-
-
-def _load_restored(
-    source: SourceModel, restored: RestoredTensors, folder: Path, proof: Proof
-) -> Any:
-    """Load the model with the weights of the file; the part that reads images is unchanged."""
-    tensors = []
-    for name in restored:
-        stored_name = source.language[name].name
-        read = partial(restored.__getitem__, name)
-        tensors.append(NewTensor(stored_name, "F32", tuple(restored.shapes[name]), read))
-    for stored in source.beside_language:
-        tensors.append(in_dtype(stored, stored.dtype))
-    write_tensors(folder / "model.safetensors", tensors)
-    config, notes = as_computed(source.config)
-    config.dtype = torch.float32
-    config.save_pretrained(folder)
-    for note in notes:
-        proof.not_run("positions", "llama.cpp", note)
-    return source.load(folder)
 
 
 def _prove_by_llama_cpp(

@@ -109,7 +109,20 @@ def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
     if lines:
         parts.append("\n".join(["## Training", "", "| | |", "|---|---|", *lines]))
     if run is not None:
-        parts += _curve(run / "metrics.jsonl")
+        # The run's training losses, with the last held-out loss.
+        logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in logged if "loss" in line]
+        evaluations = [line for line in logged if "eval_loss" in line]
+        if steps:
+            chosen = steps[:: max(1, len(steps) // CURVE_POINTS)]
+            if chosen[-1] is not steps[-1]:
+                chosen.append(steps[-1])
+            rows = ["## Loss", "", "| step | training loss |", "|---|---|"]
+            rows += [f"| {line['step']} | {line['loss']:.4f} |" for line in chosen]
+            if evaluations:
+                last = evaluations[-1]
+                rows += ["", f"Held-out loss after step {last['step']}: {last['eval_loss']:.4f}."]
+            parts.append("\n".join(rows))
     if proof.checks:
         lines = ["## Compared with the trained model", ""]
         lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
@@ -122,24 +135,6 @@ def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
             lines.append(f"| {' | '.join([check.name, check.client, result, *numbers])} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _curve(metrics: Path) -> list[str]:
-    """Return a table of a run's training losses with the last held-out loss; none without steps."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "eval_loss" in line]
-    if not steps:
-        return []
-    chosen = steps[:: max(1, len(steps) // CURVE_POINTS)]
-    if chosen[-1] is not steps[-1]:
-        chosen.append(steps[-1])
-    rows = ["## Loss", "", "| step | training loss |", "|---|---|"]
-    rows += [f"| {line['step']} | {line['loss']:.4f} |" for line in chosen]
-    if evaluations:
-        last = evaluations[-1]
-        rows += ["", f"Held-out loss after step {last['step']}: {last['eval_loss']:.4f}."]
-    return ["\n".join(rows)]
 
 
 def upload(

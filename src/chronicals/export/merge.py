@@ -250,7 +250,17 @@ class Sums:
             return stored if self.dtype_of(stored) == stored.dtype else stored.read()
 
         def fill(aside: Path) -> None:
-            _copy_small_files(self.base, self.saved.beside or Path(self.saved.place), aside)
+            # The files without weights: the adapter's tokenizer, if it has one, overwrites the
+            # base's.
+            adapter = self.saved.beside or Path(self.saved.place)
+            not_of_base = {REPORT, MANIFEST}
+            if (adapter / "chat_template.jinja").exists():
+                not_of_base.add(OLD_TEMPLATE)  # programs that read it would not see the trained one
+            for folder, left_out in ((self.base, not_of_base), (adapter, ADAPTER_FILES)):
+                for small in sorted(folder.iterdir()):
+                    is_weights = small.suffix in WEIGHT_SUFFIXES
+                    if small.is_file() and not is_weights and small.name not in left_out:
+                        shutil.copyfile(small, aside / small.name)
             for file, tensors in self.files.items():
                 sums = []
                 for stored in tensors:
@@ -327,18 +337,3 @@ def _check_changes(changes: Mapping[str, Change]) -> None:
             "base's dtype; nothing was written. Keep the adapter beside its base, or give a base "
             "in float32 as base_model (--base-model)"
         )
-
-
-def _copy_small_files(base: Path, adapter: Path, target: Path) -> None:
-    """Copy the files that hold no weights, of the base and then of the adapter.
-
-    The adapter's tokenizer, if it has one, overwrites the base's.
-    """
-    not_of_base = {REPORT, MANIFEST}
-    if (adapter / "chat_template.jinja").exists():
-        not_of_base.add(OLD_TEMPLATE)  # programs that read it would not see the trained one
-    for folder, left_out in ((base, not_of_base), (adapter, ADAPTER_FILES)):
-        for file in sorted(folder.iterdir()):
-            is_weights = file.suffix in WEIGHT_SUFFIXES
-            if file.is_file() and not is_weights and file.name not in left_out:
-                shutil.copyfile(file, target / file.name)

@@ -64,55 +64,6 @@ class VLLMNotRun(ValueError):
     """vLLM could not be run; the message has its last log line."""
 
 
-def vllm_log_probabilities(
-    python: str | Path,
-    model: str | Path,
-    documents: list[list[int]],
-    adapter: Path | None = None,
-    rank: int = 0,
-) -> list[list[float]]:
-    """Return vLLM's log-probabilities of the tokens after the first of each document.
-
-    Args:
-        python: interpreter of an environment with vLLM.
-        model: folder or hub name of a whole model.
-        documents: token ids of each.
-        adapter: folder of an adapter over it.
-        rank: of the adapter, as vLLM is told.
-
-    Raises:
-        VLLMNotRun: the interpreter is missing, or the program failed.
-    """
-    arguments = {
-        "model": str(model),
-        "adapter": None if adapter is None else str(adapter),
-        "rank": rank,
-        "documents": documents,
-        "longest": max(map(len, documents)) + 1,
-    }
-    try:
-        done = subprocess.run(
-            [str(python), "-c", PROGRAM],
-            input=json.dumps(arguments),
-            capture_output=True,
-            text=True,
-            timeout=VLLM_TIME_LIMIT,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise VLLMNotRun(f"vllm_python={str(python)!r}: {error}") from error
-    results = [line for line in done.stdout.splitlines() if line.startswith(RESULT_PREFIX)]
-    if done.returncode or not results:
-        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
-        # vLLM's processes go on to log after the error.
-        cause = next((line for line in lines if _CAUSE.search(line)), lines[-1])
-        raise VLLMNotRun(
-            f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: "
-            f"{cause}"
-        )
-    values: list[list[float]] = json.loads(results[0].removeprefix(RESULT_PREFIX))
-    return values
-
-
 def prove_log_probabilities(
     source: SourceModel,
     model: str | Path,
@@ -132,13 +83,39 @@ def prove_log_probabilities(
         rank: of the adapter, as vLLM is told.
 
     Raises:
-        VLLMNotRun: vLLM was asked for and cannot be run.
+        VLLMNotRun: vLLM was asked for, and its interpreter is missing, or the program failed.
     """
     if source.vllm_python is None:
         reason = "give the interpreter of an environment with vLLM (--vllm-python)"
         proof.not_run("log-probabilities", VLLM, reason)
         return
-    theirs = vllm_log_probabilities(source.vllm_python, model, source.documents, adapter, rank)
+    arguments = {
+        "model": str(model),
+        "adapter": None if adapter is None else str(adapter),
+        "rank": rank,
+        "documents": source.documents,
+        "longest": max(map(len, source.documents)) + 1,
+    }
+    try:
+        done = subprocess.run(
+            [str(source.vllm_python), "-c", PROGRAM],
+            input=json.dumps(arguments),
+            capture_output=True,
+            text=True,
+            timeout=VLLM_TIME_LIMIT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise VLLMNotRun(f"vllm_python={str(source.vllm_python)!r}: {error}") from error
+    results = [line for line in done.stdout.splitlines() if line.startswith(RESULT_PREFIX)]
+    if done.returncode or not results:
+        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
+        # vLLM's processes go on to log after the error.
+        cause = next((line for line in lines if _CAUSE.search(line)), lines[-1])
+        raise VLLMNotRun(
+            f"vllm_python={str(source.vllm_python)!r}: the program ended with {done.returncode} "
+            f"and said: {cause}"
+        )
+    theirs: list[list[float]] = json.loads(results[0].removeprefix(RESULT_PREFIX))
     expected = made()
     ours = _log_probabilities(expected, source.documents)
     rounded = _log_probabilities(expected.bfloat16(), source.documents)

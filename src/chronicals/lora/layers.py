@@ -258,20 +258,19 @@ class LoRALinear(AdapterLayer):
     def norms(self) -> Tensor:
         """Return n of DoRA: the norms of the rows of ``W + s B A``, fp32 ``[out]``."""
         across = crossed(self.base_layer, self.lora_A)
-        return adapted_norms(self._squared_norms(), across, self.lora_A, self.lora_B * self.scale)
-
-    def _squared_norms(self) -> Tensor:
-        """Return ‖W‖² of the rows, cached until the weight is moved or changed."""
         weight = cast(Tensor, self.base_layer.weight)
         # a compiled graph cannot test whether the weight has changed
         if torch.compiler.is_compiling() and (
             has_plain_values(weight) or packed_weight(self.base_layer) is not None
         ):
-            return squared_norms_of(self.base_layer, self.in_features)
-        key = weight.data_ptr(), weight._version, weight.dtype, weight.device
-        if self._squares is None or self._squares[0] != key:
-            self._squares = key, squared_norms_of(self.base_layer, self.in_features)
-        return self._squares[1]
+            squares = squared_norms_of(self.base_layer, self.in_features)
+        else:
+            # ‖W‖² of the rows, cached until the weight is moved or changed
+            key = weight.data_ptr(), weight._version, weight.dtype, weight.device
+            if self._squares is None or self._squares[0] != key:
+                self._squares = key, squared_norms_of(self.base_layer, self.in_features)
+            squares = self._squares[1]
+        return adapted_norms(squares, across, self.lora_A, self.lora_B * self.scale)
 
     @property
     def bias(self) -> Tensor | None:

@@ -139,7 +139,12 @@ def save_adapter(
     for path, module in modules_to_save(model, config.modules_to_save).items():
         whole_names.update(f"{path}.{name}" for name, _ in module.named_parameters())
     for name in sorted(whole_names):
-        tensors[_name_in_file(name, model)] = values[name].detach().contiguous()
+        in_module = name
+        path, base_layer, last = name.partition(".base_layer.")
+        if base_layer and isinstance(model.get_submodule(path), TrainedTokens):
+            # PEFT has the weight of an embedding or head within the module of its trained tokens.
+            in_module = f"{path}.token_adapter{base_layer}{last}"
+        tensors[ADAPTER_PREFIX + in_module] = values[name].detach().contiguous()
     if any(name != f"{SCORE}.weight" and not is_of_head(name) for name in whole_names):
         message = (
             "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what "
@@ -149,17 +154,6 @@ def save_adapter(
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
-
-
-def _name_in_file(name: str, model: Any) -> str:
-    """Return the name in a file of a weight that is stored whole.
-
-    PEFT has the weight of an embedding or head within the module of its trained tokens.
-    """
-    path, base_layer, last = name.partition(".base_layer.")
-    if base_layer and isinstance(model.get_submodule(path), TrainedTokens):
-        return f"{ADAPTER_PREFIX}{path}.token_adapter{base_layer}{last}"
-    return ADAPTER_PREFIX + name
 
 
 def _adapter_tensors(

@@ -63,7 +63,49 @@ def add_adapter(model: Any, name: str, folder: str | Path) -> None:
             f"{name!r}: the model has an adapter of this name; give another, or delete_adapter "
             "first"
         )
-    named[name] = _read(model, folder)
+    described = describe_adapter(folder)
+    config = described_config(described, described["target_modules"])
+    extra = _more_than_matrices(replace(config, modules_to_save=None))
+    if extra is not None:
+        field = PEFT_FIELDS.get(extra[0], extra[0])
+        raise ValueError(
+            f"{folder}: {field}={described[field]!r}: cannot be one of several; "
+            "merge_and_unload() it into a base"
+        )
+    tensors = adapter_tensors(folder)
+    others = [stored for stored in tensors if ".lora_" not in stored]
+    if others:
+        raise ValueError(
+            f"{folder}: holds {others[0]} beside its adapters, which all adapters would share; "
+            "load it alone"
+        )
+    matrices: Matrices = {}
+    for path in sorted({stored.rpartition(".lora_")[0] for stored in tensors}):
+        a = tensors.get(f"{path}.lora_A.weight")
+        b = tensors.get(f"{path}.lora_B.weight")
+        if a is None and b is None:
+            a, b = (tensors.get(f"{path}.{side}") for side in LoRAEmbedding.MATRICES)
+        try:
+            layer: Any = model.get_submodule(path)
+        except AttributeError:
+            layer = None
+        layer = getattr(layer, "base_layer", layer)
+        shape = linear_shape(layer)
+        if shape is None and is_embedding(layer):
+            shape = (layer.num_embeddings, layer.embedding_dim)
+        rank = config.at(path).rank
+        if (
+            a is None
+            or b is None
+            or shape is None
+            or (a.shape, b.shape) != ((rank, shape[0]), (shape[1], rank))
+        ):
+            raise ValueError(
+                f"{folder}: the adapter of {path} does not fit the model: of another one?"
+            )
+        matrices[path] = a.float(), b.float()
+    config = LoRAConfig(**{**vars(config), "target_modules": sorted(matrices)}).fitted(matrices)
+    named[name] = NamedAdapter(config, matrices)
 
 
 def set_adapter(model: Any, name: str) -> Any:
@@ -253,50 +295,3 @@ def _find(model: Any, name: str) -> NamedAdapter:
             f"{', '.join(named) or 'none'}"
         )
     return named[name]
-
-
-def _read(model: Any, folder: Path) -> NamedAdapter:
-    """Read an adapter that fits the model; raises ValueError if it is more than A and B."""
-    described = describe_adapter(folder)
-    config = described_config(described, described["target_modules"])
-    extra = _more_than_matrices(replace(config, modules_to_save=None))
-    if extra is not None:
-        field = PEFT_FIELDS.get(extra[0], extra[0])
-        raise ValueError(
-            f"{folder}: {field}={described[field]!r}: cannot be one of several; "
-            "merge_and_unload() it into a base"
-        )
-    tensors = adapter_tensors(folder)
-    others = [name for name in tensors if ".lora_" not in name]
-    if others:
-        raise ValueError(
-            f"{folder}: holds {others[0]} beside its adapters, which all adapters would share; "
-            "load it alone"
-        )
-    matrices: Matrices = {}
-    for path in sorted({name.rpartition(".lora_")[0] for name in tensors}):
-        a = tensors.get(f"{path}.lora_A.weight")
-        b = tensors.get(f"{path}.lora_B.weight")
-        if a is None and b is None:
-            a, b = (tensors.get(f"{path}.{name}") for name in LoRAEmbedding.MATRICES)
-        try:
-            layer: Any = model.get_submodule(path)
-        except AttributeError:
-            layer = None
-        layer = getattr(layer, "base_layer", layer)
-        shape = linear_shape(layer)
-        if shape is None and is_embedding(layer):
-            shape = (layer.num_embeddings, layer.embedding_dim)
-        rank = config.at(path).rank
-        if (
-            a is None
-            or b is None
-            or shape is None
-            or (a.shape, b.shape) != ((rank, shape[0]), (shape[1], rank))
-        ):
-            raise ValueError(
-                f"{folder}: the adapter of {path} does not fit the model: of another one?"
-            )
-        matrices[path] = a.float(), b.float()
-    config = LoRAConfig(**{**vars(config), "target_modules": sorted(matrices)}).fitted(matrices)
-    return NamedAdapter(config, matrices)

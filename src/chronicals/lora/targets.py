@@ -223,23 +223,16 @@ def linear_shape(layer: Any) -> tuple[int, int] | None:
     packed = packed_weight(layer)
     if packed is not None:
         return packed.shape[1], packed.shape[0]
-    if isinstance(layer, nn.Linear):
-        return (layer.in_features, layer.out_features) if _multiplies(layer) else None
-    # GPT-2's linear layer, weight [in, out]
-    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
-        return layer.nx, layer.nf
-    return None
-
-
-def _multiplies(layer: nn.Linear) -> bool:
-    """Return whether the layer computes ``x Wᵀ + b``.
-
-    A class derived from ``nn.Linear`` may be a router, so a small copy is tried.
-    """
+    if not isinstance(layer, nn.Linear):
+        # GPT-2's linear layer, weight [in, out]
+        is_conv = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+        return (layer.nx, layer.nf) if is_conv else None
+    shape = layer.in_features, layer.out_features
     if type(layer).forward is nn.Linear.forward or f"{type(layer).__module__}.".startswith(
         QUANTISERS
     ):
-        return True
+        return shape
+    # A class derived from nn.Linear may be a router, so a small copy is tried.
     with torch.random.fork_rng(devices=[]):
         x = torch.randn(2, 4, 5, device="cpu", dtype=torch.float32)
         small = nn.Linear(5, 3, layer.bias is not None, device="cpu", dtype=torch.float32)
@@ -251,12 +244,13 @@ def _multiplies(layer: nn.Linear) -> bool:
         try:
             got = small(x)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-            return False
-    return (
+            return None
+    multiplies = (
         isinstance(got, Tensor)
         and got.shape == expected.shape
         and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
     )
+    return shape if multiplies else None
 
 
 def _report_others(modules: dict[str, nn.Module]) -> None:
@@ -327,7 +321,18 @@ def targeted_paths(
             paths += named
     paths = sorted(set(paths) - set(matches(model, excluded or [])))
     if layers is not None and wanted != []:
-        paths = _in_layers(layers, paths, lists)
+        numbers = {path: layer_number(path, lists) for path in paths}
+        present = {number for number in numbers.values() if number is not None}
+        absent = sorted(set(layers) - present)
+        if absent:
+            with_targets = "none, for no target is in a numbered layer"
+            if present:
+                with_targets = f"{min(present)} to {max(present)}"
+            raise ValueError(
+                f"lora_layers: no target is in layer {absent[0]}; layers with targets: "
+                f"{with_targets}"
+            )
+        paths = [path for path in paths if numbers[path] in layers]
     if not paths and wanted != []:
         raise ValueError(
             f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained; "
@@ -341,25 +346,6 @@ def targeted_paths(
                 "embeddings can be adapted"
             )
     return paths
-
-
-def _in_layers(layers: Collection[int], paths: list[str], lists: Sequence[str]) -> list[str]:
-    """Return the paths that are in these decoder layers.
-
-    Raises:
-        ValueError: one of the layers has none of the paths.
-    """
-    numbers = {path: layer_number(path, lists) for path in paths}
-    present = {number for number in numbers.values() if number is not None}
-    absent = sorted(set(layers) - present)
-    if absent:
-        known = "none, for no target is in a numbered layer"
-        if present:
-            known = f"{min(present)} to {max(present)}"
-        raise ValueError(
-            f"lora_layers: no target is in layer {absent[0]}; layers with targets: {known}"
-        )
-    return [path for path in paths if numbers[path] in layers]
 
 
 def matches(model: nn.Module, wanted: list[str] | str) -> list[str]:

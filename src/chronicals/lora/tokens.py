@@ -150,7 +150,26 @@ def plan_tokens(
                 f"{FIELD}: {name!r} is neither the embedding nor the head, which are "
                 f"{', '.join(ends)}"
             )
-        plan[path] = _checked(list(tokens), rows or len(ends[path].weight), path)
+        plan[path] = list(tokens)
+        count = rows or len(ends[path].weight)
+        if not plan[path]:
+            raise ValueError(
+                f"{FIELD}: no token is given for {path}; give token ids, or leave it out"
+            )
+        for token in plan[path]:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValueError(
+                    f"{FIELD}: {token!r} is no token id; a tokenizer gives it: "
+                    f"convert_tokens_to_ids({token!r})"
+                )
+            if not 0 <= token < count:
+                raise ValueError(
+                    f"{FIELD}: {path} has {count} rows, and none is that of token {token}; add it "
+                    "to the tokenizer, and call model.resize_token_embeddings(len(tokenizer))"
+                )
+        twice = [token for token in plan[path] if plan[path].count(token) > 1]
+        if twice:
+            raise ValueError(f"{FIELD}: token {twice[0]} stands twice; leave one out")
     if _is_tied(ends):
         if embedding not in plan or len({frozenset(tokens) for tokens in plan.values()}) > 1:
             raise ValueError(
@@ -211,27 +230,6 @@ def _is_tied(ends: Mapping[str, Any]) -> bool:
     """Return whether embedding and head are one weight."""
     weights = [getattr(layer, "base_layer", layer).weight for layer in ends.values()]
     return len(weights) == 2 and weights[0] is weights[1]
-
-
-def _checked(tokens: list[Any], rows: int, path: str) -> list[int]:
-    """Return the tokens; raises ValueError if one is no id of a row, or given twice."""
-    if not tokens:
-        raise ValueError(f"{FIELD}: no token is given for {path}; give token ids, or leave it out")
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ValueError(
-                f"{FIELD}: {token!r} is no token id; a tokenizer gives it: "
-                f"convert_tokens_to_ids({token!r})"
-            )
-        if not 0 <= token < rows:
-            raise ValueError(
-                f"{FIELD}: {path} has {rows} rows, and none is that of token {token}; add it to "
-                "the tokenizer, and call model.resize_token_embeddings(len(tokenizer))"
-            )
-    twice = [token for token in tokens if tokens.count(token) > 1]
-    if twice:
-        raise ValueError(f"{FIELD}: token {twice[0]} stands twice; leave one out")
-    return tokens
 
 
 @torch.no_grad()

@@ -166,7 +166,13 @@ def _one_by_one(own: Callable[..., tuple], module: nn.Module, *args: Any, **opti
             name: _of_document(value, number, start, end, tokens) for name, value in options.items()
         }
         states = named["hidden_states"] if "hidden_states" in named else given[0]
-        named["attention_mask"] = causal_mask(states, window)
+        place = torch.arange(states.shape[1], device=states.device)
+        distance = place[:, None] - place[None, :]
+        # later than its query, or at least ``window`` tokens earlier
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        zeros = torch.zeros(hidden.shape, dtype=states.dtype, device=states.device)
+        mask = zeros.masked_fill(hidden, torch.finfo(states.dtype).min)
+        named["attention_mask"] = mask[None, None]
         found.append(own(*given, **named))
     output, *rest = zip(*found)
     return torch.cat(output, 1), *map(PerDocument, rest)
@@ -185,18 +191,3 @@ def _of_document(value: Any, number: int, start: int, end: int, tokens: int) -> 
             name: _of_document(part, number, start, end, tokens) for name, part in value.items()
         }
     return value
-
-
-def causal_mask(states: Tensor, window: int | None) -> Tensor:
-    """Return the additive mask ``[1, 1, L, L]`` of a document's states ``[1, L, D]``.
-
-    Its dtype is that of the states. It holds the lowest finite number where a key is later than its
-    query, or at least ``window`` tokens earlier; 0 elsewhere.
-    """
-    place = torch.arange(states.shape[1], device=states.device)
-    distance = place[:, None] - place[None, :]
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    lowest = torch.finfo(states.dtype).min
-    return torch.zeros(hidden.shape, dtype=states.dtype, device=states.device).masked_fill(
-        hidden, lowest
-    )[None, None]

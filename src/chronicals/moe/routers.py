@@ -244,48 +244,18 @@ def _prove(twin: Any) -> WeighingProof | str:
     logits = [scores.view(-1, scores.shape[-1]) for scores in out.get(ROUTER_LOGITS) or read]
     if [len(scores) for scores in logits] != [LENGTH] * len(seen):
         return None, False
-    same = (
-        name
-        for name in SCORES
-        if all(_weighs_by(name, *layer) for layer in zip(logits, *zip(*seen)))
-    )
-    return next(same, None), True
-
-
-def _weighs_by(name: str, logits: Tensor, experts: Tensor, weights: Tensor) -> bool:
-    """Return whether the expert weights are proportional to these scores for each token.
-
-    With one expert per token the comparison is over the layer: a token's own ratio is always 1.
-    """
-    theirs = weights.float()
-    ours = SCORES[name](logits.float()).exp().gather(-1, experts)
-    if theirs.shape[-1] > 1 or torch.allclose(theirs, theirs[:1]):
-        theirs, ours = (x / x.sum(-1, keepdim=True) for x in (theirs, ours))
-    else:
-        theirs, ours = (x / x.sum() for x in (theirs, ours))
-    return torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4)
-
-
-def untrained_routers(model: Any) -> list[str]:
-    """Return the ends of the paths of router weights, as ``mlp.gate.weight``, if none is trained.
-
-    If any router has a trained parameter, the list is empty.
-    """
-    paths = {id(module): outermost_path(path) for path, module in model.named_modules()}
-    routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
-    if any(p.requires_grad for path in routers for p in model.get_submodule(path).parameters()):
-        return []
-    return sorted({".".join([*path.split(".")[-2:], "weight"]) for path in routers})
-
-
-def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:
-    """Set ``requires_grad`` of the lookahead heads: true only for those that ``settings`` train.
-
-    Returns:
-        The names of the heads that are not trained.
-    """
-    heads = lookahead_heads(model)
-    trained = {name for name in heads if settings is not None and getattr(settings, name)}
-    for name, module in heads.items():
-        module.requires_grad_(name in trained)
-    return [name for name in heads if name not in trained]
+    for name, log_scores in SCORES.items():
+        for scores, (chosen, weights) in zip(logits, seen):
+            theirs = weights.float()
+            ours = log_scores(scores.float()).exp().gather(-1, chosen)
+            if theirs.shape[-1] > 1 or torch.allclose(theirs, theirs[:1]):
+                theirs = theirs / theirs.sum(-1, keepdim=True)
+                ours = ours / ours.sum(-1, keepdim=True)
+            else:  # with one expert a token's own ratio is always 1, so over the layer
+                theirs = theirs / theirs.sum()
+                ours = ours / ours.sum()
+            if not torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4):
+                break
+        else:  # proportional to these scores in every layer
+            return name, True
+    return None, True

@@ -2,15 +2,15 @@
 
 The products are those of ``kernels/fused_experts.py``. Recognised is a module with transformers'
 description of its experts (``use_experts_implementation``), a gate, two 3-D parameters (transposed
-or not, with biases or without) and a unit that ``_candidates`` yields. The proof compares outputs
-and the gradients of the input, of the router's shares and of the parameters. The router stays the
+or not, with biases or without) and a unit of ``recognise_experts``. The proof compares outputs and
+the gradients of the input, of the router's shares and of the parameters. The router stays the
 class's own. The class's own forward runs under autocast, with experts on several ranks, and for
 weights of a dtype that no product takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
-from chronicals.patching.fp8_experts import IN_FP8, format_of
+from chronicals.patching.fp8_experts import IN_FP8
 from chronicals.patching.fused_weights import say_once
 from chronicals.patching.gated_mlps import Uncalled
 from chronicals.quantization import FP8Experts
@@ -52,19 +52,6 @@ def _gate_of(
     return Gate(activation, getattr(module, alpha), getattr(module, limit), 1.0, interleaved)
 
 
-def _candidates(module: nn.Module) -> Iterable[GateOf]:
-    """Yield the units that the module may have, the likelier order of gate and up first."""
-    is_concatenated = getattr(module, "is_concatenated", True)
-    for interleaved in (not is_concatenated, is_concatenated):
-        for activation in GATE_ACTIVATIONS:
-            yield partial(_gate_of, activation, None, None, interleaved)
-        for alpha, limit in NUMBERS:
-            if hasattr(module, limit):
-                yield partial(_gate_of, "silu", None, limit, interleaved)
-                if hasattr(module, alpha):
-                    yield partial(_gate_of, "silu", alpha, limit, interleaved)
-
-
 def recognise_experts(module: nn.Module) -> Form | None:
     """Return the form of a module of a twin; None if it has no experts that are computed so."""
     described = all(hasattr(module, flag) for flag in FLAGS) and hasattr(module, "is_concatenated")
@@ -88,8 +75,17 @@ def recognise_experts(module: nn.Module) -> Form | None:
     count, *sizes = parameters["down_proj"].shape
     width = sizes[module.is_transposed is True]
     class_forward = partial(_routed, type(module).forward, count)
+    units: list[GateOf] = []
+    # the likelier order of gate and up first
+    for interleaved in (not module.is_concatenated, module.is_concatenated):
+        units += [partial(_gate_of, unit, None, None, interleaved) for unit in GATE_ACTIVATIONS]
+        for alpha, limit in NUMBERS:
+            if hasattr(module, limit):
+                units.append(partial(_gate_of, "silu", None, limit, interleaved))
+                if hasattr(module, alpha):
+                    units.append(partial(_gate_of, "silu", alpha, limit, interleaved))
     with random_numbers(module):
-        for gate_of in _candidates(module):
+        for gate_of in units:
             x = torch.randn(9, width)
             by_products = partial(_routed, partial(_compute, gate_of), count)
             try:
@@ -138,12 +134,18 @@ def _compute(
         stacks: weights by name, in place of the module's own.
     """
     adapters = factors or {}
+    formats: dict[str, FP8Experts] = {}
+    if stacks is None:
+        formats = vars(module).get(IN_FP8, {})
     products = []
     for name in _PRODUCTS:
         names = (name, f"{name}_bias") if module.has_bias else (name,)
         weight, *biases = (getattr(module, n) if stacks is None else stacks[n] for n in names)
         bias = biases[0] if biases else None
-        in_fp8 = format_of(module, name) if stacks is None else None
+        if name in formats and formats[name].weight is not weight:  # the parameter was replaced
+            old = formats[name]
+            formats[name] = type(old)(weight, old.transposed, old.device)
+        in_fp8 = formats.get(name)
         adapter = adapters.get(name)
         if adapter is None:
             products.append(ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8))

@@ -104,12 +104,6 @@ class RecomputeLayers(Policy):
 RECOMPUTE_LAYERS = register_policy(RecomputeLayers())
 
 
-def forget_recomputation(model: Any) -> None:
-    """Switch off recomputation that an earlier run of chronicals switched on."""
-    if vars(model.get_decoder()).pop(CHECKPOINTED, False):
-        disable_gradient_checkpointing(model)
-
-
 def stop_other_recomputation(model: Any, decision: Decision) -> None:
     """Switch off the model's own recomputation, unless the decision relies on it."""
     own = decision.runs and decision.layers == 0 and decision.how != CHEAP
@@ -126,13 +120,3 @@ def asked_recomputation(config: ChronicalsConfig) -> str | None:
     if config.memory is not None or not config.use_gradient_checkpointing:
         return NOTHING
     return None
-
-
-def fixed_recomputation(facts: Facts) -> str | None:
-    """Return what every layer recomputes regardless of memory; None if the memory decides."""
-    asked = asked_recomputation(facts.config)
-    if asked is None and recomputes(facts.model):
-        return LAYERS
-    if asked is None and not getattr(facts.model, "supports_gradient_checkpointing", False):
-        return NOTHING
-    return asked

@@ -18,7 +18,7 @@ from chronicals.distributed import (
     stay_gathered,
     whole_parts,
 )
-from chronicals.memory import Estimate, card_memory, decoder_layers
+from chronicals.memory import card_memory, decoder_layers
 from chronicals.policies.divided_weights import (
     check_divisible,
     divide_weights,
@@ -86,17 +86,6 @@ class Sharding(Policy):
         if config.sharding_ranks:
             words += f"; sharding_ranks={config.sharding_ranks} is of weights that are divided"
         return Decision(self.name, True, words)
-
-    def kept_whole(self, facts: Facts, decision: Decision, memory: Estimate) -> Decision:
-        """Return ``decision`` with the reason why weights that do not fit are not divided."""
-        asked = self.name in facts.config.explicit
-        if not decision.runs or decision.how == DIVIDE_WEIGHTS or asked or memory.fits:
-            return decision
-        reason = why_stays_whole(facts)
-        if reason is None:
-            return decision
-        words = f"; weights are not divided though they do not fit a card whole: {reason}"
-        return replace(decision, reason=decision.reason + words)
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with a share of the states, its own values and its summed gradients."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from chronicals.memory import LAYERS, Estimate
+from chronicals.memory import LAYERS, NOTHING, Estimate, recomputes
 from chronicals.policies.exclusions import conditions
-from chronicals.policies.facts import Facts, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
 from chronicals.policies.needed_memory import (
     asked_for,
     expected_memory,
@@ -16,8 +16,8 @@ from chronicals.policies.needed_memory import (
     refuse_what_cannot_fit,
 )
 from chronicals.policies.policy import POLICIES, Course, Decision, policies
-from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, fixed_recomputation
-from chronicals.policies.sharding import SHARDING
+from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, asked_recomputation
+from chronicals.policies.sharding import SHARDING, why_stays_whole
 
 
 def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Decision]:
@@ -37,7 +37,12 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
     """
     facts, sharding = settle_sharding(facts)
     frees, memory = expected_memory(facts)
-    sharding = SHARDING.kept_whole(facts, sharding, memory)
+    whole = sharding.runs and sharding.how != DIVIDE_WEIGHTS
+    if whole and SHARDING.name not in facts.config.explicit and not memory.fits:
+        reason = why_stays_whole(facts)
+        if reason is not None:
+            words = f"; weights are not divided though they do not fit a card whole: {reason}"
+            sharding = replace(sharding, reason=sharding.reason + words)
     standing = asked_for(facts, frees) | conditions(facts)
     course = Course(frozenset(standing), memory, frees, sharding)
     decisions: dict[str, Decision] = {}
@@ -45,10 +50,16 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
         if policy.before_memory:
             course = _decided(policy.name, facts, course, decisions)
     fitted = fit_to_memory(facts, sharding, memory, smallest)
+    # what every layer recomputes regardless of memory; None if the memory decides
+    fixed = asked_recomputation(facts.config)
+    if fixed is None and recomputes(facts.model):
+        fixed = LAYERS
+    elif fixed is None and not getattr(facts.model, "supports_gradient_checkpointing", False):
+        fixed = NOTHING
     refuse_what_cannot_fit(
         facts.config,
         fitted.memory,
-        fixed_recomputation(facts),
+        fixed,
         lambda length: expected_memory(
             replace(facts, config=facts.config.fitted(max_seq_length=length))
         )[1],

@@ -53,7 +53,15 @@ def write_folder(
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
+        # Temporary folders that killed processes left, of this folder or of one whose name differs
+        # only in a number. One that was about to be replaced, and has lost its name, gets it back.
+        kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
+        for folder in sorted(target.parent.glob(".*")):
+            found = re.fullmatch(rf"\.(replaced-)?({kin})\.\d+", folder.name)
+            if found and found[1] and not os.path.lexists(folder.with_name(found[2])):
+                os.rename(folder, folder.with_name(found[2]))
+            elif found:
+                remove_folder(folder)
         aside.mkdir()
         fill(aside)
         # Files, the manifest, then the folders are synced, so that only what is on the disk gets a
@@ -159,18 +167,3 @@ def remove_folder(path: Path) -> None:
             shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s: could not be removed (%s)", path, error)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove temporary folders of killed processes.
-
-    They belong to this folder, or to one whose name differs only in a number. A folder that was
-    about to be replaced, and has lost its name, gets it back.
-    """
-    kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
-    for folder in sorted(target.parent.glob(".*")):
-        found = re.fullmatch(rf"\.(replaced-)?({kin})\.\d+", folder.name)
-        if found and found[1] and not os.path.lexists(folder.with_name(found[2])):
-            os.rename(folder, folder.with_name(found[2]))
-        elif found:
-            remove_folder(folder)

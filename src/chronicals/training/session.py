@@ -33,6 +33,7 @@ from chronicals.distributed import (
     prove_alike,
 )
 from chronicals.lora import has_magnitudes
+from chronicals.memory import disable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW
@@ -47,7 +48,7 @@ from chronicals.policies import Decision, Facts, Stage, apply_policies, decide, 
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.policy import policies
-from chronicals.policies.recompute_layers import forget_recomputation, stop_other_recomputation
+from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending
@@ -172,7 +173,9 @@ def decide_together(
     if reason:
         logger.warning("%s", reason)
     forget_policies(model)
-    forget_recomputation(model)
+    # what an earlier run of chronicals recomputed, this one may not need
+    if vars(model.get_decoder()).pop(CHECKPOINTED, False):
+        disable_gradient_checkpointing(model)
     facts = Facts.of(
         config,
         presented,

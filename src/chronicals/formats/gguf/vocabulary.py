@@ -216,7 +216,21 @@ def unigram_of(described: dict[str, Any], rows: int) -> Unigram:
         )
     effects = {_normalizer_effect(step, bool(maps)) for step in normalizers}
     effects |= {_splitting_effect(step, model) for step in splitters}
-    merges, prefix = _blank_settings(effects)
+    # llama.cpp has two settings: blanks are merged, and a text gets one in front.
+    prefix = bool(effects & {"prefix", "prefix before blanks"})
+    merging = {"several are one", "none at the ends"}
+    merges = merging <= effects and prefix
+    if not merges and merging & effects:
+        ways = ", ".join(sorted(effects - {""}))
+        raise _other(
+            f"blanks ({ways}): where llama.cpp merges them it leaves none at the ends and puts "
+            "one in front of a text"
+        )
+    if not merges and "prefix" in effects and "prefix before blanks" not in effects:
+        raise _other(
+            "pre_tokenizer Metaspace: no blank in front of a text that begins with one, where "
+            "llama.cpp puts one, too"
+        )
     scores = [float(score) for _, score in model["vocab"]]
     return Unigram(
         scores + [UNUSED_SCORE] * (rows - len(scores)),
@@ -280,26 +294,6 @@ def _splitting_effect(step: dict[str, Any], model: dict[str, Any]) -> str:
             "token, too"
         )
     return "" if scheme == "never" else "prefix"
-
-
-def _blank_settings(effects: set[str]) -> tuple[bool, bool]:
-    """Return two settings of llama.cpp: blanks are merged, and a text gets one in front."""
-    merges = {"several are one", "none at the ends"}
-    prefix = bool(effects & {"prefix", "prefix before blanks"})
-    if merges <= effects and prefix:
-        return True, True
-    if merges & effects:
-        ways = ", ".join(sorted(effects - {""}))
-        raise _other(
-            f"blanks ({ways}): where llama.cpp merges them it leaves none at the ends and puts "
-            "one in front of a text"
-        )
-    if "prefix" in effects and "prefix before blanks" not in effects:
-        raise _other(
-            "pre_tokenizer Metaspace: no blank in front of a text that begins with one, where "
-            "llama.cpp puts one, too"
-        )
-    return False, prefix
 
 
 def _other(reason: str) -> NotExpressible:

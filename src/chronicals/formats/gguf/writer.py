@@ -116,6 +116,8 @@ def plan_gguf(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> GG
         ValueError: the package gguf is missing.
     """
     require_gguf()
+    import gguf
+
     family = family_of(config)
     pieces = pieces_of({name: stored.shape for name, stored in tensors.items()}, config, family)
     missing = {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}
@@ -123,7 +125,25 @@ def plan_gguf(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> GG
         raise NotExpressible(f"{', '.join(sorted(missing))}: no tensor of the model is that")
     if kind in EXPERTS_KINDS and not any(piece.name.endswith(OF_EXPERTS) for piece in pieces):
         raise NotExpressible(f"gguf-{kind}: the model has no experts, whose type that is")
-    types = {piece.name: _type_of(piece, kind, config) for piece in pieces}
+    types: dict[str, Any] = {}
+    for piece in pieces:
+        role = piece.name.split(".")[-2] if "." in piece.name else piece.name
+        is_full = len(piece.shape) < 2 or piece.name.endswith((".bias", "_norm.weight"))
+        if is_full or role in FULL_PRECISION_ROLES or kind == "f32":
+            types[piece.name] = gguf.GGMLQuantizationType.F32
+            continue
+        is_head = piece.name == "output.weight" or (
+            piece.name == "token_embd.weight" and config.tie_word_embeddings
+        )
+        has_few_bits = kind.startswith(("q4", "q5"))
+        name = HEAD_TYPE if is_head and has_few_bits else WEIGHT_TYPES[kind]
+        if kind in EXPERTS_KINDS and not piece.name.endswith(OF_EXPERTS):
+            name = EXPERTS_KINDS[kind]
+        ggml_type = gguf.GGMLQuantizationType[name]
+        block, _ = gguf.GGML_QUANT_SIZES[ggml_type]
+        # Rows that are no whole blocks are F16.
+        is_whole = piece.shape[-1] % block == 0
+        types[piece.name] = ggml_type if is_whole else gguf.GGMLQuantizationType.F16
     extra = dict(extra_tensors(config))
     size = sum(bytes_of(piece, types[piece.name]) for piece in pieces)
     size += sum(values.nbytes for values in extra.values())
@@ -137,26 +157,6 @@ def bytes_of(piece: TensorPiece, ggml_type: Any) -> int:
 
     rows = int(np.prod(piece.shape[:-1]))
     return rows * int(gguf.quant_shape_to_byte_shape(piece.shape, ggml_type)[-1])
-
-
-def _type_of(piece: TensorPiece, kind: str, config: Any) -> Any:
-    """Return the type of a tensor in the file; rows that are no whole blocks are F16."""
-    import gguf
-
-    role = piece.name.split(".")[-2] if "." in piece.name else piece.name
-    is_full = len(piece.shape) < 2 or piece.name.endswith((".bias", "_norm.weight"))
-    if is_full or role in FULL_PRECISION_ROLES or kind == "f32":
-        return gguf.GGMLQuantizationType.F32
-    is_head = piece.name == "output.weight" or (
-        piece.name == "token_embd.weight" and config.tie_word_embeddings
-    )
-    has_few_bits = kind.startswith(("q4", "q5"))
-    name = HEAD_TYPE if is_head and has_few_bits else WEIGHT_TYPES[kind]
-    if kind in EXPERTS_KINDS and not piece.name.endswith(OF_EXPERTS):
-        name = EXPERTS_KINDS[kind]
-    ggml_type = gguf.GGMLQuantizationType[name]
-    block, _ = gguf.GGML_QUANT_SIZES[ggml_type]
-    return ggml_type if piece.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
 
 
 def write_gguf(

@@ -110,7 +110,20 @@ def record(
     """
     layers = mixture_layers(model.model)
     for batch in batches:
-        for part in [batch] if model.packed else _documents(batch):
+        parts = [batch]
+        if not model.packed:  # each document with a target as its own Batch, for padded rows
+            parts = []
+            counted = CountedTokens.of(batch, None).counted
+            bounds = batch.cu_seqlens.tolist()
+            for a, b in zip(bounds, bounds[1:]):
+                if b <= a or not counted[a]:
+                    continue
+                ends = torch.tensor([0, b - a], dtype=torch.int32, device=batch.cu_seqlens.device)
+                inputs = batch.input_ids[a:b]
+                parts.append(
+                    Batch(inputs, batch.targets[a:b], batch.position_ids[a:b], ends, b - a)
+                )
+        for part in parts:
             yield _recorded(model, layers, part, features)  # between two, the model is as it was
 
 
@@ -162,18 +175,6 @@ def _recorded(
         hidden=computed.states[kept],
         embeddings=model.model.get_input_embeddings()(found.token_ids),
     )
-
-
-def _documents(batch: Batch) -> Iterator[Batch]:
-    """Yield each document with a target as its own Batch, for models that take padded rows."""
-    counted = CountedTokens.of(batch, None).counted
-    bounds = batch.cu_seqlens.tolist()
-    for a, b in zip(bounds, bounds[1:]):
-        if b > a and bool(counted[a]):
-            ends = torch.tensor([0, b - a], dtype=torch.int32, device=batch.cu_seqlens.device)
-            yield Batch(
-                batch.input_ids[a:b], batch.targets[a:b], batch.position_ids[a:b], ends, b - a
-            )
 
 
 def record_data(

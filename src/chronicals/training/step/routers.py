@@ -13,11 +13,15 @@ from chronicals.config import ConfigurationError
 from chronicals.data import TokenStore
 from chronicals.models import PresentedModel
 from chronicals.models.peft_kinds import within_adapters
-from chronicals.models.routed_experts import called_for_experts, lookahead_heads
+from chronicals.models.routed_experts import (
+    called_for_experts,
+    lookahead_heads,
+    outermost_path,
+)
 from chronicals.models.router_loss import SWITCH
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import FILE, Anchor, RouterTerms, first_tokens
-from chronicals.moe.routers import check_routers, choose_heads, routing_of, untrained_routers
+from chronicals.moe.routers import check_routers, mixture_layers, routing_of
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 
 if TYPE_CHECKING:
@@ -43,13 +47,17 @@ def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
             check_routers(model, settings)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-    idle = choose_heads(model, settings)
+    heads = lookahead_heads(model)
+    trained = {name for name in heads if settings is not None and getattr(settings, name)}
+    for name, module in heads.items():
+        module.requires_grad_(name in trained)
+    idle = [name for name in heads if name not in trained]
     if idle:
         logger.info(
             "lookahead heads without a loss are not trained: %s",
             ", ".join(f"router.{name}" for name in idle),
         )
-    return [name for name in lookahead_heads(model) if name not in idle]
+    return [name for name in heads if name in trained]
 
 
 def add_router_terms(presented: PresentedModel, settings: RouterSettings | None) -> None:
@@ -78,10 +86,15 @@ def add_router_terms(presented: PresentedModel, settings: RouterSettings | None)
         f"router.{name}={weight}" for name, weight in settings.weights.items() if name in OF_ROUTERS
     ]
     named += [f"{SWITCH}=True"] if presented.router_loss is not None else []
-    untrained = untrained_routers(model) if named else []
-    if not untrained:
+    if not named:
         return
-    weights = ",".join(untrained)
+    paths = {id(module): outermost_path(path) for path, module in model.named_modules()}
+    routers = [paths[id(layer.router)] for layer in mixture_layers(model)]
+    if any(p.requires_grad for path in routers for p in model.get_submodule(path).parameters()):
+        return
+    # the ends of their paths, as mlp.gate.weight
+    ends = {".".join([*path.split(".")[-2:], "weight"]) for path in routers}
+    weights = ",".join(sorted(ends))
     if any("lora_" in name for name, _ in model.named_parameters()):
         remedy = f"add {weights} to lora_target_parameters"
     else:
