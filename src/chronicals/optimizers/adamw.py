@@ -128,7 +128,9 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.refresh_rates()
-        self.step_of(self.weights, apply, factor=factor, used=used)
+        # Not ``self.weights``: those of a divided optimizer are whole, its groups hold shares.
+        members = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.step_of(members, apply, factor=factor, used=used)
         return loss
 
     @torch.no_grad()
@@ -147,7 +149,7 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a weight is in no group.
         """
-        known = {id(weight) for weight in self.weights}
+        known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for parameter in parameters:
             if id(parameter) not in known:
                 raise ValueError(
