@@ -82,7 +82,19 @@ def plan_work(
     if isinstance(work, PairWork):
         _ = work.beta  # raises if the objective has settings that not every arm has
     if built_in:
-        work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
+        if shape:
+            vocabulary = shape.sizes["vocab_size"]
+        else:
+            from transformers import AutoConfig
+
+            try:
+                vocabulary = ModelShape.of(AutoConfig.from_pretrained(model)).vocabulary
+            except (OSError, ValueError) as error:
+                shapes = ", ".join(SHAPES)
+                raise ConfigurationError(
+                    f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}"
+                ) from None
+        work.write_documents(vocabulary)
     described = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in asdict(work).items()
@@ -140,18 +152,6 @@ def _check_fields(mode: str, fields: dict[str, Any], data: str, work_class: type
             f"data={data!r}: is for {objectives}; there are {', '.join(work_class.built_in)}, or a "
             "file"
         )
-
-
-def _vocabulary(model: str) -> int:
-    from transformers import AutoConfig
-
-    try:
-        return ModelShape.of(AutoConfig.from_pretrained(model)).vocabulary
-    except (OSError, ValueError) as error:
-        shapes = ", ".join(SHAPES)
-        raise ConfigurationError(
-            f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}"
-        ) from None
 
 
 # The product that is timed is large enough for all cores, and takes a moment.

@@ -159,7 +159,19 @@ def measure_row(
     reference = RunningArm(work, REFERENCE_ARM, options.reference_steps, warm_up=0)
     with ExitStack() as unless_prepared:
         unless_prepared.callback(reference.end)
-        rates = _prepare(work, options, began)
+        timeout = min(max(options.arm_timeout, PREPARATION_SECONDS), options.left(began))
+        try:
+            rates = run_preparation(work, max(timeout, 0.0))  # the machine's
+        except ArmFailed as error:
+            if options.left(began) <= 0:
+                raise ConfigurationError(
+                    f"time_limit={options.time_limit:g}: it passed while weights, tokens and rates "
+                    "were prepared, and no arm ran; "
+                    "give more seconds, or keep what is prepared with --folder"
+                ) from None
+            raise ConfigurationError(
+                f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}"
+            ) from None
         unless_prepared.pop_all()
     row = MeasuredRow(work, work.job(), rates)
     if "error" in rates:
@@ -180,23 +192,6 @@ def measure_row(
     row.seconds = time.perf_counter() - began
     keep(row)
     return row
-
-
-def _prepare(work: Work, options: Options, began: float) -> dict[str, Any]:
-    """Prepare the work's files. Returns the machine's rates."""
-    timeout = min(max(options.arm_timeout, PREPARATION_SECONDS), options.left(began))
-    try:
-        return run_preparation(work, max(timeout, 0.0))
-    except ArmFailed as error:
-        if options.left(began) <= 0:
-            raise ConfigurationError(
-                f"time_limit={options.time_limit:g}: it passed while weights, tokens and rates "
-                "were prepared, and no arm ran; "
-                "give more seconds, or keep what is prepared with --folder"
-            ) from None
-        raise ConfigurationError(
-            f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}"
-        ) from None
 
 
 @dataclass

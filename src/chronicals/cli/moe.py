@@ -267,13 +267,27 @@ def predict_train(
     reads what `chronicals moe trace MODEL --features` wrote, and the model does not run. The
     weights of the model are the same before and after, which is checked.
     """
+    from chronicals.config import ConfigurationError
     from chronicals.moe.lookahead.distil_heads import HeadDistillation
     from chronicals.moe.lookahead.predictor import HeadSizes
     from chronicals.moe.lookahead.train_predictor import train_from_trace, train_predictor
     from chronicals.standard_json import to_json
 
+    if (data is None) == (trace is None):
+        raise ConfigurationError(
+            f"data={data!r} and trace={str(trace) if trace else None!r}: give one of the two"
+        )
+    if trace is None and passes is not None:
+        raise ConfigurationError(
+            f"passes={passes}: the model runs over data once; leave it out, or record a trace and "
+            "give it"
+        )
     of_data = {"max_seq_length": max_seq_length, "batch_size": batch_size, "objective": objective}
-    _check(data, trace, passes, of_data)
+    given = [name for name, value in of_data.items() if value is not None]
+    if trace is not None and given:
+        raise ConfigurationError(
+            f"{given[0]}={of_data[given[0]]!r}: is for data, and a trace holds tokens; leave it out"
+        )
     how = HeadDistillation(
         learning_rate=learning_rate, temperature=temperature, passes=passes or 1, seed=seed
     )
@@ -296,32 +310,6 @@ def predict_train(
     found.predictor.save(output, found.about())
     _show_recalls(found.recalls)
     print(to_json(found.about()))  # noqa: T201
-
-
-def _check(
-    data: str | None, trace: Path | None, passes: int | None, of_data: dict[str, Any]
-) -> None:
-    """Check that the options do not contradict each other.
-
-    Raises:
-        ConfigurationError: they do.
-    """
-    from chronicals.config import ConfigurationError
-
-    if (data is None) == (trace is None):
-        raise ConfigurationError(
-            f"data={data!r} and trace={str(trace) if trace else None!r}: give one of the two"
-        )
-    if trace is None and passes is not None:
-        raise ConfigurationError(
-            f"passes={passes}: the model runs over data once; leave it out, or record a trace and "
-            "give it"
-        )
-    given = [name for name, value in of_data.items() if value is not None]
-    if trace is not None and given:
-        raise ConfigurationError(
-            f"{given[0]}={of_data[given[0]]!r}: is for data, and a trace holds tokens; leave it out"
-        )
 
 
 def _show_recalls(recalls: Recalls) -> None:

@@ -120,14 +120,46 @@ class Command(TyperCommand):
         """Parse the arguments, and let messages have the form that they have there."""
         switches = {p.name: bool(getattr(p, "is_flag", False)) for p in self.params if p.name}
         wording.set_wording(switches)
-        words = _with_settings(args) if SECTIONS_FIELD in switches else list(args)
+        words = list(args)
+        if SECTIONS_FIELD in switches:
+            # ``--dpo.beta 0.1`` becomes ``--sections dpo.beta=0.1``.
+            words = []
+            remaining = iter(args)
+            for arg in remaining:
+                word, sign, value = arg.partition("=")
+                arg = SHORT_FLAGS.get(word, word) + sign + value
+                if not SETTING_FLAG.match(arg):
+                    words.append(arg)
+                    continue
+                name, sign, value = arg.removeprefix("--").partition("=")
+                section, _, setting = name.partition(".")
+                if not sign:
+                    value = next(remaining, "--")
+                    if value.startswith("--"):
+                        raise typer.BadParameter(f"Option {arg!r} requires an argument.")
+                words += [flag(SECTIONS_FIELD), f"{section}.{setting.replace('-', '_')}={value}"]
         try:
             rest = super().parse_args(ctx, list(words))
         except Exception as caught:
             error: Any = caught
             option = getattr(error, "option_name", None)
             if type(error).__name__ == "NoSuchOption" and option:  # typer does not export the class
-                error.message = _no_such_option(option, args, list(switches))
+                typed = (arg.partition("=")[2] for arg in args if arg.startswith(f"{option}="))
+                text = next(typed, "")
+                if not text and option in args:
+                    text = [*args, "-"][args.index(option) + 1]
+                    if text.startswith("-") and not NEGATIVE_NUMBER.fullmatch(text):
+                        text = ""
+                shown: Any = NOT_SHOWN
+                if text:  # the value that a recipe would have, but a number as it was typed
+                    shown = next(iter(of_flags([f"flag.value={text}"])["flag"].values()))
+                    shown = text if shown is None or isinstance(shown, float) else shown
+                # An option of another trainer: ours is named.
+                unknown = option.lstrip("-").replace("-", "_")
+                meant = suggestion(unknown, shown, list(switches))
+                error.message = f"No such option: {option}"
+                if meant:
+                    error.message += f"; {wording.in_users_form(meant)}"
                 error.possibilities = None
             raise
         fields = {field.name for field in dataclasses.fields(Recipe)}
@@ -141,41 +173,6 @@ class Command(TyperCommand):
                 as_flags.add(value.partition("=")[0])
         wording.set_wording(switches, ctx.params.get("recipe") is not None, as_flags)
         return rest
-
-
-def _with_settings(args: list[str]) -> list[str]:
-    """Return ``args`` with ``--dpo.beta 0.1`` as ``--sections dpo.beta=0.1``."""
-    words = []
-    rest = iter(args)
-    for arg in rest:
-        word, sign, value = arg.partition("=")
-        arg = SHORT_FLAGS.get(word, word) + sign + value
-        if not SETTING_FLAG.match(arg):
-            words.append(arg)
-            continue
-        name, sign, value = arg.removeprefix("--").partition("=")
-        section, _, setting = name.partition(".")
-        if not sign:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise typer.BadParameter(f"Option {arg!r} requires an argument.")
-        words += [flag(SECTIONS_FIELD), f"{section}.{setting.replace('-', '_')}={value}"]
-    return words
-
-
-def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
-    """Return the message about an unknown option; for one of another trainer it names ours."""
-    text = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
-    if not text and option in args:
-        text = [*args, "-"][args.index(option) + 1]
-        if text.startswith("-") and not NEGATIVE_NUMBER.fullmatch(text):
-            text = ""
-    value: Any = NOT_SHOWN
-    if text:  # the value that a recipe would have, but a number as it was typed
-        value = next(iter(of_flags([f"flag.value={text}"])["flag"].values()))
-        value = text if value is None or isinstance(value, float) else value
-    meant = suggestion(option.lstrip("-").replace("-", "_"), value, fields)
-    return f"No such option: {option}" + (f"; {wording.in_users_form(meant)}" if meant else "")
 
 
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from chronicals.cli.options import values_of, with_known_names, with_recipe_flag
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
-    from chronicals.config import Recipe
     from chronicals.planning import Machines, Plan
 
 GIGA = 1e9
@@ -54,7 +53,7 @@ def plan_command(
     the sums and updates of training among processes that are not there; and the time that this adds
     to the computation.
     """
-    from chronicals.config import Recipe
+    from chronicals.config import ConfigurationError, Recipe
 
     given = with_known_names(Recipe.given(preset, recipe, **{"data": ["not read"], **flags}))
 
@@ -62,12 +61,27 @@ def plan_command(
     from chronicals.models.loading import load_without_weights
     from chronicals.objectives import build_objective
     from chronicals.planning import Machines, plan
+    from chronicals.saving import SavedModel
     from chronicals.training.adapters import attach_adapters
 
     config = given.config()
     uncounted = build_objective(config).unplanned_costs(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
-    model = load_without_weights(_base_of(given), given.trust_remote_code)
+    saved = SavedModel.find(given.model, given.base_model)
+    base = saved.place
+    if saved.adapted:  # its adapters are counted as new ones
+        if saved.base is None:
+            raise ConfigurationError(
+                f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
+            )
+        if not given.use_lora:
+            raise ConfigurationError(
+                f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set "
+                "that, and lora_rank and "
+                "lora_target_modules as the adapter has them"
+            )
+        base = saved.base
+    model = load_without_weights(base, given.trust_remote_code)
     if config.quantization is not None:
         quantise_layers(model)
     attach_adapters(model, config, None)
@@ -76,30 +90,6 @@ def plan_command(
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
         _show_plans(plans, machines, uncounted)
-
-
-def _base_of(given: Recipe) -> str | Path:
-    """Return the folder or hub name of the model, or of the base if an adapter is named.
-
-    Adapters are counted as new ones.
-    """
-    from chronicals.config import ConfigurationError
-    from chronicals.saving import SavedModel
-
-    saved = SavedModel.find(given.model, given.base_model)
-    if not saved.adapted:
-        return saved.place
-    if saved.base is None:
-        raise ConfigurationError(
-            f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
-        )
-    if not given.use_lora:
-        raise ConfigurationError(
-            f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set "
-            "that, and lora_rank and "
-            "lora_target_modules as the adapter has them"
-        )
-    return saved.base
 
 
 def _counts(texts: Sequence[str]) -> list[int]:

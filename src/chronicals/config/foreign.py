@@ -305,7 +305,21 @@ def suggestion(
     if name in NOWHERE:
         return f"leave it out: {NOWHERE[name]}"
     if name in SETTINGS_BY_NAME and "objective" in fields:
-        return _setting(name, value, given or {})
+        # The setting of the run's objective, which ``given`` has by our or another trainer's name,
+        # if that has it; else of the first objective that has it.
+        given = given or {}
+        objective = ""
+        for field in ("objective", *RENAMED["objective"].split()):
+            if isinstance(given.get(field), str):
+                named = given[field].lower()
+                loss = BY_VALUE["pref_loss"].get(as_key(given.get("pref_loss")), "")
+                by_loss = loss.partition("objective='")[2].rstrip("'")
+                objective = by_loss or OBJECTIVE_NAMES.get(named, named)
+                break
+        several = [ours.partition(".") for ours in SETTINGS_BY_NAME[name]]
+        section, _, setting = next((one for one in several if one[0] == objective), several[0])
+        shown = "..." if value is NOT_SHOWN else repr(value)
+        return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
     return _near(name, fields)
 
 
@@ -353,26 +367,6 @@ def _renamed(name: str, value: Any, fields: Collection[str]) -> str | None:
         value = foreign_data.roles(value)
     fields_to_set: dict[str, Any] = {str(ours): value, **beside}
     return "use " + " and ".join(f"{each}={one!r}" for each, one in fields_to_set.items()) + remark
-
-
-def _setting(name: str, value: Any, given: Mapping[str, Any]) -> str:
-    """Return the advice for a setting of an objective.
-
-    It names the run's objective, which ``given`` has by our or another trainer's name, if that has
-    the setting; else the first objective that has it.
-    """
-    objective = ""
-    for field in ("objective", *RENAMED["objective"].split()):
-        if isinstance(given.get(field), str):
-            named = given[field].lower()
-            loss = BY_VALUE["pref_loss"].get(as_key(given.get("pref_loss")), "")
-            by_loss = loss.partition("objective='")[2].rstrip("'")
-            objective = by_loss or OBJECTIVE_NAMES.get(named, named)
-            break
-    several = [ours.partition(".") for ours in SETTINGS_BY_NAME[name]]
-    section, _, setting = next((one for one in several if one[0] == objective), several[0])
-    shown = "..." if value is NOT_SHOWN else repr(value)
-    return f"use {setting} in the section of the objective: {section}={{{setting!r}: {shown}}}"
 
 
 def no_such_objective(name: str, known: Collection[str]) -> str:

@@ -33,7 +33,16 @@ def split_values(text: str) -> list[str]:
     Raises:
         PydanticCustomError: there is nothing between two commas, or before or after one.
     """
-    closed = _matches(text)
+    # Whether every bracket outside of escapes is closed, and by its own kind.
+    opened: list[str] = []
+    for character in re.sub(r"\\.", "", text):
+        if character in OPENING:
+            opened.append(CLOSING[OPENING.index(character)])
+        elif character in CLOSING and (not opened or opened.pop() != character):
+            closed = False
+            break
+    else:
+        closed = not opened
     parts = [""]
     depth = 0
     characters = iter(text)
@@ -57,17 +66,6 @@ def split_values(text: str) -> list[str]:
             "value as \\,",
         )
     return [part.strip() for part in parts]
-
-
-def _matches(text: str) -> bool:
-    """Return whether every bracket outside of escapes is closed, and by its own kind."""
-    opened: list[str] = []
-    for character in re.sub(r"\\.", "", text):
-        if character in OPENING:
-            opened.append(CLOSING[OPENING.index(character)])
-        elif character in CLOSING and (not opened or opened.pop() != character):
-            return False
-    return not opened
 
 
 def as_one_value(value: str) -> str:

@@ -123,7 +123,12 @@ class RankFiles:
             else:
                 with tempfile.TemporaryDirectory(prefix="chronicals-") as aside:
                     write(Path(aside))
-                    self._send(Path(aside))
+                    for file in sorted(Path(aside).iterdir()):
+                        with file.open("rb") as content:
+                            piece: bytes | None = None  # one empty piece for an empty file
+                            while piece is None or len(piece) == SENT_PIECE:
+                                piece = content.read(SENT_PIECE)
+                                self._say({"file": file.name}, piece)
         self._say({"done": True, "sees": seen})
         if seen and share is not None:
             turns = json.loads(awaited(self._store, f"{self._key}/turns"))
@@ -152,16 +157,6 @@ class RankFiles:
             if self._store.check([f"{self._key}/over"]):
                 raise self.error("the first rank has given this folder up")
             time.sleep(_PAUSE)
-
-    def _send(self, aside: Path) -> None:
-        for file in sorted(aside.iterdir()):
-            with file.open("rb") as content:
-                piece: bytes | None = None
-                while (
-                    piece is None or len(piece) == SENT_PIECE
-                ):  # one empty piece for an empty file
-                    piece = content.read(SENT_PIECE)
-                    self._say({"file": file.name}, piece)
 
     def _receive(self, rank: int, folder: Path) -> None:
         """Read the messages of a rank until it is done, and write its files into ``folder``."""

@@ -366,29 +366,6 @@ def fused_experts(
         ValueError: shapes or dtypes do not fit each other.
     """
     gate = gate or Gate()
-    _check(x, experts, shares, first, second)
-    to = dispatch_to_experts(experts, first.sizes[0])
-    of_first = first.held, first.bias, first.down, first.up
-    of_second = second.held, second.bias, second.down, second.up
-    bare = [
-        ExpertWeights(
-            of.weight if of.held is None else None,
-            of.transposed,
-            scale=of.scale,
-            in_fp8=of.in_fp8,
-        )
-        for of in (first, second)
-    ]
-    settings = _Settings(gate, *bare)
-    y: Tensor = _FusedExperts.apply(
-        x.contiguous(), shares, *of_first, *of_second, experts, to, settings
-    )
-    return y
-
-
-def _check(
-    x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights
-) -> None:
     count, inner, width = first.sizes
     if (
         x.ndim != 2
@@ -413,6 +390,23 @@ def _check(
         )
     if (first.in_fp8 is None) != (second.in_fp8 is None):
         raise ValueError("in_fp8: one of the two products has it; give it to both or to none")
+    to = dispatch_to_experts(experts, first.sizes[0])
+    of_first = first.held, first.bias, first.down, first.up
+    of_second = second.held, second.bias, second.down, second.up
+    bare = [
+        ExpertWeights(
+            of.weight if of.held is None else None,
+            of.transposed,
+            scale=of.scale,
+            in_fp8=of.in_fp8,
+        )
+        for of in (first, second)
+    ]
+    settings = _Settings(gate, *bare)
+    y: Tensor = _FusedExperts.apply(
+        x.contiguous(), shares, *of_first, *of_second, experts, to, settings
+    )
+    return y
 
 
 def fused_experts_reference(

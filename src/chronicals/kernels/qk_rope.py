@@ -577,7 +577,19 @@ def fused_qk_rope(
         cos = cos.contiguous()
         sin = sin.contiguous()
     if in_place:
-        _check_places(q, k)
+        if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
+            raise RuntimeError(
+                "a leaf that requires a gradient would lose its value; rotate it with "
+                "in_place=False"
+            )
+        expanded = any(
+            stride == 0 and size > 1 for x in (q, k) for stride, size in zip(x.stride(), x.shape)
+        )
+        if expanded or q is k:
+            raise RuntimeError(
+                "q or k is expanded, or both are one tensor, which would be rotated twice; use "
+                "in_place=False"
+            )
     tables_learn = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     if runs_triton(q, k, cos, sin) and not tables_learn:
         of_q, of_k = _Rotation.apply(of_q, of_k, cos, sin, interleaved, in_place)
@@ -597,25 +609,6 @@ def fused_qk_rope(
         if packed
         else (of_q, of_k)
     )
-
-
-def _check_places(q: Tensor, k: Tensor) -> None:
-    """Raise RuntimeError unless ``q`` and ``k`` can be rotated in place.
-
-    Neither may be a leaf that learns, and no element may be in memory twice.
-    """
-    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
-        raise RuntimeError(
-            "a leaf that requires a gradient would lose its value; rotate it with in_place=False"
-        )
-    expanded = any(
-        stride == 0 and size > 1 for x in (q, k) for stride, size in zip(x.stride(), x.shape)
-    )
-    if expanded or q is k:
-        raise RuntimeError(
-            "q or k is expanded, or both are one tensor, which would be rotated twice; use "
-            "in_place=False"
-        )
 
 
 def fused_qkv_rope(

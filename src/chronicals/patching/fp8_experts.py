@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.fp8_linear import FP8_MULTIPLE
@@ -114,7 +113,7 @@ def experts_in_fp8(model: nn.Module) -> list[str]:
 def offload_frozen_experts(model: nn.Module) -> int:
     """Move the 16-bit weights of frozen experts whose products run in FP8 to host memory.
 
-    Only their rows in FP8 are kept. ``experts_in_16_bit`` undoes it.
+    Only their rows in FP8 are kept. ``use_16_bit`` undoes it.
 
     Returns:
         The number of bytes that were moved.
@@ -127,18 +126,3 @@ def offload_frozen_experts(model: nn.Module) -> int:
             if formats[name] is not experts:
                 moved += experts.weight.nbytes
     return moved
-
-
-@torch.no_grad()
-def experts_in_16_bit(model: nn.Module) -> None:
-    """Let experts multiply by their own weights again, which leave host memory."""
-    for module in model.modules():
-        formats: dict[str, FP8Experts] = vars(module).pop(IN_FP8, {})
-        in_host = [
-            (experts.weight, experts.device)
-            for experts in formats.values()
-            if experts.waits_for is not None
-        ]
-        formats.clear()  # frees memory of the device for the weights
-        for weight, device in in_host:
-            weight.data = weight.data.to(device, copy=True)

@@ -26,8 +26,14 @@ from chronicals.kernels.linear_head import Adapter
 from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import MergedWeights, ProductFormat, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
-from chronicals.patching.fp8_experts import experts_in_16_bit
-from chronicals.quantization import FP8InHost, PackedLinear, packed_weight, product_dtype
+from chronicals.patching.fp8_experts import IN_FP8
+from chronicals.quantization import (
+    FP8Experts,
+    FP8InHost,
+    PackedLinear,
+    packed_weight,
+    product_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +323,16 @@ def use_16_bit(model: nn.Module) -> None:
             # one parameter's own data need no record
             if len(merged.sizes) > 1 or merged.storage.padded:
                 cache[names] = merged.in_16_bit()
-    experts_in_16_bit(model)
+    for module in model.modules():
+        formats: dict[str, FP8Experts] = vars(module).pop(IN_FP8, {})
+        in_host = [
+            (experts.weight, experts.device)
+            for experts in formats.values()
+            if experts.waits_for is not None
+        ]
+        formats.clear()  # frees memory of the device for the weights
+        for weight, device in in_host:
+            weight.data = weight.data.to(device, copy=True)
     bring_back(model)
 
 

@@ -133,8 +133,19 @@ class ChunkEncoder:
         report.prompts = int((documents.shared < 0).sum())
         mismatched = (documents.sides == MISMATCHED_SIDE) & (documents.labels != UNJUDGED)
         report.mismatched = int(mismatched.sum())
-        row_kinds = _count_kinds(recognised, documents)
         chunk = recognised.chunk
+        # The rows are counted by kind, and by rule those that gave no document.
+        left = {*documents.rows.tolist()}
+        for row in range(chunk.first, chunk.first + len(chunk.records)):
+            kind = recognised.row_kinds.get(row, UNRECOGNISED)
+            report.kinds[kind] = report.kinds.get(kind, 0) + 1
+            if row not in left:
+                rules = report.left_out.setdefault(kind, {})
+                rule = recognised.left_out[row]
+                rules[rule] = rules.get(rule, 0) + 1
+        # int8 [documents], as a token store numbers the kinds of the documents' rows.
+        kinds = [ROW_KINDS.index(recognised.row_kinds[row]) for row in documents.rows.tolist()]
+        row_kinds = np.array(kinds, np.int8)
         for finding in report.findings.values():
             finding.places = [chunk.places[row - 1 - chunk.first] for row in finding.rows]
             if not finding.example and finding.rows:
@@ -226,23 +237,3 @@ def _items(
         recognised.left_out[row] = error.rule
         items.pop(row, None)
     return [*items.values()]
-
-
-def _count_kinds(recognised: RecognisedChunk, documents: FlatDocuments) -> np.ndarray:
-    """Count the rows by kind, and by rule those that gave no document.
-
-    Returns:
-        int8 ``[documents]``, the kinds of the documents' rows as a token store numbers them.
-    """
-    report = recognised.report
-    chunk = recognised.chunk
-    rows = {*documents.rows.tolist()}
-    for row in range(chunk.first, chunk.first + len(chunk.records)):
-        kind = recognised.row_kinds.get(row, UNRECOGNISED)
-        report.kinds[kind] = report.kinds.get(kind, 0) + 1
-        if row not in rows:
-            rules = report.left_out.setdefault(kind, {})
-            rule = recognised.left_out[row]
-            rules[rule] = rules.get(rule, 0) + 1
-    kinds = [ROW_KINDS.index(recognised.row_kinds[row]) for row in documents.rows.tolist()]
-    return np.array(kinds, np.int8)

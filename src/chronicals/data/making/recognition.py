@@ -190,8 +190,27 @@ class Recogniser:
                     break
             for side, normal in enumerate(documents):
                 recognised.drafts.append(Draft(row, side, place, normal))
-        if JUDGED in self.tokenizer.kinds:
-            self._add_mismatched(recognised)
+        if JUDGED not in self.tokenizer.kinds:
+            return recognised
+        # Each judged answer gets a document of its prompt with the answer to another prompt: KTO
+        # estimates its divergence on these. Rows near which all have one prompt are left out.
+        earlier = []
+        before = RecognisedChunk(chunk, DataReport())
+        for row, record in enumerate(map(parsed, chunk.earlier)):
+            with suppress(DataError):
+                self._documents(row, record, "", before)
+                earlier.append(before.judged[row])
+        drafts = [*recognised.drafts]
+        others = nearest_other_prompts([recognised.judged[draft.row] for draft in drafts], earlier)
+        without_other = set[int]()
+        for draft, other in zip(drafts, others, strict=True):
+            if other is None:
+                report.note("no_other_prompt", draft.row, draft.place)
+                without_other.add(draft.row)
+                continue
+            mismatched = self.mismatched(recognised.judged[draft.row], other, draft.place)
+            recognised.drafts.append(Draft(draft.row, MISMATCHED_SIDE, draft.place, mismatched))
+        recognised.leave_out(without_other, "no_other_prompt")
         return recognised
 
     def _documents(
@@ -287,29 +306,6 @@ class Recogniser:
                 if completion.startswith(prompt) and len(words) >= REPEATED_PROMPT_WORDS:
                     findings.note("repeated_prompt", place)
         return normal
-
-    def _add_mismatched(self, recognised: RecognisedChunk) -> None:
-        """Add to each judged answer a document of its prompt with the answer to another prompt.
-
-        KTO estimates its divergence on these. Rows near which all have one prompt are left out.
-        """
-        earlier = []
-        before = RecognisedChunk(recognised.chunk, DataReport())
-        for row, record in enumerate(map(parsed, recognised.chunk.earlier)):
-            with suppress(DataError):
-                self._documents(row, record, "", before)
-                earlier.append(before.judged[row])
-        drafts = [*recognised.drafts]
-        others = nearest_other_prompts([recognised.judged[draft.row] for draft in drafts], earlier)
-        without_other = set[int]()
-        for draft, other in zip(drafts, others, strict=True):
-            if other is None:
-                recognised.report.note("no_other_prompt", draft.row, draft.place)
-                without_other.add(draft.row)
-                continue
-            mismatched = self.mismatched(recognised.judged[draft.row], other, draft.place)
-            recognised.drafts.append(Draft(draft.row, MISMATCHED_SIDE, draft.place, mismatched))
-        recognised.leave_out(without_other, "no_other_prompt")
 
     def mismatched(self, row: RowRecord, other: RowRecord, place: str) -> NormalRow:
         """Return the prompt of one judged row with the answer of another."""

@@ -332,7 +332,20 @@ def _files(path: Path, log: bool = False) -> list[Path]:
     if not glob.has_magic(str(path)):
         raise DataError(f"{path}: no such file or folder")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    left_out = _own_among(matches, path)
+    # Of the matches that are one of ``own_files`` or lie in one, that one. Folders that the pattern
+    # spells out are wanted, whatever they hold.
+    spelled = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)))
+    own_in = dict[Path, set[str]]()
+    left_out = dict[Path, Path]()
+    for match in matches:
+        for depth in range(spelled, len(match.parts)):
+            place = Path(*match.parts[: depth + 1])
+            folder = place.parent
+            if folder not in own_in:
+                own_in[folder] = own_files(folder, os.listdir(folder))
+            if place.name in own_in[folder]:
+                left_out[match] = place
+                break
     if log:
         _log_own_files(path, left_out.values())
     matches = [match for match in matches if match not in left_out]
@@ -380,27 +393,6 @@ def _log_own_files(path: Path, own: Iterable[Path]) -> None:
         logger.info(
             "%s: left out, files of runs, models and token stores: %s", path, ", ".join(names)
         )
-
-
-def _own_among(matches: Iterable[Path], pattern: Path) -> dict[Path, Path]:
-    """Return the matches that are one of ``own_files`` or lie in one, and that one.
-
-    Folders that the pattern spells out are wanted, whatever they hold.
-    """
-    spelled = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts)))
-
-    own_in = dict[Path, set[str]]()
-    own = dict[Path, Path]()
-    for match in matches:
-        for depth in range(spelled, len(match.parts)):
-            place = Path(*match.parts[: depth + 1])
-            folder = place.parent
-            if folder not in own_in:
-                own_in[folder] = own_files(folder, os.listdir(folder))
-            if place.name in own_in[folder]:
-                own[match] = place
-                break
-    return own
 
 
 def _visible_files(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -166,22 +166,19 @@ class BatchEncoder:
             text = check_text(row.record["text"], "text", place)
             added = texts.add(text, special=True, whole=True)
             return lambda: (texts[added], texts.all_trained(added))
-        if self.fast and row.kind == "completion":
-            return self._completion(row, place, texts)
         if self.fast and row.kind == "chat":
             return self.encoder.conversation(row.record, place)
-        return lambda: _arrays(self.encoder.encode_normalised(row, place))
-
-    def _completion(self, row: NormalRow, where: str, texts: TokenisedTexts) -> Finish:
-        self.encoder.end(where)
+        if not self.fast or row.kind != "completion":
+            return lambda: _arrays(self.encoder.encode_normalised(row, place))
+        self.encoder.end(place)
         record = row.record
         mark = ""
         mark_ids: list[int] = []
         if record["prompt"]:
             mark = self.encoder.continuation.mark
             mark_ids = self.encoder.continuation.mark_ids
-        prompt = texts.add(check_text(record["prompt"], "prompt", where), special=True)
-        text = mark + check_text(record["completion"], "completion", where)
+        prompt = texts.add(check_text(record["prompt"], "prompt", place), special=True)
+        text = mark + check_text(record["completion"], "completion", place)
         completion = texts.add(text, special=False, whole=True)
 
         def finish() -> TokenArrays:
@@ -189,7 +186,7 @@ class BatchEncoder:
             before = without_end(ids, self.ending)
             behind = texts[completion]
             if mark and behind[: len(mark_ids)].tolist() != mark_ids:
-                return _arrays(self.encoder.encode_normalised(row, where))
+                return _arrays(self.encoder.encode_normalised(row, place))
             ids = np.concatenate((before, behind[len(mark_ids) :]))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.train_on == "all"

@@ -135,9 +135,20 @@ class BytePairs:
         """
         described = json.loads(backend.to_str())
         pattern = _pattern(described)
-        around = _around(rust, described["post_processor"])
-        if pattern is None or around is None:
+        if pattern is None:
             return None
+        # The ids before and after a text, which must not depend on the text.
+        post = described["post_processor"]
+        steps = post["processors"] if post and post["type"] == "Sequence" else [post]
+        for step in steps:
+            if step is not None and step["type"] not in ("ByteLevel", "TemplateProcessing"):
+                return None
+        text = rust(["a"], False)[0].ids
+        whole = rust(["a"], True)[0].ids
+        places = [n for n in range(len(whole)) if whole[n : n + len(text)] == text]
+        if len(places) != 1:
+            return None
+        around = whole[: places[0]], whole[places[0] + len(text) :]
         # Added tokens must be found anywhere in a text, and only NFC may change the rest.
         for token in described["added_tokens"]:
             if any(token[way] for way in ("single_word", "lstrip", "rstrip", "normalized")):
@@ -269,17 +280,3 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
         if parts == 1 or model["ignore_merges"]:
             ranks[letters] = id
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
-
-
-def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
-    """Return the ids before and after a text; None if they might depend on the text."""
-    steps = post["processors"] if post and post["type"] == "Sequence" else [post]
-    for step in steps:
-        if step is not None and step["type"] not in ("ByteLevel", "TemplateProcessing"):
-            return None
-    text = rust(["a"], False)[0].ids
-    whole = rust(["a"], True)[0].ids
-    places = [n for n in range(len(whole)) if whole[n : n + len(text)] == text]
-    if len(places) != 1:
-        return None
-    return whole[: places[0]], whole[places[0] + len(text) :]

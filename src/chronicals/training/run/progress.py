@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -82,9 +82,29 @@ class Progress:
 
         separator = ", " if options.ascii_only else " · "
         step, *rest = self.first_parts()
-        width = self._bar_width([step, *rest], options.max_width, separator)
-        parts = [f"{step} {'-' * width}" if width else step, *rest]
-        lines = _fitted(parts, self.further_parts(), options.max_width, separator)
+        parts = [step, *rest]
+        # Width of the bar behind the step: 0 if two lines have no room for it. Later parts move to
+        # the second line to make room for the bar.
+        width = 0
+        for first in range(len(parts), 0, -1):
+            room = options.max_width - len(separator.join(parts[:first])) - 1
+            second = len(separator.join(parts[first:]))
+            if room >= NARROWEST_BAR and second <= options.max_width:
+                width = min(room, WIDEST_BAR)
+                break
+        # Lines of whole parts: all of the first parts are there, and as many of the further ones as
+        # ``MOST_LINES`` hold.
+        lines = [f"{step} {'-' * width}" if width else step]
+        for part in rest:
+            if len(lines[-1] + separator + part) <= options.max_width:
+                lines[-1] += separator + part
+            else:
+                lines.append(part)
+        for part in self.further_parts():
+            if len(lines[-1] + separator + part) <= options.max_width:
+                lines[-1] += separator + part
+            elif len(lines) < MOST_LINES and len(part) <= options.max_width:
+                lines.append(part)
         for number, line in enumerate(lines):
             if number or not width:
                 yield Text(line, no_wrap=True, overflow="fold")
@@ -98,37 +118,6 @@ class Progress:
             text.stylize("bar.complete", start, start + done)
             text.stylize("bar.back", start + done, start + width)
             yield text
-
-    def _bar_width(self, parts: list[str], width: int, separator: str) -> int:
-        """Return the width of the bar behind the step: 0 if two lines have no room for it.
-
-        Later parts move to the second line to make room for the bar.
-        """
-        for first in range(len(parts), 0, -1):
-            room = width - len(separator.join(parts[:first])) - 1
-            second = len(separator.join(parts[first:]))
-            if room >= NARROWEST_BAR and second <= width:
-                return min(room, WIDEST_BAR)
-        return 0
-
-
-def _fitted(first: Sequence[str], further: Iterable[str], width: int, separator: str) -> list[str]:
-    """Return lines of whole parts.
-
-    All of ``first`` are there, and as many of ``further`` as ``MOST_LINES`` hold.
-    """
-    lines = [first[0]]
-    for part in first[1:]:
-        if len(lines[-1] + separator + part) <= width:
-            lines[-1] += separator + part
-        else:
-            lines.append(part)
-    for part in further:
-        if len(lines[-1] + separator + part) <= width:
-            lines[-1] += separator + part
-        elif len(lines) < MOST_LINES and len(part) <= width:
-            lines.append(part)
-    return lines
 
 
 class ProgressBar(Callback):

@@ -203,27 +203,6 @@ class FirstStepAudit:
                 if len(counts) > 1:
                     self.learning[name] = counts
 
-    def _experts(self) -> tuple[ExpertsWithout, ...]:
-        """Return the experts without a gradient, by tensors.
-
-        The gradient of an expert's A depends on its B, so A does not show where tokens went.
-        """
-        sent = defaultdict[str, set[int]](set)
-        for name, counts in self.learning.items():
-            weight, side = self.stacks[name]
-            if side != "A":
-                layer = weight.path.rpartition(".")[0]
-                sent[layer] |= {number for number, count in enumerate(counts) if count}
-        without = []
-        for name, counts in self.learning.items():
-            weight, side = self.stacks[name]
-            numbers = tuple(number for number, count in enumerate(counts) if not count)
-            if numbers:
-                with_tokens = sent[weight.path.rpartition(".")[0]] if side != "A" else set()
-                partly = tuple(sorted(with_tokens.intersection(numbers)))
-                without.append(ExpertsWithout(name, numbers, len(counts), partly))
-        return tuple(without)
-
     def close(self, applied: bool, flat: bool = False) -> Coverage | None:
         """Log, check and return the coverage; None if the step was not applied, or shows nothing.
 
@@ -257,6 +236,22 @@ class FirstStepAudit:
             for name in idle
             if ".".join(WAITS_FOR.get(part, part) for part in name.split(".")) in learning
         }
+        # The experts without a gradient, by tensors. The gradient of an expert's A depends on its B,
+        # so A does not show where tokens went.
+        sent = defaultdict[str, set[int]](set)
+        for name, counts in self.learning.items():
+            weight, side = self.stacks[name]
+            if side != "A":
+                layer = weight.path.rpartition(".")[0]
+                sent[layer] |= {number for number, count in enumerate(counts) if count}
+        without = []
+        for name, counts in self.learning.items():
+            weight, side = self.stacks[name]
+            numbers = tuple(number for number, count in enumerate(counts) if not count)
+            if numbers:
+                with_tokens = sent[weight.path.rpartition(".")[0]] if side != "A" else set()
+                partly = tuple(sorted(with_tokens.intersection(numbers)))
+                without.append(ExpertsWithout(name, numbers, len(counts), partly))
         return Coverage(
             total=count_values(self.model),
             asked=_count(self.asked.values()),
@@ -265,7 +260,7 @@ class FirstStepAudit:
             moved=_count(moved),
             waiting=_count(self.asked[name] for name in waiting),
             idle=tuple(sorted(idle - waiting)),
-            experts=self._experts(),
+            experts=tuple(without),
         )
 
     def _mark(self, parameter: Tensor) -> Tensor:

@@ -222,7 +222,21 @@ class GraphedStep:
             if first:
                 self._set_gradients(None)  # they are the previous step's
         alike = len({sizes for *_, sizes in told}) == 1
-        return (_within(batch, bounds) if alike else batch), alike
+        if not alike:
+            return batch, False
+        longest, keys, trained, entries = bounds
+        ends = batch.cu_seqlens
+        if len(ends) < entries:  # added document bounds repeat the last one
+            padded = torch.cat([ends, ends[-1:].expand(entries - len(ends))])
+            ends = padded.pin_memory() if ends.is_pinned() else padded
+        agreed = replace(
+            batch,
+            max_seqlen=longest,
+            trained=None if batch.trained is None else trained,
+            cu_seqlens=ends,
+            keys=None if batch.keys is None else replace(batch.keys, max_seqlen=keys),
+        )
+        return agreed, True
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
         """Copy the values that differ between steps to the device."""
@@ -382,25 +396,6 @@ def _bounds(batch: Batch) -> tuple[int, int, int, int]:
         0 if batch.keys is None else batch.keys.max_seqlen,
         batch.trained or 0,
         entries,
-    )
-
-
-def _within(batch: Batch, bounds: Sequence[int]) -> Batch:
-    """Return the Batch with other ``_bounds``, none of them smaller.
-
-    Added document bounds repeat the last one.
-    """
-    longest, keys, trained, entries = bounds
-    ends = batch.cu_seqlens
-    if len(ends) < entries:
-        padded = torch.cat([ends, ends[-1:].expand(entries - len(ends))])
-        ends = padded.pin_memory() if ends.is_pinned() else padded
-    return replace(
-        batch,
-        max_seqlen=longest,
-        trained=None if batch.trained is None else trained,
-        cu_seqlens=ends,
-        keys=None if batch.keys is None else replace(batch.keys, max_seqlen=keys),
     )
 
 
