@@ -104,8 +104,8 @@ def prove_log_probabilities(
             text=True,
             timeout=VLLM_TIME_LIMIT,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise VLLMNotRun(f"vllm_python={str(source.vllm_python)!r}: {error}") from error
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise VLLMNotRun(f"vllm_python={str(source.vllm_python)!r}: {failure}") from failure
     results = [line for line in done.stdout.splitlines() if line.startswith(RESULT_PREFIX)]
     if done.returncode or not results:
         lines = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,7 +52,23 @@ class PlainAdapters:
         paths = [path for path in paths if f"{path}.weight" not in self.trained]
         self._train_rows(fields["trainable_token_indices"])
         self._adapt_parameters(fields)
-        read = _read(self.model, paths)
+        # A layer that is not called although its owner is: the owner reads its weight instead, as
+        # Mamba does.
+        called: set[str] = set()
+        owners = {path.rpartition(".")[0] for path in paths}
+        hooks = [
+            self.model.get_submodule(path).register_forward_pre_hook(
+                lambda *_, path=path: called.add(path)
+            )
+            for path in {*paths, *owners}
+        ]
+        device = next(self.model.parameters()).device
+        ids = torch.full((1, FEW_TOKENS), _FIRST_TOKEN, device=device)
+        with torch.no_grad():
+            self.model(input_ids=ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        read = {path for path in paths if path not in called and path.rpartition(".")[0] in called}
         for path in paths:
             rank, scale = rank_and_scale(fields, path)
             layer = self.model.get_submodule(path)
@@ -191,25 +207,6 @@ def _put_in_place(
     layer.register_forward_pre_hook(before)
     # A checkpoint leaves the layer by an exception once it has recomputed the last tensor it needs.
     layer.register_forward_hook(after, always_call=True)
-
-
-@torch.no_grad()
-def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
-    """Return those of ``paths`` whose layer is not called although its owner is.
-
-    Such an owner reads the weight of the layer instead, as Mamba does.
-    """
-    called: set[str] = set()
-    owners = {path.rpartition(".")[0] for path in paths}
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
-        for path in {*paths, *owners}
-    ]
-    device = next(model.parameters()).device
-    model(input_ids=torch.full((1, FEW_TOKENS), _FIRST_TOKEN, device=device), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return {path for path in paths if path not in called and path.rpartition(".")[0] in called}
 
 
 class _Changed(nn.Module):

@@ -116,7 +116,26 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
                 torch.nn.functional.linear,
             )
         )
-    dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))
+    # An adapter's three products under dropout beside products of dropped-out tensors.
+    a = drawn.random(8, width)
+    g = drawn.random(len(gate), 8)
+    seed = draw_seed(gate)
+    dropout = 0.1
+
+    def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
+        kept = dropped_reference(x, seed, dropout)
+        return [kept @ a.t(), g.t() @ kept, x + dropped_reference(g @ a, seed, dropout)]
+
+    u = gate.new_empty(len(gate), len(a))
+    dropped_down(gate, a, seed, dropout, u)
+    ours = [
+        u,
+        dropped_gradient_of_down(g, gate, seed, dropout),
+        add_dropped_product_(gate.clone(), g, a, seed, dropout),
+    ]
+    exact = by_products(gate.double(), a.double(), g.double())
+    plain = by_products(gate, a, g)
+    dropped = _judged("dropped_products", kernels, ours, plain, exact, gate.dtype)
     tensors = [gate, drawn.up.float(), drawn.hidden.half()]
     norm = gradient_norm(tensors)
     plain_norm = gradient_norm_reference(tensors)
@@ -327,27 +346,6 @@ def _judged(
     passed = all(error <= max(_ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
-
-
-def _compare_dropped(
-    runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: float = 0.1
-) -> SelfTest:
-    """Compare an adapter's three products under dropout with products of dropped-out tensors."""
-    seed = draw_seed(x)
-
-    def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
-        kept = dropped_reference(x, seed, dropout)
-        return [kept @ a.t(), g.t() @ kept, x + dropped_reference(g @ a, seed, dropout)]
-
-    u = x.new_empty(len(x), len(a))
-    dropped_down(x, a, seed, dropout, u)
-    ours = [
-        u,
-        dropped_gradient_of_down(g, x, seed, dropout),
-        add_dropped_product_(x.clone(), g, a, seed, dropout),
-    ]
-    exact = by_products(x.double(), a.double(), g.double())
-    return _judged("dropped_products", runs_as, ours, by_products(x, a, g), exact, x.dtype)
 
 
 def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
