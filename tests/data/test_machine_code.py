@@ -161,11 +161,11 @@ def test_machine_code_that_cannot_be_saved_does_not_end_the_run(tmp_path):
 STARTED_RUN = """
 from numba.core import event
 from chronicals import precompilation
-from chronicals.data.packs import machine_code
+from chronicals.data.packs import compilation, machine_code
 if {starts}:
     precompilation.start_precompilation(machine_code.COMPILING_MODULE, [], machine_code.facts())
 with event.install_recorder("numba:compile") as compiled:
-    machine_code.main()
+    compilation.main()
 print(sum(made.is_start for _, made in compiled.buffer))
 """
 

@@ -240,7 +240,7 @@ def test_what_is_missing_is_named(bnb):
         ('str(weight.dtype).removeprefix("torch.")', "str(weight.dtype)"),
         ("scales.offset.item()", "0.0"),
         ("float(offset)", "2 * float(offset)"),
-        ("-(-shape[0] * shape[1] // block)", "shape[0] * shape[1] // block"),
+        ("-(-rows * columns // block)", "rows * columns // block"),
         ("weight.codes.view(-1, 1)", "weight.codes"),
     ],
 )

@@ -306,7 +306,7 @@ def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
     from chronicals.lora import starting_values
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starting_values, "_parts", lambda *_: pytest.fail("computed again"))
+        patch.setattr(starting_values, "largest_parts", lambda *_: pytest.fail("computed again"))
         train(broken, *fresh(), resume=True, **options)
     once, twice = (values(folder / "run" / "model") for folder in (whole, broken))
     assert once.keys() == twice.keys() and all(equal(once[name], twice[name]) for name in once)

@@ -1,4 +1,4 @@
-"""Machine code that numba makes of this package's sources: its identity, and how it is made.
+"""Identity of the machine code that numba makes of this package's sources.
 
 Importing this imports neither torch nor numba, so that a program can ask for the identity before
 anything heavy is read.
@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).parents[2]
 COMPILED_SOURCES = "data/**/*.py", "config/*.py", "batch.py"
 """Patterns of every file of the package that ``chronicals.data`` imports."""
 
-COMPILING_MODULE = __name__
+COMPILING_MODULE = "chronicals.data.packs.compilation"
 """Module whose ``main`` ``chronicals.precompilation`` runs as a process to compile all functions."""
 
 
@@ -36,30 +36,3 @@ def facts() -> list[str]:
     names = ("CACHE_DIR", "CPU_NAME", "DISABLE_JIT")
     settings = [os.environ.get(f"NUMBA_{name}", "") for name in names]
     return [source_hash(), str(_PACKAGE), version("numba"), version("numpy"), *settings]
-
-
-def main() -> None:
-    """Assemble one step of two documents, which compiles every function that a run calls.
-
-    That takes some ten seconds, once; a process of its own does it while the run imports its
-    libraries.
-    """
-    import numpy as np
-
-    from chronicals.config import ChronicalsConfig
-    from chronicals.data.making.store import TokenStore
-    from chronicals.data.packs.loader import BatchStream
-    from chronicals.data.reading.gate import DataReport
-
-    numbers = np.arange(2)
-    # A store's arrays lie in a file and are read-only; numba compiles such arrays apart.
-    content = bytes(16)
-    ids = np.frombuffer(content, np.int32)
-    trained = np.frombuffer(content, np.uint8)
-    lengths = np.full(2, 2)
-    starts = 2 * numbers
-    hashes = numbers.astype(np.uint64)
-    store = TokenStore(
-        Path(), lengths, lengths - 1, numbers, hashes, DataReport(), 0, ids, trained, starts, starts
-    )
-    next(BatchStream(store, ChronicalsConfig(max_seq_length=4)).steps(count=1))
