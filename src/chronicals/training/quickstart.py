@@ -67,11 +67,11 @@ class Size:
 
 
 CPU = Size(
-    width=256,
+    width=192,
     layers=4,
     vocab_size=2048,
-    epochs=6,
-    batch_size=2,
+    epochs=5,
+    batch_size=1,
     learning_rate=2e-3,
     mixed_precision="fp32",
 )
