@@ -77,7 +77,8 @@ def recognise_experts(module: nn.Module) -> Form | None:
     class_forward = partial(_routed, type(module).forward, count)
     units: list[GateOf] = []
     # the likelier order of gate and up first
-    for interleaved in (not module.is_concatenated, module.is_concatenated):
+    concatenated = bool(module.is_concatenated)
+    for interleaved in (not concatenated, concatenated):
         units += [partial(_gate_of, unit, None, None, interleaved) for unit in GATE_ACTIVATIONS]
         for alpha, limit in NUMBERS:
             if hasattr(module, limit):
