@@ -181,8 +181,14 @@ ASKED = {  # in each bucket's place 1
 }
 """Collectives of a step for each bucket of gradients, beside the small all-reduce."""
 
-READ_ON_THE_CPU = {"attention/backends/per_document.py tolist", "kernels/logit_rows.py __int__"}
-"""Documents one after the other, and rows of logits in pieces: what stands in for kernels."""
+READ_ON_THE_CPU = {
+    "attention/backends/per_document.py tolist",
+    "kernels/adamw.py __bool__",
+    "kernels/logit_rows.py __int__",
+}
+"""Documents one after the other, whether an update counts, and rows of logits in pieces: what stands
+in for kernels.
+"""
 
 
 @pytest.mark.parametrize("case", two_ranks.COUNTED)
