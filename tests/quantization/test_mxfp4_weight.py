@@ -127,7 +127,7 @@ def test_adapters_learn_over_it_and_are_merged_and_exported(checkpoint, tmp_path
         "lora_rank": 4,
         "lora_target_modules": "q_proj,v_proj",
         "lora_target_parameters": [f"mlp.experts.{name}" for name in STACKS],
-        "learning_rate": 1e-2,
+        "learning_rate": 1e-3,
     }
     result = runs.train(tmp_path, model=model, trackers=[], save_steps=None, **fields)
     losses = [loss for _, loss, _ in runs.trajectory(tmp_path)]
@@ -140,12 +140,18 @@ def test_adapters_learn_over_it_and_are_merged_and_exported(checkpoint, tmp_path
     whole = load_model(tmp_path / "merged", torch.float32)
     assert not dict(packed_modules(whole)) and "quantization_config" not in merged_config(tmp_path)
     ids = torch.randint(0, 300, (2, 9))
+    # Every token takes all experts: the rounding to 16 bits may decide between two that are nearly
+    # tied, and then the logits differ by more than the rounding.
+    for compared in (model, whole):
+        routers = [module for module in compared.modules() if hasattr(module, "top_k")]
+        assert len(routers) == compared.config.num_hidden_layers
+        for router in routers:
+            assert router.top_k < router.num_experts
+            router.top_k = router.num_experts
     with torch.no_grad():
         expected = model.cpu().eval()(ids).logits
         found = whole.eval()(ids).logits
-    distances = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    # The rounding to 16 bits may send a token whose experts were nearly tied to another expert.
-    assert (distances < 0.02).float().mean() > 0.8
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 def merged_config(folder):
