@@ -14,6 +14,7 @@ from chronicals.batch import IGNORED
 from chronicals.lora import LoRAConfig, apply_lora, parameter_layer
 from chronicals.models import PresentedModel, quantise_layers, routed_experts, times_trained
 from chronicals.models.routed_experts import called_for_experts
+from chronicals.moe import routers
 from chronicals.moe.router_settings import RouterSettings
 from chronicals.moe.router_terms import RouterTerms
 from chronicals.moe.routers import check_routers, mixture_layers, routing_of
@@ -286,6 +287,7 @@ def test_losses_that_mean_nothing_are_named(monkeypatch):
 def test_models_without_router_logits_are_named(monkeypatch, let_return):
     model = families.routed("Olmoe", rms_norm_eps=0.0124)
     monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
+    let_return(routers, unrecorded_routers=())
     with pytest.raises(
         ValueError,
         match=r"router\.z=0\.1: OlmoeForCausalLM does not give the logits of its routers",
