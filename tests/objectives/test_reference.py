@@ -287,6 +287,7 @@ def test_what_is_stored_of_pairs_is_not_read_for_others_of_their_lengths(tmp_pat
         stored = StartColumns(session, lambda s: BatchStream(s, config, 0, epochs=1, shuffle=False))
         expected = stored.beside(whole).columns["reference"]
         found = [stored.beside(part).columns["reference"] for part in parts]
+        stored.beside(store)
         files = len(list(store.path.parent.glob("*.reference.safetensors")))
         for changes in ({"mixed_precision": "bf16"}, {"use_fp8": True}):
             session.config = config.replace(**changes)

@@ -244,15 +244,11 @@ class FrozenRows(PackedWeight):
 
 
 class FrozenBase(PackedStorage):
-    """Products with weights whose rows are divided among the ranks."""
+    """Products with weights whose rows are divided among the ranks.
 
-    @classmethod
-    def bytes_a_value(cls, itemsize: int) -> float:
-        """Return the peak bytes per value of a dense weight during a product.
-
-        The gathered bytes come on top and are counted elsewhere.
-        """
-        return float(itemsize)
+    ``bytes_a_value`` counts the dense weight, which exists during a product. The gathered bytes
+    come on top and are counted elsewhere.
+    """
 
 
 class LinearInShards(PackedLinear):

@@ -50,6 +50,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
+from chronicals.models.router_loss import document_at
 from chronicals.moe.attention import ChronicalsMoeRotaryEmbedding, LatentAttention, SlidingAttention
 from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
 from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead
@@ -314,11 +315,14 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
-            begin = kwargs.get("cu_seq_lens_q")
-            if begin is None:
+            places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            bounds = kwargs.get("cu_seq_lens_q")
+            if bounds is None:
                 # A cache counts every token seen, including those a window has dropped.
-                begin = 0 if cache is None else cache.get_seq_length()
-            position_ids = _positions(inputs_embeds, begin)
+                seen = 0 if cache is None else cache.get_seq_length()
+                position_ids = (places + seen)[None]
+            else:
+                position_ids = (places - bounds[document_at(places, bounds)])[None]
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
@@ -487,18 +491,3 @@ class ChronicalsMoeForSequenceClassification(
 
     Reward models are saved in this class.
     """
-
-
-def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
-    """Return position ids ``[1, S]``.
-
-    Args:
-        inputs_embeds: ``[B, S, D]``.
-        start: the first position, or document bounds ``[N + 1]``, at each of which positions
-            restart.
-    """
-    places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
-    if not isinstance(start, Tensor) or start.ndim == 0:
-        return (places + start)[None]
-    document = torch.searchsorted(start[1:].contiguous(), places.to(start.dtype), right=True)
-    return (places - start[document.clamp(max=len(start) - 1)])[None]

@@ -27,6 +27,7 @@ from chronicals.models import (
     present,
 )
 from chronicals.models.routed_experts import chosen_experts
+from chronicals.models.router_loss import document_at
 from chronicals.moe.router_losses import CountedTokens
 from chronicals.moe.routers import MixtureLayer, mixture_layers
 from chronicals.versions import remedy_for_routers
@@ -91,7 +92,7 @@ class Recorded:
     def follows(self, distance: int) -> Tensor:
         """Return bool ``[T - distance]``: tokens t and t + distance are in the same document."""
         places = torch.arange(len(self), device=self.documents.device)
-        document = torch.searchsorted(self.documents[1:].contiguous(), places, right=True)
+        document = document_at(places, self.documents)
         return document[distance:] == document[: len(document) - distance]
 
 
