@@ -10,6 +10,7 @@ called as a module runs one ``torch.library`` operator, ``chronicals::packed_lin
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -22,7 +23,7 @@ from chronicals.kernels.launch import operator
 from chronicals.quantization.packed import PackedWeight, weight_from
 
 
-class PackedModule(nn.Module):
+class PackedModule(nn.Module, ABC):
     """A module with packed weights: a linear layer, or the experts of a layer.
 
     Casting the module changes ``dtype``, the dtype of the dequantised values, but never codes or
@@ -37,17 +38,17 @@ class PackedModule(nn.Module):
     routed = False
 
     @property
+    @abstractmethod
     def weights(self) -> dict[str, PackedWeight]:
         """The packed weights by the names of their parameters; experts' are ``[E · N, K]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantised(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of the packed parameters, in the plain module's shapes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def plain(self) -> nn.Module:
         """Return the plain frozen module with the dequantised weights."""
-        raise NotImplementedError
 
     @property
     def recipe(self) -> Any:
@@ -69,6 +70,7 @@ class PackedModule(nn.Module):
         """Bytes of the packed weights."""
         return sum(weight.bytes for weight in self.weights.values())
 
+    @abstractmethod
     def why_not_saved(self, path: str, model: str) -> str | None:
         """Return in a sentence why transformers' files cannot hold the module, or None.
 
@@ -76,7 +78,6 @@ class PackedModule(nn.Module):
             path: path of the module.
             model: name of the model's class.
         """
-        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Experts may share one table of codes, so duplicates are kept.

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,13 +137,13 @@ class Modules:
         return cls(list(names), kinds, routed, torch.tensor(sizes, dtype=torch.float64), places)
 
 
-class ReportRow:
+class ReportRow(ABC):
     """A row of a report, with a measure that is compared with its limit."""
 
     @property
+    @abstractmethod
     def ratio(self) -> float:
         """The measure over its limit; above 1 it is wrong."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON; numbers that are not finite become null."""
