@@ -1,6 +1,8 @@
-"""Writes docs/planning.md: what an 8B and a 70B take on 8 to 1,024 cards, by `chronicals plan`.
+"""Writes docs/planning.md: what an 8B and a 70B take on 8 to 1,024 cards, by `chronicals plan`,
+and the memory of plans beside that of the recorded rows.
 
-``python benchmarks/plan_table.py [--out docs/planning.md]``; some minutes on a CPU.
+``python benchmarks/plan_table.py [--measured] [--out docs/planning.md]``; some minutes on a CPU.
+With ``--measured`` it prints the comparison alone, with the parts of each row.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import argparse
 from pathlib import Path
 
 import torch
+from measured_rows import RESULTS
+from memory_table import compared, section
 from page_text import laid_out
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -150,13 +154,20 @@ def row(work: str, one: Plan) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planning.md")
+    parser.add_argument("--measured", action="store_true")
     given = parser.parse_args()
+    measured = list(compared(RESULTS))
+    if given.measured:
+        print(section(measured))
+        for one in measured:
+            print(f"{one.row} {one.changes}: {one.planned.words()}")
+        return
     rows = [
         row(work, planned(size, fields, gpus))
         for work, (size, fields, cards) in WORKS.items()
         for gpus in cards
     ]
-    given.out.write_text(laid_out(INTRODUCTION + "".join(rows)))
+    given.out.write_text(laid_out(INTRODUCTION + "".join(rows) + section(measured)))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,11 @@ class CudaGraphs(Switch):
         return None
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
-        """Return ``load`` with gradients that stay allocated, since graphs write to them."""
-        return replace(load, gradients_stay=True)
+        """Return ``load`` with gradients that stay allocated, since several graphs write to them.
+
+        One graph alone makes them while it frees activations, in the same memory.
+        """
+        return load if facts.alike else replace(load, gradients_stay=True)
 
 
 register_policy(CudaGraphs())
