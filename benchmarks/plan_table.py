@@ -81,7 +81,7 @@ chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
 ```
 
 No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
-largest moment of a step: the loss, the backward pass of the last or of the first layer, or the update. Each is a sum of parts:
+largest moment of a step: the loss, the backward pass of the last or of the first layer, or the gradient of the embedding. Each is a sum of parts:
 weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in its backward pass, logits
 of a chunk, dequantised weights, frozen models (a teacher, a reference model), the allocator's rounding of weights, and the
 driver's own, which `nvidia-smi` shows beside torch. Host memory (pinned copies, staging of a checkpoint) and disk (checkpoints,

@@ -250,14 +250,18 @@ class Estimate:
         # the activations of the others are freed, and the gradients are allocated.
         before_first = again * self.kept[LAYERS] if again else 0
         if self.window:
-            # Of what is copied out a window is on the GPU, at most what is saved; of what comes
-            # back a window and the tensor in use, among them what the layer kept.
+            # Of what is copied out a window is on the GPU. It stays there until the first tensor
+            # that was copied back is used; of these a window and the tensor in use are there, and
+            # what the layer kept is among them.
             window = self.window[cheap]
-            before_first = before_last = window + window // WINDOW_TENSORS
-            saved = min(saved, window)
+            back = window + window // WINDOW_TENSORS
+            before_last = min(saved, window + back)
+            before_first = min(saved, back)
             if not whole_layers:
                 before_last -= min(before_last, self.kept[cheap])
-            before_first = before_last if again == 0 else window // WINDOW_TENSORS
+            if not (again or whole_layers):
+                before_first -= min(before_first, self.kept[cheap])
+            saved = min(saved, window)
         tables = self.tables
         of_layers = self.gradients - tables.embedding
         moments = {
