@@ -81,11 +81,11 @@ chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
 ```
 
 No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
-largest moment of a step: the loss, the backward pass of the last or of the first layer, or the gradient of the embedding. Each is a sum of parts:
-weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in its backward pass, logits
-of a chunk, dequantised weights, frozen models (a teacher, a reference model), the allocator's rounding of weights, and the
-driver's own, which `nvidia-smi` shows beside torch. Host memory (pinned copies, staging of a checkpoint) and disk (checkpoints,
-the model) stand below, then what no part counts.
+largest moment of a step: the loss, the backward pass of the last or of the first layer, or the gradient of the embedding.
+Each is a sum of parts: weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in
+its backward pass, logits of a chunk, dequantised weights, workspaces, frozen models (a teacher, a reference model), the
+allocator's rounding of weights, and the driver's own, which `nvidia-smi` shows beside torch. Host memory (pinned copies,
+staging of a checkpoint) and disk (checkpoints, the model) stand below, then what no part counts.
 
 It is the estimate from which a run decides what it recomputes; `train --check` prints it for the card at hand, an out-of-memory
 names its parts, and a run whose peak differs by more than 5 % logs both. For each of several numbers of cards it prints:

@@ -29,7 +29,8 @@ from chronicals.objectives import FrozenModel, build_objective
 from chronicals.planning import Machines, plan, planned_frozen
 from chronicals.planning.space import DRIVER_BYTES, rounding_of
 from chronicals.policies.frozen_models import held_by, planned_bytes
-from chronicals.policies.needed_memory import GRAPHED_HANDLES, WORKSPACE_BYTES
+from chronicals.policies.needed_memory import WORKSPACE_BYTES
+from chronicals.policies.policy import GRAPHED_WORKSPACES
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.run.guard import planned_disk_use
 
@@ -60,7 +61,7 @@ def test_the_parts_of_full_fine_tuning(tmp_path):
     assert parts[TRAINED_WEIGHTS] == 2 * count and parts[STATES] == 10 * count
     assert parts[GRADIENTS] == 4 * count
     assert parts[HEAD_GRADIENT] == 4 * model.lm_head.weight.numel()
-    assert parts[WORKSPACES] == WORKSPACE_BYTES * GRAPHED_HANDLES
+    assert parts[WORKSPACES] == WORKSPACE_BYTES * GRAPHED_WORKSPACES
     assert FROZEN_WEIGHTS not in parts and OTHERS not in parts and PADDING not in parts
     assert min(parts[LOGITS], parts[ACTIVATIONS]) > 0
 

@@ -37,16 +37,6 @@ GIB = 2**30
 WORKSPACE_BYTES = 32 << 20
 """Bytes of a workspace on Hopper: 4096 · 8 KiB (``parseChosenWorkspaceSize`` of torch's CUDABlas)."""
 
-HANDLES = 3
-GRAPHED_HANDLES = 5
-"""Workspaces without and with CUDA graphs: cuBLAS has one for each thread and stream.
-
-Products run in the threads of the forward and of the backward pass; graphs are captured on a stream
-of their own, and the head's gradient is computed on another one (``kernels.products.at_once``). A
-0.5B with packs of 2,048 tokens holds 0.09 GiB beside all other parts without graphs, and 0.16 with
-them (``benchmarks/results/row-0.5b-full-2k-h200.json``), which are 3 and 5.
-"""
-
 PRODUCT_OF = {
     "q_proj": "queries",
     "k_proj": "queries",
@@ -144,8 +134,8 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         away=load.host,
     )
     if facts.fuses_whole_layers:
-        memory = memory.beside(PADDING, padding_bytes(facts.model, load.step))
-    memory = memory.beside(WORKSPACES, workspace_bytes(facts, names))
+        memory = memory.beside(PADDING, padding_bytes(facts, load.step))
+    memory = memory.beside(WORKSPACES, WORKSPACE_BYTES * load.workspaces)
     formats = sorted({module.format for _, module in packed_modules(facts.model)})
     if formats:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
@@ -165,12 +155,13 @@ def adapter_columns(model: Any) -> AdapterColumns:
     return AdapterColumns(**{name: columns_for([rank]) for name, rank in ranks.items()})
 
 
-def padding_bytes(model: Any, step: StepShape) -> int:
+def padding_bytes(facts: Facts, step: StepShape) -> int:
     """Return the bytes of rows and columns for adapters around the fused weights (``Dense``).
 
-    Around packed weights they are in the buffers of dequantised ones, of which there is one a shape.
+    Around packed weights they are in the buffers of dequantised ones, of which there is one a
+    shape, and around divided ones in those of gathered ones.
     """
-    shape = ModelShape.of(model.config)
+    shape = ModelShape.of(facts.model.config)
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     sizes = {
@@ -183,18 +174,8 @@ def padding_bytes(model: Any, step: StepShape) -> int:
     for name, (outputs, width) in sizes.items():
         columns = getattr(step.columns, name)
         values += columns * (outputs + width + columns)
-    copies = 1 if packed_words(model) else shape.layers
+    copies = 1 if facts.divides_weights or packed_words(facts.model) else shape.layers
     return values * copies * step.element
-
-
-def workspace_bytes(facts: Facts, names: set[str]) -> int:
-    """Return the bytes of cuBLAS's workspaces on a card: one for each thread's handle and stream.
-
-    Args:
-        facts: of the run.
-        names: policies that are asked for or permitted.
-    """
-    return WORKSPACE_BYTES * (GRAPHED_HANDLES if "use_cuda_graphs" in names else HANDLES)
 
 
 def adapts_output(model: Any) -> bool:

@@ -14,6 +14,16 @@ from chronicals.memory import NOTHING, Estimate, StepShape
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import Facts
 
+WORKSPACES = 3
+GRAPHED_WORKSPACES = 5
+"""Workspaces of cuBLAS without and with CUDA graphs. It has one for each thread and stream.
+
+Products run in the threads of the forward and of the backward pass; graphs are captured on a stream
+of their own, and the head's gradient is computed on another one (``kernels.products.at_once``). A
+0.5B with packs of 2,048 tokens holds 0.09 GiB beside all other parts without graphs, and 0.16 with
+them (``benchmarks/results/row-0.5b-full-2k-h200.json``), which are 3 and 5.
+"""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -58,6 +68,7 @@ class MemoryLoad:
         fixed: further bytes that exist all the time.
         gradients: further bytes of gradients that the backward pass makes.
         host: bytes in host memory, by what they are.
+        workspaces: number of workspaces of cuBLAS.
     """
 
     step: StepShape
@@ -69,6 +80,7 @@ class MemoryLoad:
     fixed: int = 0
     gradients: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
+    workspaces: int = WORKSPACES
 
 
 @dataclass(frozen=True)
