@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 from chronicals.attention import choose_backend, document_attention
-from chronicals.benchmark.floor import (
+from chronicals.benchmark.floor import reference_step
+from chronicals.benchmark.measurement import Clock, device
+from chronicals.benchmark.work import Work
+from chronicals.step_work import (
     Job,
     Product,
     dequantised_bytes,
     elementwise_bytes,
     loss_bytes,
     products,
-    reference_step,
 )
-from chronicals.benchmark.measurement import Clock, device
-from chronicals.benchmark.work import Work
 
 # Steps on a card. On a CPU, whose clock changes less, it is one of each, of a single layer.
 WARM_UP_STEPS = 4
