@@ -12,6 +12,8 @@ from chronicals.cli.options import values_of, with_known_names, with_recipe_flag
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from chronicals.planning import Machines, Plan
 
 GIGA = 1e9
@@ -28,7 +30,15 @@ def plan_command(
     gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = [  # noqa: B006
         "1,2,4,8"
     ],
-    gpu_memory: Annotated[float, typer.Option(min=0.001, help="GB of a card")] = 80.0,
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="Card whose rates are taken, as H200 or 'A100 80GB' (default: the one here)"
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.001, help="GB of a card (default: those of --card)")
+    ] = None,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
         float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")
@@ -37,8 +47,18 @@ def plan_command(
         float, typer.Option(min=0.001, help="GB/s that a card sends between machines")
     ] = 46.0,
     tflops: Annotated[
-        float, typer.Option(min=0.001, help="TFLOP/s that a card reaches in training")
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=0.001, help="TFLOP/s that a card reaches in training, instead of its rates"
+        ),
+    ] = None,
+    document_length: Annotated[
+        float | None,
+        typer.Option(min=1, help="Tokens of a document (default: as many as a pack has)"),
+    ] = None,
+    labelled: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the tokens that are targets")
+    ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     preset: Annotated[
         str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
@@ -50,8 +70,9 @@ def plan_command(
     `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read,
     and of the model its configuration alone. For each number of cards it prints what a card holds
     at most, and whether that fits; the bytes that it sends in an optimizer step, counted by running
-    the sums and updates of training among processes that are not there; and the time that this adds
-    to the computation.
+    the sums and updates of training among processes that are not there; the time of the computation
+    by part, at the rates of a card (`--card`; `chronicals doctor --rates` measures those of this
+    machine's); and what the bytes add to it.
     """
     from chronicals.config import ConfigurationError, Recipe
 
@@ -60,13 +81,22 @@ def plan_command(
     from chronicals.models import quantise_layers
     from chronicals.models.loading import load_without_weights
     from chronicals.objectives import build_objective
-    from chronicals.planning import Machines, plan
+    from chronicals.planning import Documents, Machines, plan, rates_here, rates_of
     from chronicals.saving import SavedModel
     from chronicals.training.adapters import attach_adapters
 
     config = given.config()
     uncounted = build_objective(config).unplanned_costs(config)
-    machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
+    rates, whose = (rates_of(card), "as asked") if card else rates_here()
+    machines = Machines(
+        memory=rates.memory if gpu_memory is None else int(gpu_memory * GIGA),
+        cards=cards,
+        link=link * GIGA,
+        network=network * GIGA,
+        rates=rates,
+        flops=None if tflops is None else tflops * 1e12,
+    )
+    documents = Documents(document_length, labelled)
     saved = SavedModel.find(given.model, given.base_model)
     base = saved.place
     if saved.adapted:  # its adapters are counted as new ones
@@ -85,11 +115,11 @@ def plan_command(
     if config.quantization is not None:
         quantise_layers(model)
     attach_adapters(model, config, None)
-    plans = [plan(model, config, count, machines) for count in _counts(gpus)]
+    plans = [plan(model, config, count, machines, documents) for count in _counts(gpus)]
     if as_json:
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
-        _show_plans(plans, machines, uncounted)
+        _show_plans(plans, machines, whose, uncounted)
 
 
 def _counts(texts: Sequence[str]) -> list[int]:
@@ -104,12 +134,13 @@ def _counts(texts: Sequence[str]) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) -> None:
-    """Print the table, and its assumptions below it.
+def _show_plans(plans: list[Plan], machines: Machines, whose: str, uncounted: str | None) -> None:
+    """Print the table, the time of a step by part, and their assumptions below them.
 
     Args:
         plans: one for each number of cards.
         machines: what they assume.
+        whose: why these rates are taken, in words.
         uncounted: costs of the objective that are not counted, in words.
     """
     from rich import box
@@ -132,17 +163,19 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
             f"{one.exposed:.3f} s",
             f"{one.slowed:.3f} s",
             f"{one.efficiency:.0%}",
-            f"{one.tokens_per_second:,.0f}",
+            _between(one),
         )
     console.print(table)
+    _show_parts(console, plans[0], machines, whose)
     divided = ", ".join(
         f"{one.gpus:,}" for one in plans if one.sharding == "weights" and one.gpus > 1
     )
     beside = f", but divided where there are {divided}" if divided else ""
+    reached = f", {machines.flops / 1e12:g} TFLOP/s reached" if machines.flops else ""
     console.print(
         f"Cards of {machines.memory / GIGA:g} GB, {machines.cards} a machine, "
         f"{machines.link / GIGA:g} GB/s within one and "
-        f"{machines.network / GIGA:g} between machines, {machines.flops / 1e12:g} TFLOP/s reached; "
+        f"{machines.network / GIGA:g} between machines{reached}; "
         f"weights are on every card{beside}.",
         soft_wrap=True,
     )
@@ -153,3 +186,32 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
             "Layers that stay are gathered once for both of their passes, for memory is spare.",
             soft_wrap=True,
         )
+
+
+def _between(one: Plan) -> str:
+    """Return the tokens of a second as an interval, or as a number where a single rate was given."""
+    shortest, longest = one.interval
+    if one.time is None:
+        return f"{one.tokens_per_second:,.0f}"
+    return f"{one.tokens / longest:,.0f} to {one.tokens / shortest:,.0f}"
+
+
+def _show_parts(console: Console, one: Plan, machines: Machines, whose: str) -> None:
+    """Print the seconds of the computation by part, and where the rates come from."""
+    if one.time is None:
+        return
+    total = one.time.seconds
+    parts = ", ".join(
+        f"{name} {seconds:.4g} s ({seconds / total:.0%})"
+        for name, seconds in one.time.parts.items()
+        if seconds >= total / 1000
+    )
+    console.print(f"Computing: {parts}.", soft_wrap=True, highlight=False)
+    rates = machines.rates
+    console.print(
+        f"Rates of {rates.card} ({whose}), {rates.source}: {rates.origin}; a time may be "
+        f"{rates.margin:.0%} off.",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
