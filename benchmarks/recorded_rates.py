@@ -16,19 +16,19 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from chronicals.benchmark.card_rates import curve_of
+from chronicals.benchmark.card_rates import curve_of, intensity_of
 from chronicals.benchmark.shapes import SHAPES
-from chronicals.planning.rates import BF16, FP8, RECORD, AttentionRate, Rates
+from chronicals.planning.rates import BF16, FP8, RECORD, AttentionRate, Rates, between
 from chronicals.quantization import NF4
 from chronicals.standard_json import to_json
-from chronicals.step_work import DecoderShape, Job, dequantised_bytes, elementwise_bytes
+from chronicals.step_work import DecoderShape, Job, dequantised_bytes, elementwise_bytes, products
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -85,17 +85,41 @@ def milliseconds(profile: dict[str, Any], name: str) -> float:
 
 
 def product_curve(card: str) -> list[tuple[float, float]]:
-    """FLOP/s by arithmetic intensity: medians over the products of steps."""
+    """FLOP/s by arithmetic intensity: medians over the products of steps.
+
+    They were timed on random values in the order of a step; where our own step has the same
+    products, all are scaled to the time that they took in it.
+    """
     points = []
-    for result in rows_of(card):
+    for result, profile in profiles(card):
+        faster = 1.0
+        if is_plain(result):
+            took = profile["milliseconds_a_step"]["products"] / 1e3
+            faster = result["floor"]["by_itself"]["products"] / took
         for key, timed in result["rates"]["products"].items():
             sizes = [int(size) for size in key.split()[1].split("x")]
-            points.append((1 / sum(1 / size for size in sizes), timed["flops_per_second"]))
+            rate = timed["flops_per_second"] * faster
+            points.append((1 / sum(1 / size for size in sizes), rate))
     return curve_of(points)
 
 
-def fp8_curve(card: str) -> list[tuple[float, float]]:
-    """The same of products in FP8 with a scale a tensor, of 8192 rows, three of each shape."""
+def is_plain(result: dict[str, Any]) -> bool:
+    """Whether our step has the products of the reference step, one after the other.
+
+    Not so with FP8, with recomputation and with experts, whose products are grouped.
+    """
+    own = result["arms"]["ours"]
+    routed = job_of(result).shape.routed
+    return not own["fp8"] and not routed and "memory" not in result["row"]["fields"]
+
+
+def fp8_curve(card: str, within: float) -> list[tuple[float, float]]:
+    """The same of products in FP8 with a scale a tensor, of 8192 rows, three of each shape.
+
+    Args:
+        card: that they were timed on, by themselves.
+        within: share of these rates that they have within a step.
+    """
     points = defaultdict(list)
     for name, row in json.loads((RESULTS / f"fp8-{card}.json").read_text())["rows"].items():
         if not name.startswith("fp8_linear"):
@@ -103,8 +127,30 @@ def fp8_curve(card: str) -> list[tuple[float, float]]:
         inputs, outputs = (int(word) for word in name.split() if word.isdigit())
         intensity = 1 / (1 / 8192 + 1 / inputs + 1 / outputs)
         seconds = statistics.median(row["milliseconds"]["products tensor"]) / 1e3
-        points[intensity].append(3 * 2 * 8192 * inputs * outputs / seconds)
+        points[intensity].append(within * 3 * 2 * 8192 * inputs * outputs / seconds)
     return [(x, statistics.median(rates)) for x, rates in sorted(points.items())]
+
+
+def share_of_fp8(card: str, curve: Sequence[tuple[float, float]]) -> float | None:
+    """Share of the rates of products in FP8 by themselves that those of a step have.
+
+    Args:
+        card: that has a row whose step has all products of its layers in FP8.
+        curve: of its products in bf16, in which the head is.
+    """
+    alone = tuple(fp8_curve(card, within=1.0))
+    for result, profile in profiles(card):
+        if result["arms"]["ours"]["fp8"] and not result["row"]["fields"].get("use_lora"):
+            seconds = {"head": 0.0, "layers": 0.0}
+            for product in products(job_of(result)):
+                rates, part = (
+                    (tuple(curve), "head") if product.name == "head" else (alone, "layers")
+                )
+                rate = between(rates, intensity_of(product))
+                seconds[part] += product.count * product.flops / rate
+            took = profile["milliseconds_a_step"]["products"] / 1e3
+            return seconds["layers"] / (took - seconds["head"])
+    return None
 
 
 def within_steps(card: str) -> list[AttentionRate]:
@@ -202,8 +248,10 @@ def rates(card: str) -> Rates:
     """All of a card."""
     results = rows_of(card)
     newest = results[-1]
-    copy = statistics.median(result["rates"]["copy_bytes_per_second"] for result in results)
     other = OTHER[card]
+    curve = tuple(product_curve(card))
+    within = share_of_fp8(card, curve) or share_of_fp8(other, product_curve(other))
+    copy = statistics.median(result["rates"]["copy_bytes_per_second"] for result in results)
     return Rates(
         card=newest["machine"]["card"],
         source=RECORD,
@@ -217,7 +265,7 @@ def rates(card: str) -> Rates:
         copy=copy,
         elementwise=elementwise(card),
         dequantise=copy * (dequantise(card) or dequantise(other) or 0.0),
-        products={BF16: tuple(product_curve(card)), FP8: tuple(fp8_curve(card))},
+        products={BF16: curve, FP8: tuple(fp8_curve(card, within or 1.0))},
         attention=tuple(attention_rates(card)),
         host=host(card) or host(other) or 0.0,
         launch=launch(card) or launch(other) or 0.0,

@@ -138,10 +138,12 @@ def measure_steps(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _points(job: Job, seconds: dict[str, float]) -> list[tuple[float, float]]:
-    return [(intensity(product), product.flops / seconds[product.key]) for product in products(job)]
+    return [
+        (intensity_of(product), product.flops / seconds[product.key]) for product in products(job)
+    ]
 
 
-def intensity(product: Product) -> float:
+def intensity_of(product: Product) -> float:
     """Return the FLOPs of a product for each byte of its operands, in 16 bits."""
     return 1 / (1 / product.rows + 1 / product.inputs + 1 / product.outputs)
 
@@ -182,7 +184,7 @@ def fp8_curve(tokens: int) -> list[tuple[float, float]]:
         )
         seconds = seconds_of_call(partial(scaled_product, left, right, torch.bfloat16, True))
         product = Product("", "forward", tokens, inputs, outputs, 1)
-        points.append((intensity(product), product.flops / seconds))
+        points.append((intensity_of(product), product.flops / seconds))
     return curve_of(points)
 
 
