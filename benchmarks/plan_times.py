@@ -115,7 +115,9 @@ def planned(arm: Arm) -> Plan:
         quantise_layers(model)
     attach_adapters(model, config, None)
     rates = rates_of(arm.card)
-    return plan(model, config, 1, Machines(memory=rates.memory, rates=rates), arm.documents)
+    return plan(
+        model, config, 1, Machines(memory=rates.memory, rates=rates), documents=arm.documents
+    )
 
 
 def line(arm: Arm, one: Plan) -> str:

@@ -62,7 +62,7 @@ def time_of(folder, rates=ROUND, documents=None, packed=False, rank=0, gpus=1, *
         values |= {"use_lora": True, "lora_rank": rank}
     config = runs.config(folder, **values)
     machines = Machines(memory=rates.memory, rates=rates)
-    return plan(model, config, gpus, machines, documents or Documents()).time
+    return plan(model, config, gpus, machines, documents=documents or Documents()).time
 
 
 def weights():

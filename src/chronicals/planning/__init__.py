@@ -1,7 +1,9 @@
 """Plans for training on several GPUs without having them: memory, bytes sent and efficiency."""
 
-from chronicals.planning.plan import Machines, Plan, plan
+from chronicals.planning.plan import Machines, Plan, plan, planned_space
+from chronicals.planning.planned_models import planned_frozen, planned_model
 from chronicals.planning.rates import Rates, rates_here, rates_of
+from chronicals.planning.space import Space
 from chronicals.planning.step_time import Documents, StepTime
 from chronicals.planning.traffic import Traffic, traffic
 
@@ -10,9 +12,13 @@ __all__ = [
     "Machines",
     "Plan",
     "Rates",
+    "Space",
     "StepTime",
     "Traffic",
     "plan",
+    "planned_frozen",
+    "planned_model",
+    "planned_space",
     "rates_here",
     "rates_of",
     "traffic",
