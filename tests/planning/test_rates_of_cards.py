@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,8 +148,8 @@ def test_every_data_sheet_is_a_card_with_its_source(sheet):
 
 def test_without_a_card_those_of_the_usual_one_are_taken(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    rates, words = rates_here()
-    assert rates == rates_of("H100") and "no card here" in words
+    rates, words, memory = rates_here()
+    assert rates == rates_of("H100") and "no card here" in words and memory == 80 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ def test_without_a_card_those_of_the_usual_one_are_taken(monkeypatch):
 )
 def test_the_card_of_this_machine(name, card, said, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
-    rates, words = rates_here()
-    assert rates.card == card and words.startswith(said)
+    properties = SimpleNamespace(name=name, total_memory=12345)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    rates, words, memory = rates_here()
+    assert rates.card == card and words.startswith(said) and memory == 12345

@@ -36,7 +36,8 @@ def plan_command(
         ),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(min=0.001, help="GB of a card (default: those of --card)")
+        float | None,
+        typer.Option(min=0.001, help="GB of a card (default: those of --card; without one 80)"),
     ] = None,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
@@ -84,19 +85,19 @@ def plan_command(
     from chronicals.planning import (
         Documents,
         Machines,
+        asked_rates,
         plan,
         planned_frozen,
         planned_model,
         rates_here,
-        rates_of,
     )
 
     config = given.config()
     objective = build_objective(config)
     uncounted = objective.unplanned_costs(config)
-    rates, whose = (rates_of(card), "as asked") if card else rates_here()
+    rates, whose, memory = rates_here() if card is None else asked_rates(card)
     machines = Machines(
-        memory=rates.memory if gpu_memory is None else int(gpu_memory * GIGA),
+        memory=memory if gpu_memory is None else int(gpu_memory * GIGA),
         cards=cards,
         link=link * GIGA,
         network=network * GIGA,

@@ -2,7 +2,7 @@
 
 from chronicals.planning.plan import Machines, Plan, plan, planned_space
 from chronicals.planning.planned_models import planned_frozen, planned_model
-from chronicals.planning.rates import Rates, rates_here, rates_of
+from chronicals.planning.rates import Rates, asked_rates, rates_here, rates_of
 from chronicals.planning.space import Space
 from chronicals.planning.step_time import Documents, StepTime
 from chronicals.planning.traffic import Traffic, traffic
@@ -15,6 +15,7 @@ __all__ = [
     "Space",
     "StepTime",
     "Traffic",
+    "asked_rates",
     "plan",
     "planned_frozen",
     "planned_model",

@@ -44,7 +44,7 @@ from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_frozen, planned_model
-from chronicals.planning.rates import USUAL_CARD, Rates, rates_of
+from chronicals.planning.rates import USUAL_CARD, USUAL_MEMORY, Rates, rates_of
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.step_time import (
     AS_LONG_AS_PACKS,
@@ -85,7 +85,7 @@ class Machines:
         flops: FLOPs a second that a GPU reaches in training, instead of ``rates``; None without.
     """
 
-    memory: int = 80 * 10**9
+    memory: int = USUAL_MEMORY
     cards: int = 8
     link: float = 370e9
     network: float = 46e9

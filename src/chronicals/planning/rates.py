@@ -44,7 +44,8 @@ Within these the plans of measured steps must lie (``docs/planning.md``).
 """
 
 USUAL_CARD = "H100"
-"""Card whose rates are taken where no other is named or found."""
+USUAL_MEMORY = 80 * 10**9
+"""Card whose rates are taken where no other is named or found, and its nominal bytes."""
 
 RECORDED = Path(__file__).with_name("card_rates.json")
 
@@ -227,21 +228,33 @@ def rates_of(name: str) -> Rates:
     )
 
 
-def rates_here() -> tuple[Rates, str]:
-    """Return the rates of this machine's card, and in words whose they are.
+def asked_rates(name: str) -> tuple[Rates, str, int]:
+    """Return what ``rates_here`` does, of a card that the user names.
 
-    Without a card they are those of ``USUAL_CARD``, and so they are for a card of unknown rates.
+    Raises:
+        ConfigurationError: no card or several have the name.
+    """
+    rates = rates_of(name)
+    return rates, "as asked", rates.memory
+
+
+def rates_here() -> tuple[Rates, str, int]:
+    """Return the rates of this machine's card, whose they are in words, and the bytes of the card.
+
+    Without a card they are those of ``USUAL_CARD`` with ``USUAL_MEMORY``, and so are the rates for
+    a card of which none are known.
     """
     if not torch.cuda.is_available():
         rates = rates_of(USUAL_CARD)
-        return rates, f"no card here: those of {rates.card} are taken, --card names another"
-    name = torch.cuda.get_device_name()
+        words = f"no card here: those of {rates.card} are taken, --card names another"
+        return rates, words, USUAL_MEMORY
+    card = torch.cuda.get_device_properties(0)
     try:
-        return rates_of(name), "the card of this machine"
+        return rates_of(card.name), "the card of this machine", card.total_memory
     except ConfigurationError:
         rates = rates_of(USUAL_CARD)
-        words = f"those of {name} are not known: measure them by `chronicals doctor --rates`"
-        return rates, f"{words}; those of {rates.card} are taken"
+        unknown = f"those of {card.name} are not known: measure them by `chronicals doctor --rates`"
+        return rates, f"{unknown}; those of {rates.card} are taken", card.total_memory
 
 
 def is_named(card: str, name: str) -> bool:
