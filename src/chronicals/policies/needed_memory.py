@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,19 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, RECOMPUTE
 from chronicals.lora import adapters, has_magnitudes
-from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
+from chronicals.memory import (
+    LAYERS,
+    RESERVE,
+    Estimate,
+    StepShape,
+    WeightBytes,
+    decoder_layers,
+    estimate,
+)
 from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
-from chronicals.policies.policy import MemoryLoad, Remedy, policies
+from chronicals.policies.policy import Decision, MemoryLoad, Remedy, policies
+from chronicals.policies.recompute_layers import asked_recomputation
 from chronicals.quantization import Dense
 
 logger = logging.getLogger(__name__)
@@ -30,6 +39,12 @@ LENGTH_STEP = 256
 """Tokens to which the longest length that fits is rounded down."""
 
 GIB = 2**30
+
+MEASURED_WAYS = 3
+"""Remedies whose bytes are named after a card is full; those that cost only time come first."""
+
+MAKE_ANOTHER_MODEL = {"use_lora", "quantization"}
+"""Fields of remedies that train another model, whose bytes are not those of the one that is here."""
 
 LEAN_LOGIT_ROWS = 1024
 """Rows of logits at a time, which need a quarter of the default's memory."""
@@ -49,6 +64,21 @@ def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
     if may_free and config.memory is None and not wants_graphs and not memory.fits:
         return True, _estimated(facts, True)
     return frees, memory
+
+
+def held_bytes(facts: Facts, recomputed: Decision) -> int:
+    """Return the bytes that a step is expected to hold at most.
+
+    Args:
+        facts: of the run.
+        recomputed: what is recomputed, unless the configuration of ``facts`` asks for something.
+    """
+    _, memory = expected_memory(facts)
+    asked = asked_recomputation(facts.config)
+    if asked is not None:
+        return memory.needed(asked)
+    how = LAYERS if recomputed.layers is None else recomputed.how
+    return memory.needed(how, recomputed.layers or 0)
 
 
 def asked_for(facts: Facts, frees: bool) -> set[str]:
@@ -222,7 +252,10 @@ def longest_that_fits(asked: int, fits: Callable[[int], bool]) -> int:
 
 
 def ways_to_take_less(
-    config: ChronicalsConfig, ranks: int = 1, shorter_rows: bool = True
+    config: ChronicalsConfig,
+    ranks: int = 1,
+    shorter_rows: bool = True,
+    saved: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> list[str]:
     """Return the remedies of ``what_helps`` in words.
 
@@ -230,14 +263,33 @@ def ways_to_take_less(
         config: the configuration that does not fit.
         ranks: number of processes that train together.
         shorter_rows: include the last one, a shorter ``max_seq_length``.
+        saved: returns what the fields of one of the first ``MEASURED_WAYS`` save, in words.
     """
     words = []
     for fields, price in what_helps(config, ranks):
         if "max_seq_length" in fields and not shorter_rows:
             continue
         named = " with ".join(f"{field}={value}" for field, value in fields.items())
-        words.append(f"{named} ({price})" if price else named)
+        beside = [price] if price else []
+        if saved is not None and len(words) < MEASURED_WAYS:
+            beside.insert(0, saved(fields))
+        words.append(f"{named} ({', '.join(beside)})" if beside else named)
     return words
+
+
+def saved_in_words(facts: Facts, recomputed: Decision, fields: Mapping[str, Any]) -> str:
+    """Return in words what the fields of a remedy save.
+
+    Args:
+        facts: of the run that does not fit.
+        recomputed: what it recomputes.
+        fields: values of the configuration.
+    """
+    if not MAKE_ANOTHER_MODEL.isdisjoint(fields):
+        return "as chronicals plan says"
+    changed = replace(facts, config=facts.config.replace(**fields))
+    saved = held_bytes(facts, recomputed) - held_bytes(changed, recomputed)
+    return f"saves about {max(saved, 0) / GIB:.2f} GiB"
 
 
 def what_helps(config: ChronicalsConfig, ranks: int = 1) -> list[Remedy]:

@@ -46,6 +46,9 @@ class ReduceInBackward(Policy):
             return Decision(self.name, False, excluded)
         if not asked and facts.config.memory is not None:
             return Decision(self.name, False, "not among memory")
+        if not course.frees and facts.config.fit == "auto":
+            reason = "fit='auto': processes agree that all have had the memory before they sum"
+            return Decision(self.name, False, reason)
         if not course.frees:
             words = "beside its products, for no micro-step is a CUDA graph"
         elif asked:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, is_divided, local
 from chronicals.lora import adapters
 from chronicals.objectives import Objective
-from chronicals.policies.needed_memory import state_bytes, ways_to_take_less
+from chronicals.policies.needed_memory import saved_in_words, state_bytes, ways_to_take_less
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.run.checkpoint import checkpoints
 from chronicals.training.run.resume import how_to_resume
 from chronicals.training.run.run_state import Run
+from chronicals.training.session import Session
 from chronicals.training.step.metrics import StepMetrics
 from chronicals.training.step.optimizer import Precision
 
@@ -150,11 +152,20 @@ def check_that_something_was_applied(run: Run, precision: Precision) -> None:
 
 @contextmanager
 def saying_what_helps(
-    config: ChronicalsConfig, device: torch.device, ranks: int = 1
+    config: ChronicalsConfig,
+    device: torch.device,
+    ranks: int = 1,
+    session: Callable[[], Session | None] = lambda: None,
 ) -> Iterator[None]:
     """Context manager that turns an out-of-memory error into TrainingError.
 
     The message says how much memory there is, what uses it, and which settings need less.
+
+    Args:
+        config: configuration of the run.
+        device: device of the run.
+        ranks: number of processes that train together.
+        session: returns the session once there is one, which tells how much the settings save.
     """
     try:
         yield
@@ -168,8 +179,24 @@ def saying_what_helps(
                 f" ({whole / 2**30:.1f} GiB; this run held up to {ours / 2**30:.1f}, the driver "
                 f"and others hold {others / 2**30:.1f})"
             )
-        ways = "; or ".join(ways_to_take_less(config, ranks))
-        raise TrainingError(f"out of memory on {device}{held}. Less is taken by {ways}") from error
+        raise TrainingError(
+            f"out of memory on {device}{held}. {less_is_taken_by(config, ranks, session())}"
+        ) from error
+
+
+def less_is_taken_by(config: ChronicalsConfig, ranks: int, session: Session | None) -> str:
+    """Return a sentence that names what takes less memory; the first ways say how much they save.
+
+    Args:
+        config: the configuration that does not fit.
+        ranks: number of processes that train together.
+        session: of the run; None before there is one, when bytes are not known.
+    """
+    saved = None
+    if session is not None:
+        recomputed = session.decisions["use_gradient_checkpointing"]
+        saved = partial(saved_in_words, session.facts, recomputed)
+    return f"Less is taken by {'; or '.join(ways_to_take_less(config, ranks, saved=saved))}"
 
 
 @dataclass(frozen=True)
