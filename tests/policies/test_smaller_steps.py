@@ -1,6 +1,7 @@
 """A run whose memory was too small is planned again in smaller micro-batches of the same steps."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +22,11 @@ GIB = 2**30
 @pytest.fixture
 def by_packs(monkeypatch):
     """A run of 12 packs a step, of which each takes a GiB beside two that stay."""
-    monkeypatch.setattr(
-        smaller_steps, "held_bytes", lambda facts, _: (2 + facts.config.batch_size) * GIB
-    )
+
+    def planned_peak(facts, decisions):
+        return SimpleNamespace(held=(2 + facts.config.batch_size) * GIB)
+
+    monkeypatch.setattr(smaller_steps, "planned_peak", planned_peak)
     config = ChronicalsConfig(batch_size=6, gradient_accumulation_steps=2)
     return Facts(config, tiny.llama(), total=10 * GIB)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.options import values_of, with_known_names, with_recipe_flags
+from chronicals.cli.space_table import show_space
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ def plan_command(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
     ] = None,
-    gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = [  # noqa: B006
-        "1,2,4,8"
-    ],
+    gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = ["1"],  # noqa: B006
     gpu_memory: Annotated[float, typer.Option(min=0.001, help="GB of a card")] = 80.0,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
@@ -45,47 +44,31 @@ def plan_command(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Count what a run takes on several cards, without any.
+    """Count what a run takes, without a card.
 
-    `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read,
-    and of the model its configuration alone. For each number of cards it prints what a card holds
-    at most, and whether that fits; the bytes that it sends in an optimizer step, counted by running
-    the sums and updates of training among processes that are not there; and the time that this adds
-    to the computation.
+    `chronicals plan recipe.yaml` takes what `train` takes; data are not read, and of the models
+    their configurations alone. For one card it prints by part what the card holds at the largest
+    moment of a step, and what is in host memory and on the disk.
+
+    With `--gpus 8,64,1024` it prints for each number of cards what a card holds at most, and
+    whether that fits; the bytes that it sends in an optimizer step, counted by running the sums and
+    updates of training among processes that are not there; and the time that this adds to the
+    computation.
     """
-    from chronicals.config import ConfigurationError, Recipe
+    from chronicals.config import Recipe
 
     given = with_known_names(Recipe.given(preset, recipe, **{"data": ["not read"], **flags}))
 
-    from chronicals.models import quantise_layers
-    from chronicals.models.loading import load_without_weights
     from chronicals.objectives import build_objective
-    from chronicals.planning import Machines, plan
-    from chronicals.saving import SavedModel
-    from chronicals.training.adapters import attach_adapters
+    from chronicals.planning import Machines, plan, planned_frozen, planned_model
 
     config = given.config()
-    uncounted = build_objective(config).unplanned_costs(config)
+    objective = build_objective(config)
+    uncounted = objective.unplanned_costs(config)
     machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
-    saved = SavedModel.find(given.model, given.base_model)
-    base = saved.place
-    if saved.adapted:  # its adapters are counted as new ones
-        if saved.base is None:
-            raise ConfigurationError(
-                f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
-            )
-        if not given.use_lora:
-            raise ConfigurationError(
-                f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set "
-                "that, and lora_rank and "
-                "lora_target_modules as the adapter has them"
-            )
-        base = saved.base
-    model = load_without_weights(base, given.trust_remote_code)
-    if config.quantization is not None:
-        quantise_layers(model)
-    attach_adapters(model, config, None)
-    plans = [plan(model, config, count, machines) for count in _counts(gpus)]
+    model = planned_model(given, config)
+    frozen = planned_frozen(objective, config)
+    plans = [plan(model, config, count, machines, frozen) for count in _counts(gpus)]
     if as_json:
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
@@ -110,13 +93,15 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
     Args:
         plans: one for each number of cards.
         machines: what they assume.
-        uncounted: costs of the objective that are not counted, in words.
+        uncounted: passes of the objective that are not in the time, in words.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=max(Console().width, TABLE_COLUMNS))
+    if len(plans) == 1 and plans[0].gpus == 1:
+        show_space(plans[0].space, console)
     some_stay = any(one.stay for one in plans)
     layers = ("layers again", "layers stay") if some_stay else ("layers again",)
     times = ("computing", "waiting", "slowed", "efficiency", "tokens/s")
@@ -147,7 +132,9 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
         soft_wrap=True,
     )
     if uncounted is not None:
-        console.print(f"Not counted: {uncounted}.", soft_wrap=True, markup=False, highlight=False)
+        console.print(
+            f"Not in the time: {uncounted}.", soft_wrap=True, markup=False, highlight=False
+        )
     if some_stay:
         console.print(
             "Layers that stay are gathered once for both of their passes, for memory is spare.",

@@ -13,6 +13,7 @@ import typer
 
 from chronicals.cli.noise import keep_in
 from chronicals.cli.options import with_known_names, with_recipe_flags, without_option
+from chronicals.cli.space_table import show_space
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +48,10 @@ def train_command(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Stop after the report on the data and the length of the run"),
+        typer.Option(
+            "--check",
+            help="Stop after the report on the data, the length and the memory of the run",
+        ),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log every decision, also what does not run, and why")
@@ -154,6 +158,7 @@ def _check_data(
 
     from chronicals.data.packs.packing import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
+    from chronicals.planning import planned_space
     from chronicals.training.preparation import open_stores, rows_needed
     from chronicals.training.run.length import fit_batch, fit_learning_rate
     from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run
@@ -175,7 +180,9 @@ def _check_data(
             table.add_row(*row)
         beside_the_log.print(table)
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
-    fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
+    fitted = fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
+    if ranks.writer:
+        show_space(planned_space(plan, fitted, ranks), beside_the_log)
     where = (
         f"the report is in {config.output_dir}"
         if reports

@@ -32,13 +32,19 @@ of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
+from chronicals.distributed import Mesh
+from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
+from chronicals.objectives import build_objective
+from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.facts import DIVIDE_WEIGHTS, trains_layers
@@ -98,6 +104,7 @@ class Plan:
         computing: seconds of a step on a single GPU.
         exposed: seconds of a step in which nothing is computed.
         slowed: seconds by which overlapped communication slows the computation.
+        space: bytes by part, on a card, in host memory and on the disk.
     """
 
     gpus: int
@@ -112,6 +119,7 @@ class Plan:
     computing: float
     exposed: float
     slowed: float
+    space: Space
 
     @property
     def seconds(self) -> float:
@@ -131,10 +139,17 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, with what follows from them."""
         derived = {"efficiency": self.efficiency, "tokens_per_second": self.tokens_per_second}
-        return {**vars(self), "sent": {**vars(self.sent), "total": self.sent.total}, **derived}
+        sent = {**vars(self.sent), "total": self.sent.total}
+        return {**vars(self), "sent": sent, "space": self.space.to_dict(), **derived}
 
 
-def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) -> Plan:
+def plan(
+    model: Any,
+    config: ChronicalsConfig,
+    gpus: int,
+    machines: Machines,
+    frozen: Mapping[str, int] | None = None,
+) -> Plan:
     """Compute the plan of a run.
 
     Args:
@@ -143,6 +158,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         config: the run's configuration.
         gpus: their number.
         machines: what the GPUs are in.
+        frozen: bytes of the objective's frozen models on each GPU, by name.
 
     Raises:
         ConfigurationError: the GPUs cannot share packs as configured.
@@ -152,7 +168,15 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         raise ConfigurationError(
             f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}"
         )
-    facts = Facts(config, model, gpus, context, here=machines.cards, total=machines.memory)
+    facts = Facts(
+        config,
+        model,
+        gpus,
+        context,
+        here=machines.cards,
+        total=machines.memory,
+        frozen_models=frozen or {},
+    )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
     config = facts.config
@@ -191,7 +215,34 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         computing,
         exposed + sent.attention / machines.rate(context),
         slowed,
+        space_of(facts, fitted),
     )
+
+
+def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space:
+    """Return the space of a recipe's run on each card of this machine, or on one of none.
+
+    Args:
+        given: the recipe.
+        config: its configuration, fitted to the data.
+        ranks: all ranks of the run.
+
+    Raises:
+        ConfigurationError: a model of the recipe cannot be found, or what is asked for cannot be
+            recomputed.
+    """
+    model = planned_model(given, config)
+    frozen = planned_frozen(build_objective(config), config)
+    facts = Facts(
+        config,
+        model,
+        ranks.count,
+        config.context_parallel,
+        total=card_memory(ranks.device),
+        frozen_models=frozen,
+    )
+    facts, sharding = settle_sharding(facts)
+    return space_of(facts, fit_to_memory(facts, sharding, expected_memory(facts)[1]))
 
 
 def _exposed_divided(

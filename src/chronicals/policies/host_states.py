@@ -56,7 +56,8 @@ class OffloadOptimizerStates(Policy):
         here = [p for p in facts.trained if id(p) not in away]
         size = state_bytes(facts.config, facts.model, here)
         size += buffer_bytes(state_bytes(facts.config, facts.model, moved))
-        return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1))
+        host = {**load.host, self.title: state_bytes(facts.config, facts.model, moved)}
+        return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1), host=host)
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
         """Yield all that costs only time together with this policy."""

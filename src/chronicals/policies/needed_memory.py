@@ -15,20 +15,12 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, RECOMPUTE
 from chronicals.lora import adapters, has_magnitudes
-from chronicals.memory import (
-    LAYERS,
-    RESERVE,
-    Estimate,
-    StepShape,
-    WeightBytes,
-    decoder_layers,
-    estimate,
-)
+from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
+from chronicals.memory.peak import PACKED_WEIGHTS
 from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
-from chronicals.policies.policy import Decision, MemoryLoad, Remedy, policies
-from chronicals.policies.recompute_layers import asked_recomputation
-from chronicals.quantization import Dense
+from chronicals.policies.policy import MemoryLoad, Remedy, policies
+from chronicals.quantization import Dense, packed_modules
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +34,6 @@ GIB = 2**30
 
 MEASURED_WAYS = 3
 """Remedies whose bytes are named after a card is full; those that cost only time come first."""
-
-MAKE_ANOTHER_MODEL = {"use_lora", "quantization"}
-"""Fields of remedies that train another model, whose bytes are not those of the one that is here."""
 
 LEAN_LOGIT_ROWS = 1024
 """Rows of logits at a time, which need a quarter of the default's memory."""
@@ -64,21 +53,6 @@ def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
     if may_free and config.memory is None and not wants_graphs and not memory.fits:
         return True, _estimated(facts, True)
     return frees, memory
-
-
-def held_bytes(facts: Facts, recomputed: Decision) -> int:
-    """Return the bytes that a step is expected to hold at most.
-
-    Args:
-        facts: of the run.
-        recomputed: what is recomputed, unless the configuration of ``facts`` asks for something.
-    """
-    _, memory = expected_memory(facts)
-    asked = asked_recomputation(facts.config)
-    if asked is not None:
-        return memory.needed(asked)
-    how = LAYERS if recomputed.layers is None else recomputed.how
-    return memory.needed(how, recomputed.layers or 0)
 
 
 def asked_for(facts: Facts, frees: bool) -> set[str]:
@@ -125,14 +99,28 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         if policy.name in names:
             load = policy.bytes(facts, load)
     stays = load.gradient if load.gradients_stay else 0
-    weights = WeightBytes(load.frozen, load.weight + load.states + stays, load.gradient - stays)
+    weights = WeightBytes(
+        load.frozen,
+        load.weight + load.states + stays,
+        load.gradient - stays,
+        states=load.states,
+        standing=stays,
+    )
     memory = estimate(facts.model, load.step, weights)
-    return replace(
+    gradients = memory.gradients + load.gradients
+    memory = replace(
         memory,
         fixed=memory.fixed + load.fixed,
-        gradients=memory.gradients + load.gradients,
+        gradients=gradients,
         total=facts.total,
+        away=load.host,
     )
+    formats = sorted({module.format for _, module in packed_modules(facts.model)})
+    if formats:
+        memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
+    for name, size in facts.frozen_models.items():
+        memory = memory.beside(f"{name}, frozen", size)
+    return memory
 
 
 def adapts_output(model: Any) -> bool:
@@ -275,21 +263,6 @@ def ways_to_take_less(
             beside.insert(0, saved(fields))
         words.append(f"{named} ({', '.join(beside)})" if beside else named)
     return words
-
-
-def saved_in_words(facts: Facts, recomputed: Decision, fields: Mapping[str, Any]) -> str:
-    """Return in words what the fields of a remedy save.
-
-    Args:
-        facts: of the run that does not fit.
-        recomputed: what it recomputes.
-        fields: values of the configuration.
-    """
-    if not MAKE_ANOTHER_MODEL.isdisjoint(fields):
-        return "as chronicals plan says"
-    changed = replace(facts, config=facts.config.replace(**fields))
-    saved = held_bytes(facts, recomputed) - held_bytes(changed, recomputed)
-    return f"saves about {max(saved, 0) / GIB:.2f} GiB"
 
 
 def what_helps(config: ChronicalsConfig, ranks: int = 1) -> list[Remedy]:

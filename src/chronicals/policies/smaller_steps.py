@@ -1,14 +1,21 @@
-"""Plan of a run whose memory turned out to be too small: smaller micro-batches of the same steps."""
+"""Plan of a run whose memory was too small: smaller micro-batches, and what remedies save."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.memory import LAYERS
 from chronicals.policies.facts import Facts
-from chronicals.policies.needed_memory import FILLED, held_bytes
+from chronicals.policies.needed_memory import FILLED, GIB
 from chronicals.policies.policy import POLICIES, Decision
+from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, asked_recomputation
+from chronicals.policies.solver import planned_peak
+
+MAKE_ANOTHER_MODEL = {"use_lora", "quantization"}
+"""Fields of remedies that train another model, whose bytes are not those of the one that is here."""
 
 
 def in_smaller_batches(
@@ -36,13 +43,12 @@ def in_smaller_batches(
         smaller = config.fitted(batch_size=size, gradient_accumulation_steps=packs // size)
         if packs % size == 0 and _policies_run(replace(facts, config=smaller), decisions):
             possible.append(smaller)
-    recomputed = decisions["use_gradient_checkpointing"]
     excess = 1.0
     if facts.total:
-        excess = max(excess, needed / held_bytes(facts, recomputed))
+        excess = max(excess, needed / planned_peak(facts, decisions).held)
     for smaller in possible:
         if facts.total:
-            expected = excess * held_bytes(replace(facts, config=smaller), recomputed)
+            expected = excess * planned_peak(replace(facts, config=smaller), decisions).held
             fits = expected <= FILLED * facts.total
         else:
             fits = 2 * smaller.batch_size <= config.batch_size
@@ -55,3 +61,28 @@ def _policies_run(facts: Facts, decisions: Mapping[str, Decision]) -> bool:
     """Return whether all policies that run can run on these facts, too."""
     running = [POLICIES[name] for name, decision in decisions.items() if decision.runs]
     return all(policy.why_not(facts) is None for policy in running)
+
+
+def saved_in_words(
+    facts: Facts, decisions: Mapping[str, Decision], fields: Mapping[str, Any]
+) -> str:
+    """Return in words what the fields of a remedy save.
+
+    Args:
+        facts: of the run that does not fit.
+        decisions: decision on each policy in it; what is recomputed stays, unless ``fields`` say.
+        fields: values of the configuration.
+    """
+    unknown = "as much as chronicals plan says"
+    if not MAKE_ANOTHER_MODEL.isdisjoint(fields):
+        return unknown
+    changed = replace(facts, config=facts.config.replace(**fields))
+    recomputed = decisions[RECOMPUTE_LAYERS.name]
+    if asked_recomputation(changed.config) == LAYERS:
+        recomputed = replace(recomputed, layers=None)
+    try:
+        then = planned_peak(changed, {**decisions, RECOMPUTE_LAYERS.name: recomputed}).held
+    except ConfigurationError:
+        return unknown
+    saved = max(planned_peak(facts, decisions).held - then, 0)
+    return f"saves about {saved / GIB:.2f} GiB"

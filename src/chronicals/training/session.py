@@ -33,7 +33,7 @@ from chronicals.distributed import (
     prove_alike,
 )
 from chronicals.lora import has_magnitudes
-from chronicals.memory import disable_gradient_checkpointing
+from chronicals.memory import Moment, disable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
@@ -44,9 +44,18 @@ from chronicals.patching import (
     patch_parts,
     unfuse_weights,
 )
-from chronicals.policies import Decision, Facts, Stage, apply_policies, decide, summary
+from chronicals.policies import (
+    Decision,
+    Facts,
+    Stage,
+    apply_policies,
+    decide,
+    planned_peak,
+    summary,
+)
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.frozen_models import held_by_frozen
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -119,7 +128,8 @@ def prepare_session(
         objective.shares_prompts(),
     )
     add_router_terms(presented, objective.router)
-    facts, decisions = decide_together(presented, config, ranks)
+    frozen = held_by_frozen(objective.frozen)
+    facts, decisions = decide_together(presented, config, ranks, frozen)
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
@@ -161,6 +171,7 @@ def prepare_session(
         optimizer,
         precision,
         parameters,
+        planned_peak(facts, decisions) if facts.on_card else None,
     )
 
 
@@ -171,13 +182,22 @@ def sum_in_fp32(parameters: Iterable[Tensor]) -> None:
 
 
 def decide_together(
-    presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh
+    presented: PresentedModel,
+    config: ChronicalsConfig,
+    ranks: Mesh,
+    frozen_models: Mapping[str, int] | None = None,
 ) -> tuple[Facts, dict[str, Decision]]:
     """Return the facts of the run and the decisions on them, the same in all processes.
 
     The reasons are logged.
 
     Memory policies of an earlier run are removed from the model first.
+
+    Args:
+        presented: the model.
+        config: configuration of the run.
+        ranks: all ranks of the run.
+        frozen_models: bytes of the objective's frozen models, by name.
 
     Raises:
         ConfigurationError: what is asked for cannot run, or processes decided differently.
@@ -197,6 +217,7 @@ def decide_together(
         context=ranks.count // ranks.data_count,
         here=on_each_machine(ranks) if config.sharding == DIVIDE_WEIGHTS else None,
         exchanging=1 if ranks.context is None else ranks.context.inner,
+        frozen_models=frozen_models,
     )
     decisions = decide(facts, lambda own: min(ranks.gather_values(own)))
     as_collectives_are = {
@@ -265,6 +286,8 @@ class Session:
         facts: on which the policies were decided.
         decisions: decision on each policy, by its name.
         parameters: the trained parameters.
+        planned: largest moment of a step that is expected; None without a card, and after a change
+            of the batch or of a policy.
         is_updated: True if the update of the last step was done.
     """
 
@@ -278,6 +301,7 @@ class Session:
     optimizer: FusedAdamW
     precision: Precision
     parameters: list[Tensor]
+    planned: Moment | None = None
     is_updated: bool = field(init=False, default=False)
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
@@ -455,12 +479,14 @@ class Session:
         """
         self.config = config
         self.facts = replace(self.facts, config=config)
+        self.planned = None
         if config.gradient_accumulation_steps > 1:
             sum_in_fp32(self.parameters)
 
     def decide(self, decision: Decision) -> None:
         """Replace the decision on a policy, which its caller applies."""
         self.decisions = {**self.decisions, decision.field: decision}
+        self.planned = None
 
     def enter(self, policy: Policy) -> None:
         """Enter what a policy does around the steps, inside ``stepping`` and until its end."""
