@@ -20,7 +20,7 @@ from chronicals.distributed import (
     shared_settings,
 )
 from chronicals.kernels.launch import identify_compiler
-from chronicals.memory import checkpoints_end_with_errors
+from chronicals.memory import Moment, checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
