@@ -42,6 +42,9 @@ SOURCE_FLAGS = ("data", "validation_data")
 NEGATIVE_NUMBER = re.compile(r"-[.\d].*")
 """A value that begins like a flag."""
 
+SIZES = ("gpu_memory",)
+"""Fields that read their texts themselves, because a size may have a unit."""
+
 YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """Numbers as YAML writes them, and as Python does."""
 
@@ -326,6 +329,8 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
 
     It then takes ``.inf``, and ``auto`` if its field takes that.
     """
+    if name in SIZES:
+        return {"parser": str, "metavar": "<GB>"}
     decided = name in DECIDED
     if number is not float and not (decided and number is int):
         return {}

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import values_of, with_known_names, with_recipe_flags
+from chronicals.cli.options import (
+    make_room_for,
+    values_of,
+    with_known_names,
+    with_recipe_flags,
+)
+from chronicals.cli.wording import in_users_form
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -28,7 +34,6 @@ def plan_command(
     gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = [  # noqa: B006
         "1,2,4,8"
     ],
-    gpu_memory: Annotated[float, typer.Option(min=0.001, help="GB of a card")] = 80.0,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
         float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")
@@ -40,6 +45,12 @@ def plan_command(
         float, typer.Option(min=0.001, help="TFLOP/s that a card reaches in training")
     ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the recipe, with the settings that --fit took, for the first of --gpus"
+        ),
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
     ] = None,
@@ -55,7 +66,10 @@ def plan_command(
     """
     from chronicals.config import ConfigurationError, Recipe
 
-    given = with_known_names(Recipe.given(preset, recipe, **{"data": ["not read"], **flags}))
+    make_room_for(output)
+    in_file = {} if recipe is None else Recipe.read_yaml(recipe)
+    unread = {} if "data" in {**in_file, **flags} else {"data": ["not read"]}
+    given = with_known_names(Recipe.given(preset, recipe, **unread, **flags))
 
     from chronicals.models import quantise_layers
     from chronicals.models.loading import load_without_weights
@@ -66,7 +80,8 @@ def plan_command(
 
     config = given.config()
     uncounted = build_objective(config).unplanned_costs(config)
-    machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
+    memory = config.card_bytes or Machines().memory
+    machines = Machines(memory, cards, link * GIGA, network * GIGA, tflops * 1e12)
     saved = SavedModel.find(given.model, given.base_model)
     base = saved.place
     if saved.adapted:  # its adapters are counted as new ones
@@ -86,6 +101,8 @@ def plan_command(
         quantise_layers(model)
     attach_adapters(model, config, None)
     plans = [plan(model, config, count, machines) for count in _counts(gpus)]
+    if output is not None:
+        given.replace(**plans[0].settings).to_yaml(output, ("fit", "gpu_memory", *unread))
     if as_json:
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
@@ -148,6 +165,10 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
     )
     if uncounted is not None:
         console.print(f"Not counted: {uncounted}.", soft_wrap=True, markup=False, highlight=False)
+    for one in plans:
+        for line in one.words:
+            text = in_users_form(f"{one.gpus} x {line}")
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
     if some_stay:
         console.print(
             "Layers that stay are gathered once for both of their passes, for memory is spare.",

@@ -32,7 +32,7 @@ of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -42,9 +42,11 @@ from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.facts import DIVIDE_WEIGHTS, trains_layers
+from chronicals.policies.fit import SETTINGS, Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding
+from chronicals.policies.step_work import Rates
 from chronicals.quantization import packed_modules
 
 _BACKWARD = 2 / 3
@@ -98,6 +100,8 @@ class Plan:
         computing: seconds of a step on a single GPU.
         exposed: seconds of a step in which nothing is computed.
         slowed: seconds by which overlapped communication slows the computation.
+        settings: fields that ``fit`` changed, with their new values.
+        words: lines on these settings: what each costs and saves.
     """
 
     gpus: int
@@ -112,6 +116,8 @@ class Plan:
     computing: float
     exposed: float
     slowed: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -155,6 +161,10 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     facts = Facts(config, model, gpus, context, here=machines.cards, total=machines.memory)
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
+    settled = None
+    if config.fit == SETTINGS:
+        settled = fit_settings(facts, rates=Rates(flops=machines.flops))
+        facts = settled.facts
     config = facts.config
     frees, memory = expected_memory(facts)
     fitted = fit_to_memory(facts, sharding, memory)
@@ -191,7 +201,18 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         computing,
         exposed + sent.attention / machines.rate(context),
         slowed,
+        {} if settled is None else settled.taken.settings,
+        [] if settled is None else _words_of(settled),
     )
+
+
+def _words_of(settled: Settled) -> list[str]:
+    """Return what was taken in words, and where none fits what would do."""
+    words = list(settled.words)
+    if not settled.taken.fits:
+        enough = what_would_do(settled.usual.facts) or "no card that plans know"
+        words.append(f"fit: {enough} would do")
+    return words
 
 
 def _exposed_divided(

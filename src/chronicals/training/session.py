@@ -47,9 +47,11 @@ from chronicals.patching import (
 from chronicals.policies import Decision, Facts, Stage, apply_policies, decide, summary
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.fit import SETTINGS, fit_settings, refuse_what_no_setting_fits
 from chronicals.policies.policy import policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
+from chronicals.policies.solver import settle_sharding
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending
 from chronicals.training.run.checkpoint import MODEL
@@ -120,6 +122,7 @@ def prepare_session(
     )
     add_router_terms(presented, objective.router)
     facts, decisions = decide_together(presented, config, ranks)
+    config = facts.config  # with the settings that ``fit`` took
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
@@ -184,6 +187,13 @@ def decide_together(
         here=on_each_machine(ranks) if config.sharding == DIVIDE_WEIGHTS else None,
         exchanging=1 if ranks.context is None else ranks.context.inner,
     )
+    if config.fit == SETTINGS:
+        settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
+        refuse_what_no_setting_fits(settled)
+        if ranks.writer:
+            for line in settled.words:
+                logger.info("%s", line)
+        facts = settled.facts
     decisions = decide(facts, lambda own: min(ranks.gather_values(own)))
     as_collectives_are = {
         field: [made.runs, made.how, made.layers, made.among, made.stay]
