@@ -16,6 +16,8 @@ FIRST = [
     "import chronicals; import transformers.masking_utils",
     "import chronicals; from transformers import pipeline",
     "import chronicals.moe.attention",
+    "import transformers; import chronicals.memory",
+    "import chronicals.models",
     "from chronicals.moe import ChronicalsMoeForCausalLM",
 ]
 THEN = (

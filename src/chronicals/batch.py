@@ -15,6 +15,16 @@ IGNORED = -100
 """
 
 
+def document_at(places: Tensor, bounds: Tensor) -> Tensor:
+    """Return the index of the document at each place, int64 in the shape of ``places``.
+
+    Args:
+        places: integer positions.
+        bounds: ``[N + 1]`` document bounds.
+    """
+    return torch.searchsorted(bounds[1:], places.to(bounds.dtype), right=True)
+
+
 @dataclass(frozen=True)
 class SharedKeys:
     """Keys of documents, some of which share a prompt.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.batch import IGNORED, Batch
+from chronicals.batch import IGNORED, Batch, document_at
 from chronicals.models.terms import Term
 
 ROUTER_LOSS = "router_loss"
@@ -110,16 +110,6 @@ def times_trained(batch: Batch) -> Tensor:
         .sum(0)
         .float()
     )
-
-
-def document_at(places: Tensor, bounds: Tensor) -> Tensor:
-    """Return the index of the document at each place, int64 in the shape of ``places``.
-
-    Args:
-        places: integer positions.
-        bounds: ``[N + 1]`` document bounds.
-    """
-    return torch.searchsorted(bounds[1:], places.to(bounds.dtype), right=True)
 
 
 def asks_for_router_loss(model: Any) -> bool:

@@ -50,7 +50,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
-from chronicals.models.router_loss import document_at
+from chronicals.batch import document_at
 from chronicals.moe.attention import ChronicalsMoeRotaryEmbedding, LatentAttention, SlidingAttention
 from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
 from chronicals.moe.lookahead.heads import LayerAhead, TokenAhead

@@ -46,9 +46,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.batch import Batch
+from chronicals.batch import Batch, document_at
 from chronicals.models import times_trained
-from chronicals.models.router_loss import document_at
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.batch import Batch
+from chronicals.batch import Batch, document_at
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, filler_token, open_store
 from chronicals.models import (
@@ -27,7 +27,6 @@ from chronicals.models import (
     present,
 )
 from chronicals.models.routed_experts import chosen_experts
-from chronicals.models.router_loss import document_at
 from chronicals.moe.router_losses import CountedTokens
 from chronicals.moe.routers import MixtureLayer, mixture_layers
 from chronicals.versions import remedy_for_routers
