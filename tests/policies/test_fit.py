@@ -1,5 +1,6 @@
 """``fit`` takes the fastest settings that fit, among those that change no result."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from chronicals.memory import RESERVE
 from chronicals.planning import Machines, plan
 from chronicals.policies import Facts, facts
 from chronicals.policies.fit import (
+    CARDS,
     candidate,
     combinations,
     fit_settings,
+    fits_on,
     offers,
     refuse_what_no_setting_fits,
     what_would_do,
@@ -175,14 +178,18 @@ def test_the_smallest_card_of_several_processes_counts():
 
 
 def test_what_no_setting_fits_names_the_card_and_the_number_that_would_do():
-    given = planned(2)
+    given = planned(2.5)
     settled = fit_settings(given)
     with pytest.raises(ConfigurationError, match="no settings that change no result") as raised:
         refuse_what_no_setting_fits(settled)
     words = str(raised.value)
-    assert "; a card of 8 GB, or 2 cards of 2 GB would do. Less is taken by " in words
+    found = re.search(r"; a card of (\d+) GB, or (\d+) cards of 2.5 GB would do. Less is", words)
+    card, count = int(found[1]), int(found[2])
+    smaller = CARDS[CARDS.index(card) - 1] if card > CARDS[0] else 2.5
+    assert not fit_settings(replace(given, total=int(smaller * GB))).taken.fits
+    assert fit_settings(replace(given, total=card * GB)).taken.fits
+    assert fits_on(given, count) and not fits_on(given, count // 2)
     assert "max_seq_length=1024" in words and "check_memory=False" in words
-    assert fit_settings(replace(given, total=8 * GB)).taken.fits
     unchecked = replace(given, config=given.config.replace(check_memory=False))
     refuse_what_no_setting_fits(fit_settings(unchecked))
 

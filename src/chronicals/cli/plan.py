@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.options import (
+    PRESET_HELP,
     make_room_for,
     values_of,
     with_known_names,
@@ -51,9 +52,7 @@ def plan_command(
             help="Write the recipe, with the settings that --fit took, for the first of --gpus"
         ),
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
     """Count what a run takes on several cards, without any.
@@ -64,43 +63,27 @@ def plan_command(
     the sums and updates of training among processes that are not there; and the time that this adds
     to the computation.
     """
-    from chronicals.config import ConfigurationError, Recipe
+    from chronicals.config import Recipe
+    from chronicals.config.presets import AUTO_PRESET
 
     make_room_for(output)
     in_file = {} if recipe is None else Recipe.read_yaml(recipe)
     unread = {} if "data" in {**in_file, **flags} else {"data": ["not read"]}
     given = with_known_names(Recipe.given(preset, recipe, **unread, **flags))
 
-    from chronicals.models import quantise_layers
-    from chronicals.models.loading import load_without_weights
     from chronicals.objectives import build_objective
     from chronicals.planning import Machines, plan
-    from chronicals.saving import SavedModel
-    from chronicals.training.adapters import attach_adapters
+    from chronicals.training.ways import card_here, planned_model, with_way
 
+    counts = _counts(gpus)
+    if preset == AUTO_PRESET:
+        given = with_way(given, given.config().card_bytes or card_here(), counts[0])
     config = given.config()
     uncounted = build_objective(config).unplanned_costs(config)
     memory = config.card_bytes or Machines().memory
     machines = Machines(memory, cards, link * GIGA, network * GIGA, tflops * 1e12)
-    saved = SavedModel.find(given.model, given.base_model)
-    base = saved.place
-    if saved.adapted:  # its adapters are counted as new ones
-        if saved.base is None:
-            raise ConfigurationError(
-                f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
-            )
-        if not given.use_lora:
-            raise ConfigurationError(
-                f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set "
-                "that, and lora_rank and "
-                "lora_target_modules as the adapter has them"
-            )
-        base = saved.base
-    model = load_without_weights(base, given.trust_remote_code)
-    if config.quantization is not None:
-        quantise_layers(model)
-    attach_adapters(model, config, None)
-    plans = [plan(model, config, count, machines) for count in _counts(gpus)]
+    model = planned_model(given.model, config, given.base_model, given.trust_remote_code)
+    plans = [plan(model, config, count, machines) for count in counts]
     if output is not None:
         given.replace(**plans[0].settings).to_yaml(output, ("fit", "gpu_memory", *unread))
     if as_json:

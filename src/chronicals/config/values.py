@@ -242,7 +242,9 @@ def as_gigabytes(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return value
-    match = re.fullmatch(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*", str(value), re.I)
+    match = re.fullmatch(
+        r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*", str(value), re.I
+    )
     if match is None:
         raise PydanticCustomError("size", "is no size; give GB as 24, or a unit as in 16GiB")
     unit = match[2].upper() or "GB"

@@ -76,14 +76,16 @@ class PackedBaseWeights(Policy):
         """Yield a base in 4 bits, under adapters over 16 bits."""
         config = facts.config
         plain = config.use_lora and not config.use_fp8 and not packed_words(facts.model)
-        if not plain or config.quantization is not None:
-            return
-        element = PRODUCT_TYPES[config.mixed_precision].itemsize
+        if plain and config.quantization is None:
+            yield Remedy({self.name: "nf4"}, "the base is rounded to 4 bits")
+
+    def unloaded(self, facts: Facts) -> int:
+        """Return the bytes of frozen weights of decoder layers, but for those of their 4 bits."""
+        element = PRODUCT_TYPES[facts.config.mixed_precision].itemsize
         values = 0
         for layer in decoder_layers(facts.model):
             values += sum(p.numel() for p in layer.parameters() if not p.requires_grad)
-        freed = int(values * (element - NF4.bytes_a_value(element)))
-        yield Remedy({self.name: "nf4"}, "the base is rounded to 4 bits", freed)
+        return int(values * (element - NF4.bytes_a_value(element)))
 
 
 register_policy(FlashAttention())

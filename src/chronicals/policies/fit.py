@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.presets import CARDS
 from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.policies.exclusions import conditions, why_excluded
@@ -26,9 +27,6 @@ from chronicals.policies.step_work import Rates, StepWork
 
 SETTINGS = "settings"
 """Value of ``fit`` by which this module takes settings before the first step."""
-
-CARDS = (8, 12, 16, 24, 48, 80, 141)
-"""GB of the cards that are named where none of the settings fits."""
 
 MOST_CARDS = 64
 """Cards up to which a number that would do is looked for."""
@@ -262,7 +260,12 @@ def why_impossible(changed: Facts, facts: Facts) -> str | None:
         facts: the run without.
     """
     frees = "reduce_in_backward" in changed.config.memory_policies
-    standing = asked_for(changed, frees) | conditions(changed)
+    held = conditions(changed)
+    standing = asked_for(changed, frees) | held
+    for condition in sorted(held):
+        reason = why_excluded(condition, standing, changed)
+        if reason:
+            return reason
     for policy in policies():
         if policy.asked(changed.config) and not policy.asked(facts.config):
             reason = why_excluded(policy.name, standing, changed) or policy.why_not(changed)
@@ -329,7 +332,7 @@ def offers(taken: Candidate) -> Iterator[str]:
             if not remedy.price or config is None:
                 continue
             less = under(replace(taken.facts, config=config), recomputed, Rates())
-            saved = taken.fitted.held - less.fitted.held + remedy.freed
+            saved = taken.fitted.held - less.fitted.held + policy.unloaded(taken.facts)
             if saved > 0:
                 fields = Change(policy, remedy, config).fields
                 yield f"{fields} ({remedy.price}) saves {saved / GIB:.2f} GiB"
@@ -377,7 +380,7 @@ def what_would_do(facts: Facts) -> str:
     count = 2 * facts.ranks
     while facts.context == 1 and count <= MOST_CARDS:
         if fits_on(facts, count):
-            found.append(f"{count} cards of {facts.total / GIGA:.0f} GB")
+            found.append(f"{count} cards of {facts.total / GIGA:.3g} GB")
             break
         count *= 2
     return ", or ".join(found)

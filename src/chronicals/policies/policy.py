@@ -96,13 +96,10 @@ class Remedy(NamedTuple):
     Attributes:
         fields: values of the configuration.
         price: what is given up in words; empty where it is only time.
-        freed: bytes of the model's weights that are not there with it, where the model has to be
-            loaded in another way; no estimate of the model as it is can tell them.
     """
 
     fields: dict[str, Any]
     price: str = ""
-    freed: int = 0
 
 
 class Stage(Enum):
@@ -202,6 +199,14 @@ class Policy:
         if self.why_not(facts) is None:
             entries = config.memory or [AUTO, *sorted(config.memory_policies)]
             yield Remedy({"memory": [*entries, entry]})
+
+    def unloaded(self, facts: Facts) -> int:
+        """Return bytes of weights that are not there with ``settings``.
+
+        They count where the model would have to be loaded in another way, which no estimate of the
+        model as it is can tell.
+        """
+        return 0
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
         """Yield changes of the configuration that switch the policy on to save memory.

@@ -125,8 +125,5 @@ class StepWork:
         computing = max(self.forward / rates.flops, copies)
         computing += max(self.backward / rates.flops, copies)
         return (
-            computing
-            + self.moved / rates.memory
-            + self.waited / rates.bus
-            + self.sent / rates.link
+            computing + self.moved / rates.memory + self.waited / rates.bus + self.sent / rates.link
         )
