@@ -68,15 +68,24 @@ WORKS = {
 }
 
 INTRODUCTION = """\
-# What a run takes on several cards
+# What a run takes
 
 ```
+chronicals plan recipe.yaml                                  # one card, by part
 chronicals plan --model MODEL --gpus 2,8,64                  # and any field of train: --use-lora, --batch-size, recipe.yaml
 chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
 chronicals plan --model MODEL --gpus 1 --gpu-memory 16GiB --fit settings --output recipe.yaml
 ```
 
-No card is needed, data are not read, and of the model its configuration alone. For each number of cards it prints:
+No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
+largest moment of a step: the loss, the backward pass of the last or of the first layer, or the update. Each is a sum of parts:
+weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in its backward pass, logits
+of a chunk, dequantised weights, frozen models (a teacher, a reference model), the allocator's rounding of weights, and the
+driver's own, which `nvidia-smi` shows beside torch. Host memory (pinned copies, staging of a checkpoint) and disk (checkpoints,
+the model) stand below, then what no part counts.
+
+It is the estimate from which a run decides what it recomputes; `train --check` prints it for the card at hand, an out-of-memory
+names its parts, and a run whose peak differs by more than 5 % logs both. For each of several numbers of cards it prints:
 
 - **What a card holds at most**, by the estimate from which a run decides what it recomputes, how many layers are computed
   again, and how many of divided ones stay gathered between their passes.
@@ -97,8 +106,8 @@ No card is needed, data are not read, and of the model its configuration alone. 
 With `--fit settings` a plan takes the settings that a run would take ([memory](memory.md#settings-taken-for-you)), and
 `--output` writes its recipe.
 
-Neither the teacher of distillation nor the reference policy of preferences is counted, in bytes or in time: a line under the
-table names what the objective has of these.
+The bytes of a teacher and of a reference model are counted, their passes are not in the time: a line under the table names
+what the objective has of these.
 
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and

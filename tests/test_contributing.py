@@ -4,6 +4,7 @@ and so do its tests.
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import chronicals.objectives
 from chronicals.quantization.packed import PACKED_FORMATS
 from interpreted import kernels_run
 
-PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def files_of(walk: str) -> list[str]:
@@ -23,6 +25,41 @@ def files_of(walk: str) -> list[str]:
     section = PAGE.split(f"\n## {walk}\n")[1].partition("\n## ")[0]
     module, tests = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return [module, tests]
+
+
+FILES = {
+    "Add a kernel": ("kernels", "relu_squared"),
+    "Add an objective": ("objectives", "slic"),
+    "Add a weight format": ("quantization", "int8_rows"),
+}
+"""By walk, the room and the name of what it adds."""
+
+
+def faults_of_lint(text: str, path: str) -> str:
+    """What the linter and the formatter say of a file at this path; empty if nothing."""
+    said = ""
+    # The order of imports depends on whether the modules exist.
+    for command in (["check", "--ignore", "I001"], ["format", "--diff"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--no-cache"]
+        ruff += ["--stdin-filename", path, "-"]
+        run = subprocess.run(ruff, input=text, cwd=ROOT, capture_output=True, text=True)
+        said += run.stdout + run.stderr if run.returncode else ""
+    return said
+
+
+@pytest.mark.parametrize("walk", FILES)
+def test_files_of_the_page_pass_the_linter(walk):
+    room, name = FILES[walk]
+    module, tests = files_of(walk)
+    assert not faults_of_lint(module, f"src/chronicals/{room}/{name}.py")
+    assert not faults_of_lint(tests, f"tests/{room}/test_{name}.py")
+
+
+def test_the_linter_finds_a_class_without_a_docstring():
+    module, _ = files_of("Add an objective")
+    broken = module.replace('        """Section ``slic`` of a configuration."""\n\n', "")
+    assert "D106" in faults_of_lint(broken, "src/chronicals/objectives/slic.py")
+    assert faults_of_lint(module.replace('name = "slic"', "name = 'slic'"), "src/slic.py")
 
 
 def load(name: str, text: str, folder: Path):
@@ -104,7 +141,6 @@ def test_the_weight_format_on_the_page(format_tests, tmp_path, monkeypatch):
 
 
 def test_the_page_names_places_that_exist():
-    root = Path(__file__).parent.parent
     for path, name in (
         ("tests/kernels/test_outputs.py", "OPERATORS = {"),
         ("tests/kernels/compile_for_card.py", "def calls()"),
@@ -113,4 +149,4 @@ def test_the_page_names_places_that_exist():
         ("tests/test_architecture.py", "SHARED = {"),
     ):
         assert path.removeprefix("src/chronicals/") in PAGE or path in PAGE
-        assert name in (root / path).read_text()
+        assert name in (ROOT / path).read_text()

@@ -267,7 +267,7 @@ def test_papers_of_objectives_are_those_that_they_declare():
     for cls in IN_TREE.values():
         papers = {(paper.method, paper.citation) for paper in cls.papers}
         declared[cls.__module__.rpartition(".")[2]] = papers
-    assert declared == documented
+    assert declared == documented, "docs/papers.md, or papers of a class"
 
 
 def test_settings_of_objectives_over_answers_are_documented():
@@ -288,6 +288,8 @@ def test_settings_of_objectives_over_answers_are_documented():
     assert answers
     for objective in answers:
         for field in dataclasses.fields(OBJECTIVES[objective].Settings):
-            assert (objective, field.name) in documented, f"{objective}.{field.name}"
+            assert (objective, field.name) in documented, (
+                f"the tables of docs/preference.md and docs/reward.md lack {objective}.{field.name}"
+            )
             if isinstance(field.default.default, float):
                 assert float(documented[objective, field.name]) == field.default.default

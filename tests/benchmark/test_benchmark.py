@@ -150,28 +150,26 @@ def test_names_and_notes_are_printed_as_they_are(capsys):
     )
 
 
+BENCHMARK = "-m", "chronicals.cli", "benchmark"
+OF_TINY = [sys.executable, *BENCHMARK, "--model", "tiny", "--mixed-precision", "fp32"]
+
+
+def environment_in(folder):
+    """Of a command that keeps its temporary files in ``folder``, and one core busy."""
+    ours = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return {**os.environ, **ours}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_benchmark_that_is_killed_leaves_nothing_running(tmp_path, how):
     """While it prepares; SIGTERM also gives it the time to delete what it wrote."""
-    program = [
-        sys.executable,
-        "-m",
-        "chronicals.cli",
-        "benchmark",
-        "--model",
-        "tiny",
-        "--mixed-precision",
-        "fp32",
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(SOURCE),
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(tmp_path),
-    }
     ran = subprocess.Popen(
-        program, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        OF_TINY,
+        cwd=tmp_path,
+        env=environment_in(tmp_path),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
     )
     assert wait_until(lambda: [*tmp_path.glob("chronicals-benchmark-*/*/logs/prepare.log")], 60)
     assert wait_until(lambda: running_in(tmp_path), 10)
@@ -183,25 +181,13 @@ def test_a_benchmark_that_is_killed_leaves_nothing_running(tmp_path, how):
 
 @pytest.mark.slow
 def test_the_time_limit_counts_from_the_start_and_ends_what_runs(tmp_path):
-    program = [
-        sys.executable,
-        "-m",
-        "chronicals.cli",
-        "benchmark",
-        "--model",
-        "tiny",
-        "--mixed-precision",
-        "fp32",
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(SOURCE),
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(tmp_path),
-    }
-    program += ["--time-limit", "1"]
     ran = subprocess.run(
-        program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [*OF_TINY, "--time-limit", "1"],
+        cwd=tmp_path,
+        env=environment_in(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ran.returncode == 1 and "--time-limit 1: it passed while" in ran.stderr
     assert not running_in(tmp_path) and not [*tmp_path.glob("chronicals-benchmark-*")]

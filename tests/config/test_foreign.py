@@ -180,7 +180,7 @@ def test_the_section_of_an_objective_answers_with_its_settings(setting, meant):
 
 
 @pytest.mark.parametrize(
-    "name, meant", [("DPO", "dpo"), ("rm", "reward"), ("gkd", "distill"), ("dop", "dpo")]
+    "name, meant", [("DPO", "dpo"), ("rm", "reward"), ("gkd", "distill"), ("dpoo", "dpo")]
 )
 def test_an_objective_by_another_name(name, meant):
     with pytest.raises(

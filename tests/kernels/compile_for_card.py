@@ -419,7 +419,10 @@ def main() -> None:
         kernels = compiling(threads)
         chosen = calls()
         if len(sys.argv) == 4:
-            chosen = {name: chosen[name] for name in sys.argv[3].split(",")}
+            names = sys.argv[3].split(",")
+            if unknown := [name for name in names if name not in chosen]:
+                sys.exit(f"no call {', '.join(unknown)}; there are {', '.join(chosen)}")
+            chosen = {name: chosen[name] for name in names}
         elif len(sys.argv) > 4:
             names = chance.Random(int(sys.argv[4])).sample(
                 sorted(chosen), int(float(sys.argv[3]) * len(chosen))

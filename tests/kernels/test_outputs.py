@@ -150,7 +150,8 @@ def gradients(leaves: list[Tensor], out: list[Tensor]) -> list[Tensor]:
 
 
 def test_every_differentiable_operator_is_tried():
-    assert {*chronicals.kernels.__all__} <= {*OPERATORS, *NOT_DIFFERENTIABLE, *SUMMED}
+    tried = {*OPERATORS, *NOT_DIFFERENTIABLE, *SUMMED}
+    assert {*chronicals.kernels.__all__} - tried == set(), "no entry in OPERATORS"
 
 
 @pytest.mark.parametrize("name", OPERATORS)

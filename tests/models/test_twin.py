@@ -101,6 +101,16 @@ def test_a_twin_has_a_layer_of_every_kind_of_the_model_and_of_no_other(name, mon
     assert kept < depth or depth <= 4
 
 
+@pytest.mark.parametrize("name", [name for name in DEEP if name.startswith("gemma4")])
+def test_heads_of_the_twin_are_wide_in_the_layers_where_the_models_are(name):
+    config = deep_configuration(name)
+    with torch.device("meta"):
+        cls = architectures()[DEEP[name][0]][1][type(config)]
+        layers = cls(twin_config(config)).model.layers
+    widths = {len(layer.self_attn.q_norm.weight) for layer in layers}
+    assert max(widths) == 2 * min(widths)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_models_whose_last_layers_share_keys_are_proved(name):

@@ -87,6 +87,14 @@ def test_one_step_out_of_line_passes_unless_it_is_far_out(modules):
             modules, lambda name, step, outlier=outlier: outlier if step == 2 else 0.01, 0.01
         )
         assert all((row.ratio <= 1) == passes for row in rows.values()), outlier
+    worst = rows["layers.0.q_proj"]
+    assert worst.deviation < worst.allowed, "of most steps"
+    assert worst.words == (
+        f"deviates by {worst.overall:.2e} over all steps, allowed {4 * worst.allowed:.2e} "
+        f"(its median: {worst.deviation:.2e})"
+    )
+    usual = tally(modules, lambda name, step: 0.1, 0.01)["layers.0.q_proj"]
+    assert usual.words == f"deviates by {usual.deviation:.2e}, allowed {usual.allowed:.2e}"
 
 
 def test_nothing_where_there_should_be_something(modules):

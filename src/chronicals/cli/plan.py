@@ -15,6 +15,7 @@ from chronicals.cli.options import (
     with_known_names,
     with_recipe_flags,
 )
+from chronicals.cli.space_table import show_space
 from chronicals.cli.wording import in_users_form
 from chronicals.standard_json import to_json
 
@@ -32,9 +33,7 @@ def plan_command(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
     ] = None,
-    gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = [  # noqa: B006
-        "1,2,4,8"
-    ],
+    gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = ["1"],  # noqa: B006
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
         float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")
@@ -55,13 +54,16 @@ def plan_command(
     preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
-    """Count what a run takes on several cards, without any.
+    """Count what a run takes, without a card.
 
-    `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read,
-    and of the model its configuration alone. For each number of cards it prints what a card holds
-    at most, and whether that fits; the bytes that it sends in an optimizer step, counted by running
-    the sums and updates of training among processes that are not there; and the time that this adds
-    to the computation.
+    `chronicals plan recipe.yaml` takes what `train` takes; data are not read, and of the models
+    their configurations alone. For one card it prints by part what the card holds at the largest
+    moment of a step, and what is in host memory and on the disk.
+
+    With `--gpus 8,64,1024` it prints for each number of cards what a card holds at most, and
+    whether that fits; the bytes that it sends in an optimizer step, counted by running the sums and
+    updates of training among processes that are not there; and the time that this adds to the
+    computation.
     """
     from chronicals.config import Recipe
     from chronicals.config.presets import AUTO_PRESET
@@ -72,18 +74,20 @@ def plan_command(
     given = with_known_names(Recipe.given(preset, recipe, **unread, **flags))
 
     from chronicals.objectives import build_objective
-    from chronicals.planning import Machines, plan
-    from chronicals.training.ways import card_here, planned_model, with_way
+    from chronicals.planning import Machines, plan, planned_frozen, planned_model
+    from chronicals.planning.ways import card_here, with_way
 
     counts = _counts(gpus)
     if preset == AUTO_PRESET:
         given = with_way(given, given.config().card_bytes or card_here(), counts[0])
     config = given.config()
-    uncounted = build_objective(config).unplanned_costs(config)
+    objective = build_objective(config)
+    uncounted = objective.unplanned_costs(config)
     memory = config.card_bytes or Machines().memory
     machines = Machines(memory, cards, link * GIGA, network * GIGA, tflops * 1e12)
-    model = planned_model(given.model, config, given.base_model, given.trust_remote_code)
-    plans = [plan(model, config, count, machines) for count in counts]
+    model = planned_model(given, config)
+    frozen = planned_frozen(objective, config)
+    plans = [plan(model, config, count, machines, frozen) for count in counts]
     if output is not None:
         given.replace(**plans[0].settings).to_yaml(output, ("fit", "gpu_memory", *unread))
     if as_json:
@@ -110,13 +114,15 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
     Args:
         plans: one for each number of cards.
         machines: what they assume.
-        uncounted: costs of the objective that are not counted, in words.
+        uncounted: passes of the objective that are not in the time, in words.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=max(Console().width, TABLE_COLUMNS))
+    if len(plans) == 1 and plans[0].gpus == 1:
+        show_space(plans[0].space, console)
     some_stay = any(one.stay for one in plans)
     layers = ("layers again", "layers stay") if some_stay else ("layers again",)
     times = ("computing", "waiting", "slowed", "efficiency", "tokens/s")
@@ -147,7 +153,9 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
         soft_wrap=True,
     )
     if uncounted is not None:
-        console.print(f"Not counted: {uncounted}.", soft_wrap=True, markup=False, highlight=False)
+        console.print(
+            f"Not in the time: {uncounted}.", soft_wrap=True, markup=False, highlight=False
+        )
     for one in plans:
         for line in one.words:
             text = in_users_form(f"{one.gpus} x {line}")

@@ -18,6 +18,7 @@ from chronicals.cli.options import (
     with_recipe_flags,
     without_option,
 )
+from chronicals.cli.space_table import show_space
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +53,10 @@ def train_command(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Stop after the report on the data and the length of the run"),
+        typer.Option(
+            "--check",
+            help="Stop after the report on the data, the length and the memory of the run",
+        ),
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log every decision, also what does not run, and why")
@@ -97,7 +101,7 @@ def train_command(
                 pass
     plan = with_known_names(Recipe.given(preset, recipe, resume_from or resume, **flags))
     if preset == AUTO_PRESET:
-        from chronicals.training.ways import with_way_of_this_machine
+        from chronicals.planning.ways import with_way_of_this_machine
 
         plan = with_way_of_this_machine(plan)
     config = plan.config()
@@ -162,6 +166,7 @@ def _check_data(
 
     from chronicals.data.packs.packing import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
+    from chronicals.planning import planned_space
     from chronicals.training.preparation import open_stores, rows_needed
     from chronicals.training.run.length import fit_batch, fit_learning_rate
     from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run
@@ -183,7 +188,9 @@ def _check_data(
             table.add_row(*row)
         beside_the_log.print(table)
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
-    fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
+    fitted = fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
+    if ranks.writer:
+        show_space(planned_space(plan, fitted, ranks), beside_the_log)
     where = (
         f"the report is in {config.output_dir}"
         if reports

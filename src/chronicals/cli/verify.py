@@ -57,7 +57,7 @@ def verify_command(
 
     plan = with_known_names(Recipe.given(preset, recipe, **flags))
     if preset == AUTO_PRESET:
-        from chronicals.training.ways import with_way_of_this_machine
+        from chronicals.planning.ways import with_way_of_this_machine
 
         plan = with_way_of_this_machine(plan)
 

@@ -13,7 +13,7 @@ from typing import Any
 from chronicals.config.errors import ConfigurationError
 
 AUTO_PRESET = "auto"
-"""Name of the preset of this machine's card, which needs the model (``training.ways``)."""
+"""Name of the preset of this machine's card, which needs the model (``planning.ways``)."""
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 """GB of the cards of presets, which are also those named where a run does not fit: from an RTX 3060

@@ -1,7 +1,7 @@
-"""Estimates the bytes that a training step holds on the GPU, at the moments of peak memory.
+"""Estimates the bytes that a training step holds on the GPU, by part, at its largest moment.
 
-A step holds a constant part (weights, optimizer states, gradients) and, in addition, the largest of
-three moments:
+A step holds a constant part (weights, optimizer states, gradients) and, in addition, those of the
+moment that it is at, in this order:
 
     loss        activations kept by all layers, hidden states and their gradient, the
                 logits of a chunk
@@ -9,6 +9,10 @@ three moments:
                 its own backward pass
     end         gradients of all trained weights if the backward pass allocates them, and
                 the backward pass of the first layer
+    update      these gradients
+
+A peak is the largest moment. Each moment is a sum of named parts, so that a plan can say what fills
+a GPU (``Estimate.peak``).
 
 The numbers of elements a token and layer below were read from the allocator's history of whole
 steps on an H200 (``benchmarks/long_documents.py``). Letters: D model width, Q and K total width of
@@ -18,11 +22,12 @@ query and of key heads, F inner width of the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from chronicals.kernels.launch import next_power_of_2
 from chronicals.memory.offload import WINDOW_TENSORS
 from chronicals.model_shape import ModelShape
 
@@ -39,6 +44,45 @@ model it costs 0.5 ns for each 1,000 bytes it saves, ``LAYERS`` 4 ns.
 """
 
 
+FROZEN_WEIGHTS = "frozen weights"
+TRAINED_WEIGHTS = "trained weights"
+PACKED_WEIGHTS = "packed weights"
+DEQUANTISED = "dequantised weights of a layer"
+STATES = "optimizer states and masters"
+GRADIENTS = "gradients"
+HEAD_GRADIENT = "fp32 gradient of the head"
+ACTIVATIONS = "activations that layers keep"
+HIDDEN_STATES = "hidden states at the loss, and their gradient"
+LOGITS = "logits of a chunk"
+WORKING = "one layer in its backward pass"
+OTHERS = "gathered weights, and buffers of policies"
+OFFLOADED = "offloaded activations"
+"""Names of the parts of a moment."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a training step.
+
+    Attributes:
+        name: what runs then, in words.
+        parts: bytes that the GPU holds then, by name; none is zero.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    def words(self) -> str:
+        """Return the parts in words, the largest first, for a log."""
+        largest_first = sorted(self.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest_first)
+
+
 @dataclass(frozen=True)
 class WeightBytes:
     """Bytes of one weight.
@@ -49,11 +93,15 @@ class WeightBytes:
         trained: a trained weight with its optimizer states, and with its gradient if that is
             allocated during the forward pass.
         gradient: the gradient, if the backward pass allocates it while it frees activations.
+        states: of ``trained``, the optimizer states.
+        standing: of ``trained``, the gradient.
     """
 
     frozen: float
     trained: float
     gradient: float = 0.0
+    states: float = 0.0
+    standing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +147,9 @@ class Estimate:
         loss: hidden states, their gradient and the logits of a chunk.
         working: the layer whose backward pass runs, with the activations it kept.
         window: with offload, saved tensors on the GPU; else empty.
+        logits: of ``loss``, the logits of a chunk.
+        named: the bytes of ``fixed`` by part; what they leave is ``OTHERS``.
+        away: bytes in host memory by part, without the activations that are offloaded.
     """
 
     fixed: int
@@ -109,6 +160,19 @@ class Estimate:
     loss: int = 0
     working: Mapping[str, int] = field(default_factory=dict)
     window: Mapping[str, int] = field(default_factory=dict)
+    logits: int = 0
+    named: Mapping[str, int] = field(default_factory=dict)
+    away: Mapping[str, int] = field(default_factory=dict)
+
+    def beside(self, name: str, size: int) -> Estimate:
+        """Return the estimate with further bytes that exist all the time."""
+        named = {**self.named, name: self.named.get(name, 0) + size}
+        return replace(self, fixed=self.fixed + size, named=named)
+
+    def renamed(self, name: str, other: str) -> Estimate:
+        """Return the estimate with another name of a part that exists all the time."""
+        named = {other if part == name else part: size for part, size in self.named.items()}
+        return replace(self, named=named)
 
     def needed(self, cheap: str, again: int = 0) -> int:
         """Return the bytes needed under a recomputation plan.
@@ -117,26 +181,60 @@ class Estimate:
             cheap: policy of the layers after the first ``again``.
             again: number of first layers that are recomputed whole.
         """
+        return self.peak(cheap, again).held
+
+    def peak(self, cheap: str, again: int = 0) -> Moment:
+        """Return the largest moment of a step; arguments as for ``needed``."""
+        return max(self.moments(cheap, again), key=lambda moment: moment.held)
+
+    def moments(self, cheap: str, again: int = 0) -> list[Moment]:
+        """Return the moments of a step in their order; arguments as for ``needed``."""
         saved = again * self.kept[LAYERS] + (self.layers - again) * self.kept[cheap]
         whole_layers = cheap == LAYERS or again == self.layers
         last = LAYERS if whole_layers else cheap
         first = LAYERS if again or whole_layers else cheap
-        # With offload, only the window of saved tensors is on the GPU.
-        if self.window:
-            waiting = min(saved, self.window[cheap])
-            return (
-                self.fixed
-                + waiting
-                + max(self.loss, self._working(last), self._working(first) + self.gradients)
-            )
+        before_last = saved - (0 if whole_layers else self.kept[cheap])
         # The backward pass goes from the last layer to the first. When it reaches the first layers,
         # the activations of the others are freed, and the gradients are allocated.
-        before_last = saved - (0 if whole_layers else self.kept[cheap])
         before_first = again * self.kept[LAYERS] if again else 0
-        moments = [saved + self.loss, before_last + self._working(last)]
-        if again or self.gradients:
-            moments.append(before_first + self._working(first) + self.gradients)
-        return self.fixed + max(moments)
+        if self.window:  # with offload, only the window of saved tensors is on the GPU
+            saved = before_last = before_first = min(saved, self.window[cheap])
+        hidden = self.loss - self.logits
+        at_loss = {ACTIVATIONS: saved, HIDDEN_STATES: hidden, LOGITS: self.logits}
+        at_last = {ACTIVATIONS: before_last, WORKING: self._working(last)}
+        at_first = {
+            ACTIVATIONS: before_first,
+            WORKING: self._working(first),
+            GRADIENTS: self.gradients,
+        }
+        return [
+            self._moment("the loss", at_loss),
+            self._moment("the backward pass of the last layer", at_last),
+            self._moment("the backward pass of the first layer", at_first),
+            self._moment("the update", {GRADIENTS: self.gradients}),
+        ]
+
+    def _moment(self, name: str, parts: Mapping[str, int]) -> Moment:
+        """Return a moment with what exists all the time."""
+        others = self.fixed - sum(self.named.values())
+        held = dict(self.named)
+        for part, size in {OTHERS: others, **parts}.items():
+            held[part] = held.get(part, 0) + size
+        return Moment(name, {part: size for part, size in held.items() if size})
+
+    def in_host_memory(self, cheap: str, again: int = 0) -> dict[str, int]:
+        """Return the bytes in pinned host memory by part; arguments as for ``needed``.
+
+        A buffer of an offloaded tensor has the next power of two of bytes
+        (``ActivationOffload.take``); that of a layer's input is known here, of others only their
+        sum.
+        """
+        if not self.window:
+            return dict(self.away)
+        whole = self.layers if cheap == LAYERS else again
+        inputs = whole * next_power_of_2(self.kept[LAYERS])
+        others = (self.layers - whole) * self.kept[cheap]
+        return {**self.away, OFFLOADED: inputs + others}
 
     def _working(self, policy: str) -> int:
         """Return the bytes of the layer whose backward pass runs.
@@ -200,25 +298,39 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
     outputs = model.get_output_embeddings()
     head = getattr(outputs, "base_layer", outputs).weight
     tables = {id(getattr(inputs, "base_layer", inputs).weight), id(head)}
-    fixed = 0.0
+    frozen = 0.0
+    trained = 0
     for parameter in floats:
-        frozen = step.element if id(parameter) in tables else weights.frozen
-        fixed += parameter.numel() * (weights.trained if parameter.requires_grad else frozen)
+        if parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen += parameter.numel() * (
+                step.element if id(parameter) in tables else weights.frozen
+            )
     shape = ModelShape.of(model.config)
-    fixed += _quantised(model, shape.layers, step.element)
-    # The gradient of the head is accumulated over chunks of logits in fp32.
-    fixed += 4 * head.numel() * head.requires_grad
+    own = weights.trained - weights.states - weights.standing
+    packed, dequantised = _quantised(model, shape.layers, step.element)
+    named = {
+        FROZEN_WEIGHTS: frozen,
+        TRAINED_WEIGHTS: trained * own,
+        PACKED_WEIGHTS: packed,
+        DEQUANTISED: dequantised,
+        STATES: trained * weights.states,
+        GRADIENTS: trained * weights.standing,
+        # The gradient of the head is accumulated over chunks of logits in fp32.
+        HEAD_GRADIENT: 4 * head.numel() * head.requires_grad,
+    }
+    parts = {name: int(size) for name, size in named.items()}
     layer = _LayerElements.of(shape, step)
     of_token = step.tokens * step.element
     chunk = min(step.logit_rows, step.tokens) * len(head) * step.element
-    gradients = sum(p.numel() for p in floats if p.requires_grad) * weights.gradient
     tile = step.tile * layer.of_tile * step.element
     return Estimate(
-        fixed=int(fixed),
+        fixed=sum(parts.values()),
         layers=shape.layers,
         kept={policy: of_token * count for policy, count in layer.kept.items()},
         total=card_memory(device),
-        gradients=int(gradients),
+        gradients=int(trained * weights.gradient),
         # The normed states and their gradient, and both again in the backward pass of the norm.
         loss=of_token * 4 * shape.width + chunk,
         working={
@@ -228,6 +340,8 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         window={policy: of_token * count for policy, count in layer.window.items()}
         if step.offloads
         else {},
+        logits=chunk,
+        named=parts,
     )
 
 
@@ -305,7 +419,7 @@ class _LayerElements:
         )
 
 
-def _quantised(model: Any, layers: int, size: int) -> int:
+def _quantised(model: Any, layers: int, size: int) -> tuple[int, int]:
     """Return the bytes of layers with packed weights, and of one decoder layer's dense weights.
 
     The layers are dequantised one after the other.
@@ -334,4 +448,4 @@ def _quantised(model: Any, layers: int, size: int) -> int:
             for scales in (state, getattr(state, "state2", None)):
                 if scales is not None:
                     beside += scales.absmax.nbytes + scales.code.nbytes
-    return codes + beside + values // layers * size
+    return codes + beside, values // layers * size

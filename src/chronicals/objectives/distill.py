@@ -40,7 +40,7 @@ from chronicals.models import Head, PresentedModel, Term, Terms, embedding_table
 from chronicals.models.loading import without_field
 from chronicals.objectives.reference import ADAPTER_BASE_REMEDY, check_same_tokenizer
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Column, Columns, Objective, Paper, settings
+from chronicals.objectives.terms import Column, Columns, FrozenModel, Objective, Paper, settings
 from chronicals.saving import SavedModel
 
 TEACHER = "teacher"
@@ -231,6 +231,17 @@ class Distill(Objective):
         """Return the teacher, unless its predictions are stored."""
         return {} if self.settings.stored_tokens is not None else self.teacher(tokenizer)
 
+    def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
+        """Declare the teacher, unless its predictions are stored."""
+        given = self.settings
+        if given.stored_tokens is not None:
+            return ()
+        setting = f"distill={{'teacher': {given.teacher!r}}}"
+        model = FrozenModel(
+            TEACHER, given.teacher, given.teacher_precision, setting, given.trust_remote_code
+        )
+        return (model,)
+
     def frozen_columns(
         self, model: Any, tokenizer: Any, config: ChronicalsConfig
     ) -> Sequence[Columns]:
@@ -283,14 +294,11 @@ class Distill(Objective):
             yield self.tokens_to_store(logits[:, : self.vocabulary], generator)
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        """Describe the teacher's costs: on every card, or once before the first step."""
+        """Describe the teacher's passes: in every step, or once before the first."""
         given = self.settings
         if given.stored_tokens is not None:
             return f"the teacher {given.teacher}, which reads all data once before the first step"
-        return (
-            f"the teacher {given.teacher}: its weights ({given.teacher_precision}) on every "
-            "card, and its forward passes"
-        )
+        return f"the teacher {given.teacher}: its forward passes"
 
     def why_not_defined(self) -> str | None:
         """Return a reason if tokens are drawn, which the definition does not do."""

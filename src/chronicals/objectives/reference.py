@@ -32,6 +32,7 @@ from chronicals.objectives.terms import (
     REFERENCE_POLICY,
     Column,
     Columns,
+    FrozenModel,
     Objective,
     ReferencePolicy,
     ReferenceRecord,
@@ -135,15 +136,27 @@ class WithReference(Objective):
             )
         return {REFERENCE_POLICY: reference}
 
+    def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
+        """Declare the reference model, which has the precision of the run, if one is named."""
+        chosen = self.settings
+        if chosen.reference_model is None:
+            return ()
+        precision = "nf4" if chosen.reference_in_4bit else config.mixed_precision
+        setting = f"{config.objective}={{'reference_model': {chosen.reference_model!r}}}"
+        model = FrozenModel(
+            REFERENCE_POLICY, chosen.reference_model, precision, setting, chosen.trust_remote_code
+        )
+        return (model,)
+
     def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        """Describe the reference policy's passes, and the weights of a reference model.
+        """Describe the passes of the reference policy.
 
         Raises:
             ConfigurationError: the settings ask for adapters switched off, and there are none.
         """
         named = self.settings.reference_model
         if named is not None:
-            return f"the reference model {named}: its weights on every card, and its forward passes"
+            return f"the reference model {named}: its forward passes"
         if self.settings.reference == "adapters_off" and not config.use_lora:
             raise ConfigurationError(
                 f"{config.objective}.reference='adapters_off': there are no adapters to switch "

@@ -189,6 +189,25 @@ class Paper:
     citation: str
 
 
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that an objective loads beside the trained one, and that is never trained.
+
+    Attributes:
+        name: as in ``Objective.frozen``.
+        place: folder or hub name.
+        precision: ``bf16``, ``fp16`` or ``fp32``, or ``int8`` or ``nf4`` of its linear layers.
+        setting: the setting that names it, for errors.
+        trust_remote_code: run Python code that comes with it.
+    """
+
+    name: str
+    place: str
+    precision: str
+    setting: str
+    trust_remote_code: bool = False
+
+
 class Objective(ABC):
     """``(model, batch) → Terms``: sums that are minimised, and metrics beside them, by name.
 
@@ -269,6 +288,10 @@ class Objective(ABC):
             ConfigurationError: one cannot be had, or does not fit; the message names the setting.
         """
         return {}
+
+    def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
+        """Declare the models of ``bring``, for plans, which load none."""
+        return ()
 
     def frozen_columns(
         self, model: Any, tokenizer: Any, config: ChronicalsConfig
@@ -429,7 +452,7 @@ class Objective(ABC):
         return None
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
-        """Describe what a run costs beside the passes of the trained model, for `chronicals plan`.
+        """Describe what takes time beside the passes of the trained model, for `chronicals plan`.
 
         It is None if there is nothing.
         """

@@ -32,16 +32,22 @@ of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
+from chronicals.distributed import Mesh
+from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
+from chronicals.objectives import build_objective
+from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
 from chronicals.policies.fit import SETTINGS, Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
@@ -100,6 +106,7 @@ class Plan:
         computing: seconds of a step on a single GPU.
         exposed: seconds of a step in which nothing is computed.
         slowed: seconds by which overlapped communication slows the computation.
+        space: bytes by part, on a card, in host memory and on the disk.
         settings: fields that ``fit`` changed, with their new values.
         words: lines on these settings: what each costs and saves.
     """
@@ -116,6 +123,7 @@ class Plan:
     computing: float
     exposed: float
     slowed: float
+    space: Space
     settings: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
 
@@ -137,10 +145,17 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, with what follows from them."""
         derived = {"efficiency": self.efficiency, "tokens_per_second": self.tokens_per_second}
-        return {**vars(self), "sent": {**vars(self.sent), "total": self.sent.total}, **derived}
+        sent = {**vars(self.sent), "total": self.sent.total}
+        return {**vars(self), "sent": sent, "space": self.space.to_dict(), **derived}
 
 
-def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) -> Plan:
+def plan(
+    model: Any,
+    config: ChronicalsConfig,
+    gpus: int,
+    machines: Machines,
+    frozen: Mapping[str, int] | None = None,
+) -> Plan:
     """Compute the plan of a run.
 
     Args:
@@ -149,6 +164,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         config: the run's configuration.
         gpus: their number.
         machines: what the GPUs are in.
+        frozen: bytes of the objective's frozen models on each GPU, by name.
 
     Raises:
         ConfigurationError: the GPUs cannot share packs as configured.
@@ -158,7 +174,15 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         raise ConfigurationError(
             f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}"
         )
-    facts = Facts(config, model, gpus, context, here=machines.cards, total=machines.memory)
+    facts = Facts(
+        config,
+        model,
+        gpus,
+        context,
+        here=machines.cards,
+        total=machines.memory,
+        frozen_models=frozen or {},
+    )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
     settled = None
@@ -201,6 +225,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
         computing,
         exposed + sent.attention / machines.rate(context),
         slowed,
+        space_of(facts, fitted),
         {} if settled is None else settled.taken.settings,
         [] if settled is None else _words_of(settled),
     )
@@ -213,6 +238,34 @@ def _words_of(settled: Settled) -> list[str]:
         enough = what_would_do(settled.usual.facts) or "no card that plans know"
         words.append(f"fit: {enough} would do")
     return words
+
+
+def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space:
+    """Return the space of a recipe's run on each card of this machine, or on one of none.
+
+    Args:
+        given: the recipe.
+        config: its configuration, fitted to the data.
+        ranks: all ranks of the run.
+
+    Raises:
+        ConfigurationError: a model of the recipe cannot be found, or what is asked for cannot be
+            recomputed.
+    """
+    model = planned_model(given, config)
+    frozen = planned_frozen(build_objective(config), config)
+    facts = Facts(
+        config,
+        model,
+        ranks.count,
+        config.context_parallel,
+        total=fillable(card_memory(ranks.device), config),
+        frozen_models=frozen,
+    )
+    facts, sharding = settle_sharding(facts)
+    if config.fit == SETTINGS:
+        facts, sharding = settle_sharding(fit_settings(facts).facts)
+    return space_of(facts, fit_to_memory(facts, sharding, expected_memory(facts)[1]))
 
 
 def _exposed_divided(

@@ -18,7 +18,7 @@ import pkgutil
 
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, Policy, Stage, apply_policies, register_policy
-from chronicals.policies.solver import decide, fit_to_memory, summary
+from chronicals.policies.solver import decide, fit_to_memory, planned_peak, summary
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -31,6 +31,7 @@ __all__ = [
     "apply_policies",
     "decide",
     "fit_to_memory",
+    "planned_peak",
     "register_policy",
     "summary",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Facts:
         fuses_whole_layers: True if decoder layers run fused, and no half of one is computed by the
             model's own class.
         backend: name of the attention backend.
+        frozen_models: bytes of the objective's frozen models on the card, by name.
         in_fp8: takes inputs and outputs of a trained product, and returns whether it is in FP8;
             None where none is.
     """
@@ -67,6 +68,7 @@ class Facts:
     fuses_whole_layers: bool = True
     backend: str = ""
     in_fp8: Callable[[int, int], bool] | None = None
+    frozen_models: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class Facts:
         context: int = 1,
         here: int | None = None,
         exchanging: int = 1,
+        frozen_models: Mapping[str, int] | None = None,
     ) -> Facts:
         """Read the facts of a run on this machine; see the attributes."""
         model = presented.model
@@ -106,6 +109,7 @@ class Facts:
             fuses_whole_layers=unfused is None and plan_for(model).fuses_whole_layers,
             backend=backend,
             in_fp8=is_large if config.use_fp8 and trains_all else None,
+            frozen_models=frozen_models or {},
         )
 
     @property

@@ -301,7 +301,7 @@ def each_change(taken: Candidate, usual: Candidate, rates: Rates) -> Iterator[st
         yield f"fit: {change} {difference(before, after)}"
         before = after
     if recomputed.runs:
-        nothing = replace(recomputed, how=NOTHING, layers=0)
+        nothing = replace(recomputed, runs=False, how=NOTHING, layers=0)
         whole = under(taken.facts, nothing, rates)
         yield f"fit: {RECOMPUTE_LAYERS.title} {difference(whole, taken)}"
 

@@ -58,7 +58,8 @@ class OffloadOptimizerStates(Policy):
         here = [p for p in facts.trained if id(p) not in away]
         size = state_bytes(facts.config, facts.model, here)
         size += buffer_bytes(state_bytes(facts.config, facts.model, moved))
-        return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1))
+        host = {**load.host, self.title: state_bytes(facts.config, facts.model, moved)}
+        return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1), host=host)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the states that come and go in an update, both ways at once."""

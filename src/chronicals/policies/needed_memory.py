@@ -16,10 +16,11 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, RECOMPUTE
 from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
+from chronicals.memory.peak import PACKED_WEIGHTS
 from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
 from chronicals.policies.policy import MemoryLoad, Remedy, policies
-from chronicals.quantization import Dense
+from chronicals.quantization import Dense, packed_modules
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +96,28 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         if policy.name in names:
             load = policy.bytes(facts, load)
     stays = load.gradient if load.gradients_stay else 0
-    weights = WeightBytes(load.frozen, load.weight + load.states + stays, load.gradient - stays)
+    weights = WeightBytes(
+        load.frozen,
+        load.weight + load.states + stays,
+        load.gradient - stays,
+        states=load.states,
+        standing=stays,
+    )
     memory = estimate(facts.model, load.step, weights)
-    return replace(
+    gradients = memory.gradients + load.gradients
+    memory = replace(
         memory,
         fixed=memory.fixed + load.fixed,
-        gradients=memory.gradients + load.gradients,
+        gradients=gradients,
         total=facts.total,
+        away=load.host,
     )
+    formats = sorted({module.format for _, module in packed_modules(facts.model)})
+    if formats:
+        memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
+    for name, size in facts.frozen_models.items():
+        memory = memory.beside(f"{name}, frozen", size)
+    return memory
 
 
 def adapts_output(model: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -58,6 +58,7 @@ class MemoryLoad:
             one of activations and gradients, not their sum.
         fixed: further bytes that exist all the time.
         gradients: further bytes of gradients that the backward pass makes.
+        host: bytes in host memory, by what they are.
     """
 
     step: StepShape
@@ -68,6 +69,7 @@ class MemoryLoad:
     gradients_stay: bool
     fixed: int = 0
     gradients: int = 0
+    host: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

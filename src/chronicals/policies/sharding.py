@@ -193,7 +193,10 @@ def ranks_per_copy(facts: Facts) -> int:
 
 
 def _as_planned(facts: Facts) -> Facts:
-    """Return the facts of this run before its model is loaded, assuming fused layers."""
+    """Return the facts of this run before its models are loaded, assuming fused layers.
+
+    Frozen models are left out: a model is divided as it is loaded, before these are.
+    """
     return Facts(
         config=facts.config,
         model=facts.model,

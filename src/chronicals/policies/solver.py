@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from chronicals.memory import LAYERS, NOTHING, Estimate, recomputes
+from chronicals.memory import LAYERS, NOTHING, OTHERS, Estimate, Moment, recomputes
 from chronicals.policies.exclusions import conditions
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
 from chronicals.policies.needed_memory import (
@@ -18,6 +19,8 @@ from chronicals.policies.needed_memory import (
 from chronicals.policies.policy import POLICIES, Course, Decision, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, asked_recomputation
 from chronicals.policies.sharding import SHARDING, why_stays_whole
+
+logger = logging.getLogger(__name__)
 
 
 def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Decision]:
@@ -65,6 +68,7 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
         )[1],
         facts.ranks,
     )
+    logger.debug("memory by part, at %s: %s", fitted.peak.name, fitted.peak.words())
     course = replace(course, sharding=fitted.sharding, recomputed=fitted.recomputed)
     for policy in policies():
         if not policy.before_memory:
@@ -108,11 +112,37 @@ class Fitted:
     sharding: Decision
 
     @property
+    def plan(self) -> tuple[str, int]:
+        """Recomputation as ``Estimate.needed`` takes it."""
+        made = self.recomputed
+        of_the_model = made.runs and made.how == NOTHING and made.layers == 0
+        how = LAYERS if made.layers is None or of_the_model else made.how
+        return how, made.layers or 0
+
+    @property
+    def peak(self) -> Moment:
+        """Largest moment of a step."""
+        return self.memory.peak(*self.plan)
+
+    @property
     def held(self) -> int:
         """Bytes that the run holds at most."""
-        whole = self.recomputed.layers is None
-        how = LAYERS if whole else self.recomputed.how
-        return self.memory.needed(how, self.recomputed.layers or 0)
+        return self.peak.held
+
+
+def planned_peak(facts: Facts, decisions: Mapping[str, Decision]) -> Moment:
+    """Return the largest moment of a run's steps, as expected under what was decided.
+
+    Args:
+        facts: of the run.
+        decisions: result of ``decide``.
+    """
+    facts, _ = settle_sharding(facts)
+    sharding = decisions[SHARDING.name]
+    _, memory = expected_memory(facts)
+    if sharding.stay:
+        memory = memory.beside(OTHERS, sharding.stay * gathered_bytes(facts))
+    return Fitted(memory, decisions[RECOMPUTE_LAYERS.name], sharding).peak
 
 
 def fit_to_memory(
@@ -136,7 +166,7 @@ def fit_to_memory(
     size = gathered_bytes(facts)
     stay = smallest(layers_that_stay(memory, recomputed.how, recomputed.layers, size))
     if stay:
-        memory = replace(memory, fixed=memory.fixed + stay * size)
+        memory = memory.beside(OTHERS, stay * size)
         recomputed = RECOMPUTE_LAYERS.chosen(facts, memory)  # unchanged, since these bytes fit
         words = (
             f"; the last {stay} layers stay gathered between their passes, "

@@ -33,7 +33,7 @@ from chronicals.distributed import (
     prove_alike,
 )
 from chronicals.lora import has_magnitudes
-from chronicals.memory import disable_gradient_checkpointing
+from chronicals.memory import Moment, disable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW
@@ -44,10 +44,19 @@ from chronicals.patching import (
     patch_parts,
     unfuse_weights,
 )
-from chronicals.policies import Decision, Facts, Stage, apply_policies, decide, summary
+from chronicals.policies import (
+    Decision,
+    Facts,
+    Stage,
+    apply_policies,
+    decide,
+    planned_peak,
+    summary,
+)
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.fit import SETTINGS, fit_settings, refuse_what_no_setting_fits
+from chronicals.policies.frozen_models import held_by_frozen
 from chronicals.policies.policy import policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -121,7 +130,8 @@ def prepare_session(
         objective.shares_prompts(),
     )
     add_router_terms(presented, objective.router)
-    facts, decisions = decide_together(presented, config, ranks)
+    frozen = held_by_frozen(objective.frozen)
+    facts, decisions = decide_together(presented, config, ranks, frozen)
     config = facts.config  # with the settings that ``fit`` took
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
@@ -155,18 +165,36 @@ def prepare_session(
             parameter.grad_dtype = torch.float32
     torch.manual_seed(config.seed + ranks.rank)  # dropout differs between ranks
     return Session(
-        model, config, objective, ranks, presented, decisions, optimizer, precision, parameters
+        model,
+        config,
+        objective,
+        ranks,
+        presented,
+        decisions,
+        optimizer,
+        precision,
+        parameters,
+        planned_peak(facts, decisions) if facts.on_card else None,
     )
 
 
 def decide_together(
-    presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh
+    presented: PresentedModel,
+    config: ChronicalsConfig,
+    ranks: Mesh,
+    frozen_models: Mapping[str, int] | None = None,
 ) -> tuple[Facts, dict[str, Decision]]:
     """Return the facts of the run and the decisions on them, the same in all processes.
 
     The reasons are logged.
 
     Memory policies of an earlier run are removed from the model first.
+
+    Args:
+        presented: the model.
+        config: configuration of the run.
+        ranks: all ranks of the run.
+        frozen_models: bytes of the objective's frozen models, by name.
 
     Raises:
         ConfigurationError: what is asked for cannot run, or processes decided differently.
@@ -186,6 +214,7 @@ def decide_together(
         context=ranks.count // ranks.data_count,
         here=on_each_machine(ranks) if config.sharding == DIVIDE_WEIGHTS else None,
         exchanging=1 if ranks.context is None else ranks.context.inner,
+        frozen_models=frozen_models,
     )
     if config.fit == SETTINGS:
         settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
@@ -255,6 +284,7 @@ class Session:
     Attributes:
         decisions: decision on each policy, by its name.
         parameters: the trained parameters.
+        planned: largest moment of a step that is expected; None without a card.
     """
 
     model: Any
@@ -266,6 +296,7 @@ class Session:
     optimizer: FusedAdamW
     precision: Precision
     parameters: list[Tensor]
+    planned: Moment | None = None
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
     _parts: EagerStep = field(init=False)

@@ -20,7 +20,7 @@ from chronicals.distributed import (
     shared_settings,
 )
 from chronicals.kernels.launch import identify_compiler
-from chronicals.memory import checkpoints_end_with_errors
+from chronicals.memory import Moment, checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
@@ -47,6 +47,8 @@ from chronicals.training.run.guard import (
     check_disk,
     check_that_something_was_applied,
     disk_use,
+    peak_bytes,
+    say_if_memory_was_other,
     saying_what_helps,
 )
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
@@ -226,7 +228,7 @@ class ChronicalsTrainer:
         plan = plan_epoch(train_store, self.config)
         with (
             self._fitted_to(plan, resumed) as config,
-            saying_what_helps(config, self.device, self.ranks.count),
+            saying_what_helps(config, self.device, self.ranks.count, self._planned),
             checkpoints_end_with_errors(),
         ):
             objective = self.objective
@@ -252,6 +254,10 @@ class ChronicalsTrainer:
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()
         return result
+
+    def _planned(self) -> Moment | None:
+        """Return the largest moment of a step that is expected, once that is known."""
+        return None if self._session is None else self._session.planned
 
     def _make_room(self, held: ExitStack) -> None:
         """Begin the run's folder, on the first rank: an earlier run makes way, the recipe is there.
@@ -337,8 +343,10 @@ class ChronicalsTrainer:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.trainable_share = trained / count_values(model)
         with self._stop.on_signals(), callbacks.around(run):
+            before = peak_bytes(self.device)
             with saved, session.stepping(loop.hooks()):
                 loop.train()
+            say_if_memory_was_other(session.planned, before, peak_bytes(self.device))
             check_that_something_was_applied(run, session.precision)
             return finish(
                 run, model, self.tokenizer, config, self.ranks, saved, about, samples.after

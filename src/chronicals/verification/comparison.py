@@ -187,6 +187,17 @@ class Deviation(ReportRow):
         return max(self.deviation, self.overall / OUTLIERS) / self.allowed
 
     @property
+    def words(self) -> str:
+        """Deviation from fp32 and its limit in words, by the figure that is the worse one."""
+        if self.deviation >= self.overall / OUTLIERS:
+            return f"deviates by {self.deviation:.2e}, allowed {self.allowed:.2e}"
+        limit = OUTLIERS * self.allowed
+        return (
+            f"deviates by {self.overall:.2e} over all steps, allowed {limit:.2e} (its median: "
+            f"{self.deviation:.2e})"
+        )
+
+    @property
     def missing(self) -> bool:
         """True if ours is zero in every element and step, and the other arms are not."""
         return self.norm_ratio == 0 and self.overall > MISSING > self.plain

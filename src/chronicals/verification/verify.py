@@ -556,8 +556,7 @@ class _Comparison:
                 worst = exceeding[0]
                 failures.append(
                     f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules "
-                    f"are others; {worst.module} deviates by {worst.deviation:.2e}, allowed "
-                    f"{worst.allowed:.2e}"
+                    f"are others; {worst.module} {worst.words}"
                 )
         return Verification(losses, gradients, updates, optimizer, failures, notes, facts, beside)
 
@@ -601,10 +600,7 @@ class _Comparison:
                     "set ours beside"
                 )
             elif found.ratio > 1:
-                failures.append(
-                    f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed "
-                    f"{found.allowed:.2e}"
-                )
+                failures.append(f"{found.module}: {found.quantity} {found.words}")
         return failures
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, is_divided, local
 from chronicals.lora import adapters
+from chronicals.memory import Moment
 from chronicals.objectives import Objective
 from chronicals.policies.needed_memory import state_bytes, ways_to_take_less
 from chronicals.training.errors import CheckpointError, TrainingError
@@ -148,13 +149,58 @@ def check_that_something_was_applied(run: Run, precision: Precision) -> None:
         )
 
 
+LARGEST_DIFFERENCE = 0.05
+"""Difference of a measured peak from the planned one, as a ratio, from which both are logged.
+
+That is the error that a plan may have beside the rows in ``benchmarks/results``.
+"""
+
+
+def say_if_memory_was_other(planned: Moment | None, before: int, measured: int) -> None:
+    """Log both peaks and the planned parts if a run held other memory than was planned.
+
+    Args:
+        planned: largest moment that was expected; None without a card.
+        before: bytes that the process had held at most before the first step.
+        measured: bytes that it has held at most since it began.
+    """
+    # A peak before the first step, such as of loading, hides that of the steps.
+    if planned is None or measured <= before:
+        return
+    difference = measured / planned.held - 1
+    if abs(difference) > LARGEST_DIFFERENCE:
+        logger.info(
+            "memory: at most %.2f GiB were held, %+.1f %% of the %.2f that were planned, at %s: %s",
+            measured / 2**30,
+            100 * difference,
+            planned.held / 2**30,
+            planned.name,
+            planned.words(),
+        )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors of this process have held at most; 0 without a card."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 @contextmanager
 def saying_what_helps(
-    config: ChronicalsConfig, device: torch.device, ranks: int = 1
+    config: ChronicalsConfig,
+    device: torch.device,
+    ranks: int = 1,
+    planned: Callable[[], Moment | None] = lambda: None,
 ) -> Iterator[None]:
     """Context manager that turns an out-of-memory error into TrainingError.
 
-    The message says how much memory there is, what uses it, and which settings need less.
+    The message says how much memory there is, what uses it, what was planned, and which settings
+    need less.
+
+    Args:
+        config: configuration of the run.
+        device: device of the run.
+        ranks: number of processes that train together.
+        planned: returns the largest moment that is expected; None while it is not known.
     """
     try:
         yield
@@ -168,8 +214,14 @@ def saying_what_helps(
                 f" ({whole / 2**30:.1f} GiB; this run held up to {ours / 2**30:.1f}, the driver "
                 f"and others hold {others / 2**30:.1f})"
             )
+        peak = planned()
+        expected = ""
+        if peak is not None:
+            expected = f". Planned were {peak.held / 2**30:.1f} GiB, at {peak.name}: {peak.words()}"
         ways = "; or ".join(ways_to_take_less(config, ranks))
-        raise TrainingError(f"out of memory on {device}{held}. Less is taken by {ways}") from error
+        raise TrainingError(
+            f"out of memory on {device}{held}{expected}. Less is taken by {ways}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -214,6 +266,31 @@ def disk_use(model: Any, config: ChronicalsConfig, run: Run, keeps_best: bool) -
     kept = max(config.save_total_limit, 2 if keeps_best else 1)
     at_a_time = min(saves + len(checkpoints(run.output_dir)), kept + 1)
     return DiskUse(saved, saved + states, at_a_time)
+
+
+def planned_disk_use(model: Any, config: ChronicalsConfig) -> DiskUse:
+    """Compute what a run that has not begun will write, from names and shapes alone.
+
+    Its length is that of ``max_steps``; without it, as many checkpoints are there as are kept.
+
+    Args:
+        model: the model as it is trained; may be on the meta device.
+        config: configuration of the run.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = sum(parameter.numel() for parameter in trained)
+    # Adapters are fp32; bf16 weights have masters, whose lower halves are states.
+    each = 2 if config.mixed_precision == "bf16" and not config.use_lora else 4
+    written = count if config.use_lora else sum(p.numel() for p in model.parameters())
+    saved = written * each
+    kept = max(config.save_total_limit, 1 if config.keep == "last" else 2)
+    saves = kept + 1
+    if config.max_steps and config.save_steps:
+        saves = -(-config.max_steps // config.save_steps)
+    elif not config.save_steps:
+        saves = 1
+    states = state_bytes(config, model, trained)
+    return DiskUse(saved, saved + states, min(saves, kept + 1))
 
 
 def check_disk(use: DiskUse, config: ChronicalsConfig) -> None:

@@ -1,69 +1,27 @@
-"""Models as they would be trained, without weights; and the way to train that fits a card."""
+"""The preset ``auto``: the first way to train that fits a card, by the shapes of the model."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
+from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.presets import AUTO_PRESET, WAYS
 from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
-from chronicals.models import quantise_layers
-from chronicals.models.loading import load_without_weights
+from chronicals.objectives import build_objective
+from chronicals.planning.planned_models import planned_frozen, planned_model
 from chronicals.policies import Facts
 from chronicals.policies.facts import fillable
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.sharding import choose_sharding, smallest_card
 from chronicals.policies.solver import settle_sharding
-from chronicals.saving import SavedModel
-from chronicals.training.adapters import attach_adapters
 
 logger = logging.getLogger(__name__)
 
 GIGA = 10**9
-
-
-def planned_model(
-    model: str,
-    config: ChronicalsConfig,
-    base_model: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """Return the model as it would be trained, on the meta device: names and shapes only.
-
-    Args:
-        model: folder or hub name of a model, or of an adapter, which is counted as a new one.
-        config: configuration of the run.
-        base_model: the model of an adapter that does not name it.
-        trust_remote_code: run the model's own code.
-
-    Raises:
-        ConfigurationError: the adapter does not name its model, or is not that of the
-            configuration.
-        ValueError: there is no such model.
-    """
-    saved = SavedModel.find(model, base_model)
-    base = saved.place
-    if saved.adapted:
-        if saved.base is None:
-            raise ConfigurationError(
-                f"model={model!r}: an adapter that does not name its model; {saved.remedy}"
-            )
-        if not config.use_lora:
-            raise ConfigurationError(
-                f"model={model!r}: an adapter, which is counted as one of use_lora=True; set that, "
-                "and lora_rank and lora_target_modules as the adapter has them"
-            )
-        base = saved.base
-    planned = load_without_weights(base, trust_remote_code)
-    if config.quantization is not None:
-        quantise_layers(planned)
-    attach_adapters(planned, config, None)
-    return planned
 
 
 def with_way(recipe: Recipe, total: int, ranks: int = 1) -> Recipe:
@@ -121,7 +79,14 @@ def card_here() -> int:
 def fitted(recipe: Recipe, total: int, ranks: int) -> Settled:
     """Return what ``fit`` would take for a recipe on so many cards of ``total`` bytes."""
     config = recipe.config()
-    model = planned_model(recipe.model, config, recipe.base_model, recipe.trust_remote_code)
-    facts = Facts(config, model, ranks, config.context_parallel, here=ranks, total=total)
+    facts = Facts(
+        config,
+        planned_model(recipe, config),
+        ranks,
+        config.context_parallel,
+        here=ranks,
+        total=total,
+        frozen_models=planned_frozen(build_objective(config), config),
+    )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     return fit_settings(settle_sharding(facts)[0])

@@ -1,0 +1,53 @@
+"""Bytes of the frozen models that an objective loads beside the trained one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from chronicals.models import PresentedModel, quantise_layers
+from chronicals.models.four_bits import linear_layers
+from chronicals.objectives import FrozenModel
+
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "nf4": 2}
+"""Bytes of a value that is not packed, by the precision of a frozen model."""
+
+
+def held_by(model: nn.Module, item_bytes: int | None = None) -> int:
+    """Return the bytes of a model's parameters and buffers.
+
+    Args:
+        model: the model; may be on the meta device.
+        item_bytes: bytes of a floating-point parameter; None for those that it has.
+    """
+    total = sum(buffer.nbytes for buffer in model.buffers())
+    for parameter in model.parameters():
+        is_float = parameter.is_floating_point()
+        each = item_bytes if item_bytes and is_float else parameter.element_size()
+        total += parameter.numel() * each
+    return total
+
+
+def held_by_frozen(frozen: Mapping[str, PresentedModel]) -> dict[str, int]:
+    """Return the bytes of models that were loaded, by name."""
+    return {name: held_by(presented.model) for name, presented in frozen.items()}
+
+
+def planned_bytes(declared: FrozenModel, model: Any) -> int:
+    """Return the bytes that a declared model will have on a card.
+
+    Args:
+        declared: its declaration.
+        model: the model on the meta device, without its adapters; its layers are quantised here.
+    """
+    item_bytes = ITEM_BYTES[declared.precision]
+    if declared.precision == "nf4":
+        quantise_layers(model)
+    size = held_by(model, item_bytes)
+    if declared.precision == "int8":
+        # LLM.int8 (Dettmers et al., 2022): a byte a value, and an fp32 scale for each row.
+        for layer in linear_layers(model).values():
+            size += 4 * layer.out_features - (item_bytes - 1) * layer.weight.numel()
+    return size

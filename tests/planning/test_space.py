@@ -1,0 +1,186 @@
+"""The space of a run by part: nothing is left out, nothing counted twice, frozen models are there."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import runs
+import tiny
+from chronicals.cli.app import app
+from chronicals.config import ConfigurationError
+from chronicals.memory import OTHERS
+from chronicals.memory.peak import (
+    ACTIVATIONS,
+    DEQUANTISED,
+    FROZEN_WEIGHTS,
+    GRADIENTS,
+    HEAD_GRADIENT,
+    LOGITS,
+    OFFLOADED,
+    STATES,
+    TRAINED_WEIGHTS,
+)
+from chronicals.models import quantise_layers
+from chronicals.objectives import FrozenModel, build_objective
+from chronicals.planning import Machines, plan, planned_frozen
+from chronicals.planning.space import DRIVER_BYTES, rounding_of
+from chronicals.policies.frozen_models import held_by, planned_bytes
+from chronicals.training.adapters import attach_adapters
+from chronicals.training.run.guard import planned_disk_use
+
+FIELDS = {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "use_lora": False}
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+
+
+def planned(tmp_path, frozen=None, **fields):
+    """The space of a run of a small model on one card, and that model."""
+    config = runs.config(tmp_path, **{**FIELDS, **fields})
+    with torch.device("meta"):
+        model = tiny.llama(**SIZES)
+    if config.quantization:
+        quantise_layers(model)
+    attach_adapters(model, config, None)
+    return plan(model, config, 1, Machines(), frozen), model
+
+
+def trained(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_the_parts_of_full_fine_tuning(tmp_path):
+    """Weights 2 bytes, moments 8 and masters 2, gradients 4, as the formats say."""
+    made, model = planned(tmp_path, gradient_accumulation_steps=2, optimizer_state_dtype="fp32")
+    parts = made.space.peak.parts
+    count = trained(model)
+    assert parts[TRAINED_WEIGHTS] == 2 * count and parts[STATES] == 10 * count
+    assert parts[GRADIENTS] == 4 * count
+    assert parts[HEAD_GRADIENT] == 4 * model.lm_head.weight.numel()
+    assert FROZEN_WEIGHTS not in parts and OTHERS not in parts
+    assert min(parts[LOGITS], parts[ACTIVATIONS]) > 0
+
+
+def test_gradients_that_stay_are_counted_once(tmp_path):
+    """With two micro-batches a gradient is there during the forward pass, and no second one."""
+    made, model = planned(tmp_path, gradient_accumulation_steps=2)
+    parts = made.space.peak.parts
+    assert parts[GRADIENTS] == 4 * trained(model)
+    assert made.space.moments["the update"] == sum(
+        parts.get(name, 0) for name in (TRAINED_WEIGHTS, STATES, GRADIENTS, HEAD_GRADIENT)
+    )
+
+
+def test_a_peak_is_the_largest_moment_and_the_sum_of_its_parts(tmp_path):
+    made, _ = planned(tmp_path)
+    space = made.space
+    assert made.held == space.peak.held == sum(space.peak.parts.values())
+    assert made.held == max(space.moments.values()) == space.moments[space.peak.name]
+    assert len(space.moments) == 4
+    assert space.on_card == made.held + space.rounding + space.driver
+    assert space.driver == DRIVER_BYTES
+
+
+def test_weights_are_named_by_their_format(tmp_path):
+    made, model = planned(tmp_path, use_lora=True, quantization="nf4", lora_rank=8)
+    parts = made.space.peak.parts
+    codes = sum(p.nbytes for p in model.parameters() if not p.is_floating_point())
+    (packed,) = [size for name, size in parts.items() if "nf4" in name]
+    assert codes < packed < 1.1 * codes and parts[DEQUANTISED] > 0
+    assert parts[TRAINED_WEIGHTS] == 4 * trained(model)
+
+
+def test_frozen_models_are_on_the_card(tmp_path):
+    alone, _ = planned(tmp_path)
+    taught, _ = planned(tmp_path, frozen={"teacher": 10**9})
+    assert taught.held - alone.held == 10**9
+    assert taught.space.peak.parts["teacher, frozen"] == 10**9
+
+
+@pytest.mark.parametrize(
+    ("precision", "each"), [("fp32", 4.0), ("bf16", 2.0), ("int8", 1.0), ("nf4", 0.5)]
+)
+def test_bytes_of_a_frozen_model_by_its_precision(precision, each):
+    """Its table and head are not packed; a scale stands for a row, or for 64 values."""
+    with torch.device("meta"):
+        model = tiny.llama(**SIZES)
+    tables = 2 * 32000 * 1024
+    layers = held_by(model, 1) - tables - sum(buffer.nbytes for buffer in model.buffers())
+    size = planned_bytes(FrozenModel("teacher", "x", precision, "distill"), model)
+    expected = tables * max(each, 2) + layers * each
+    assert size == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
+def test_an_objective_declares_what_it_loads(tmp_path):
+    tiny.llama().save_pretrained(tmp_path)
+    size = held_by(tiny.llama(), 2)
+    for objective, settings in (
+        ("distill", {"teacher": str(tmp_path)}),
+        ("dpo", {"reference_model": str(tmp_path)}),
+    ):
+        config = runs.config(
+            tmp_path, mixed_precision="bf16", objective=objective, **{objective: settings}
+        )
+        (found,) = planned_frozen(build_objective(config), config).values()
+        assert found == size
+    stored = runs.config(
+        tmp_path, objective="distill", distill={"teacher": "big", "stored_tokens": 8}
+    )
+    assert planned_frozen(build_objective(stored), stored) == {}
+    missing = runs.config(tmp_path, objective="distill", distill={"teacher": str(tmp_path / "no")})
+    with pytest.raises(ConfigurationError, match="^distill="):
+        planned_frozen(build_objective(missing), missing)
+
+
+def test_host_memory_holds_what_is_offloaded(tmp_path):
+    """Inputs of both layers in pinned buffers of powers of two, and the states of an update."""
+    made, model = planned(
+        tmp_path,
+        memory=["recompute_layers", "offload_activations", "offload_optimizer_states"],
+        batch_size=3,
+        max_seq_length=1024,
+    )
+    host = made.space.host
+    assert host[OFFLOADED] == 2 * 2**23  # 3 · 1024 rows of 1024 values are 6 MiB
+    assert 9.9 < host["optimizer states in host memory"] / trained(model) <= 10
+    plain, _ = planned(tmp_path)
+    assert set(plain.space.host) == {"staging of a checkpoint"}
+    assert plain.space.host["staging of a checkpoint"] == 12 * trained(model)
+
+
+def test_disk_holds_checkpoints_and_the_model(tmp_path):
+    """All that are kept and the one that is written, or as many as a short run writes."""
+    _, model = planned(tmp_path)
+    fields = {**FIELDS, "save_total_limit": 3, "keep": "last", "save_steps": 10}
+    long = planned_disk_use(model, runs.config(tmp_path, **fields, max_steps=1000))
+    assert long.at_a_time == 4 and long.model == 2 * trained(model)
+    assert long.checkpoint == 12 * trained(model)
+    short = planned_disk_use(model, runs.config(tmp_path, **fields, max_steps=15))
+    assert short.at_a_time == 2
+
+
+def test_only_large_weights_are_rounded_to_blocks(tmp_path):
+    config = runs.config(tmp_path, **FIELDS)
+    with torch.device("meta"):
+        layers = torch.nn.ModuleList([torch.nn.Linear(3000, 2000, bias=False) for _ in range(2)])
+    assert rounding_of(layers, config) == 2 * (12 * 2**20 - 12_000_000)
+    assert rounding_of(layers[0].half().float(), config) == 12 * 2**20 - 12_000_000
+    small = torch.nn.Linear(1000, 1000, device="meta")
+    assert rounding_of(small, config) == 0
+
+
+@pytest.mark.slow
+def test_one_card_is_shown_by_part(tmp_path):
+    tiny.llama().save_pretrained(tmp_path)
+    given = ["plan", "--model", str(tmp_path), "--no-use-lora"]
+    shown = CliRunner().invoke(app, given)
+    assert shown.exit_code == 0, shown.output
+    for words in (TRAINED_WEIGHTS, STATES, "the driver's own", "host memory", "disk", "at the"):
+        assert words in shown.output
+    assert " of 74.51" in shown.output and "In no part: blocks that" in shown.output
+    (one,) = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    assert one["space"]["held"] == one["held"] == sum(one["space"]["parts"].values())
+    assert one["space"]["on_card"] > one["held"]
+    several = CliRunner().invoke(app, [*given, "--gpus", "1,2"])
+    assert "host memory" not in several.output
