@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from chronicals.planning import Space
 
@@ -25,7 +26,7 @@ def show_space(space: Space, console: Console) -> None:
 
     table = Table(f"one card, at {space.peak.name}", "GiB", box=box.SIMPLE)
     table.columns[1].justify = "right"
-    _add_rows(table.add_row, space.peak.parts)
+    _add_rows(table, space.peak.parts)
     table.add_section()
     table.add_row("tensors, at most", f"{space.peak.held / GIB:.2f}")
     table.add_row("allocator's rounding of weights", f"{space.rounding / GIB:.2f}")
@@ -35,7 +36,7 @@ def show_space(space: Space, console: Console) -> None:
     for title, parts in (("host memory", space.host), ("disk", space.disk)):
         table.add_section()
         table.add_row(f"[bold]{title}[/]", f"[bold]{sum(parts.values()) / GIB:.2f}[/]")
-        _add_rows(table.add_row, parts)
+        _add_rows(table, parts)
     console.print(table)
     moments = ", ".join(f"{name} {size / GIB:.2f}" for name, size in space.moments.items())
     console.print(f"Moments of a step: {moments}.", soft_wrap=True, highlight=False)
@@ -44,8 +45,7 @@ def show_space(space: Space, console: Console) -> None:
     )
 
 
-def _add_rows(add_row: object, parts: Mapping[str, int]) -> None:
+def _add_rows(table: Table, parts: Mapping[str, int]) -> None:
     """Add a row for each part, the largest first."""
-    assert callable(add_row)
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
-        add_row(f"  {name}", f"{size / GIB:.2f}")
+        table.add_row(f"  {name}", f"{size / GIB:.2f}")

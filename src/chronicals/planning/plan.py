@@ -33,7 +33,7 @@ of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -47,10 +47,12 @@ from chronicals.planning.planned_models import planned_frozen, planned_model
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
+from chronicals.policies.fit import SETTINGS, Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding
+from chronicals.policies.step_work import Rates
 from chronicals.quantization import packed_modules
 
 _BACKWARD = 2 / 3
@@ -105,6 +107,8 @@ class Plan:
         exposed: seconds of a step in which nothing is computed.
         slowed: seconds by which overlapped communication slows the computation.
         space: bytes by part, on a card, in host memory and on the disk.
+        settings: fields that ``fit`` changed, with their new values.
+        words: lines on these settings: what each costs and saves.
     """
 
     gpus: int
@@ -120,6 +124,8 @@ class Plan:
     exposed: float
     slowed: float
     space: Space
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -179,6 +185,10 @@ def plan(
     )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
+    settled = None
+    if config.fit == SETTINGS:
+        settled = fit_settings(facts, rates=Rates(flops=machines.flops))
+        facts = settled.facts
     config = facts.config
     frees, memory = expected_memory(facts)
     fitted = fit_to_memory(facts, sharding, memory)
@@ -216,7 +226,18 @@ def plan(
         exposed + sent.attention / machines.rate(context),
         slowed,
         space_of(facts, fitted),
+        {} if settled is None else settled.taken.settings,
+        [] if settled is None else _words_of(settled),
     )
+
+
+def _words_of(settled: Settled) -> list[str]:
+    """Return what was taken in words, and where none fits what would do."""
+    words = list(settled.words)
+    if not settled.taken.fits:
+        enough = what_would_do(settled.usual.facts) or "no card that plans know"
+        words.append(f"fit: {enough} would do")
+    return words
 
 
 def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space:
@@ -238,10 +259,12 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
         model,
         ranks.count,
         config.context_parallel,
-        total=card_memory(ranks.device),
+        total=fillable(card_memory(ranks.device), config),
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)
+    if config.fit == SETTINGS:
+        facts, sharding = settle_sharding(fit_settings(facts).facts)
     return space_of(facts, fit_to_memory(facts, sharding, expected_memory(facts)[1]))
 
 

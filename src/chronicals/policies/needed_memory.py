@@ -50,7 +50,7 @@ def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
     frees = may_free and "reduce_in_backward" in config.memory_policies
     memory = _estimated(facts, frees)
     wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
-    if may_free and config.memory is None and not wants_graphs and not memory.fits:
+    if may_free and config.card_decides and not wants_graphs and not memory.fits:
         return True, _estimated(facts, True)
     return frees, memory
 

@@ -55,10 +55,12 @@ from chronicals.policies import (
 )
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.fit import SETTINGS, fit_settings, refuse_what_no_setting_fits
 from chronicals.policies.frozen_models import held_by_frozen
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
+from chronicals.policies.solver import settle_sharding
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending
 from chronicals.training.run.checkpoint import MODEL
@@ -130,6 +132,7 @@ def prepare_session(
     add_router_terms(presented, objective.router)
     frozen = held_by_frozen(objective.frozen)
     facts, decisions = decide_together(presented, config, ranks, frozen)
+    config = facts.config  # with the settings that ``fit`` took
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
@@ -219,6 +222,13 @@ def decide_together(
         exchanging=1 if ranks.context is None else ranks.context.inner,
         frozen_models=frozen_models,
     )
+    if config.fit == SETTINGS:
+        settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
+        refuse_what_no_setting_fits(settled)
+        if ranks.writer:
+            for line in settled.words:
+                logger.info("%s", line)
+        facts = settled.facts
     decisions = decide(facts, lambda own: min(ranks.gather_values(own)))
     as_collectives_are = {
         field: [made.runs, made.how, made.layers, made.among, made.stay]

@@ -188,7 +188,7 @@ class Deviation(ReportRow):
 
     @property
     def words(self) -> str:
-        """How far it is from fp32, and its limit, by the figure that is the worse one."""
+        """Deviation from fp32 and its limit in words, by the figure that is the worse one."""
         if self.deviation >= self.overall / OUTLIERS:
             return f"deviates by {self.deviation:.2e}, allowed {self.allowed:.2e}"
         limit = OUTLIERS * self.allowed
