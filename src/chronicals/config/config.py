@@ -229,8 +229,8 @@ MemoryPolicy = Literal[
     "optimizer_in_backward",
     "reduce_in_backward",
 ]
-Fit = Literal["off", "settings"]
-"""What ``fit`` may change before the first step so that a run fits its card."""
+Fit = Literal["off", "settings", "auto"]
+"""What ``fit`` may change so that a run fits its card, before the first step and after it."""
 
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 ALIASES: dict[str, MemoryPolicy] = {
@@ -510,7 +510,8 @@ class ChronicalsConfig:
     fit: Annotated[Fit, BeforeValidator(off_as_text)] = Field(
         default="off",
         description="Take before the first step what a card needs: settings takes the fastest "
-        "that fit among those that change no result",
+        "that fit among those that change no result; auto does too, rehearses the longest "
+        "documents, and goes on after an out-of-memory",
     )
     gpu_memory: Annotated[float | None, BeforeValidator(as_gigabytes)] = Field(
         default=None,

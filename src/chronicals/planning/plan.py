@@ -48,7 +48,7 @@ from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
-from chronicals.policies.fit import SETTINGS, Settled, fit_settings, what_would_do
+from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding
@@ -186,7 +186,7 @@ def plan(
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
     settled = None
-    if config.fit == SETTINGS:
+    if config.fit != "off":
         settled = fit_settings(facts, rates=Rates(flops=machines.flops))
         facts = settled.facts
     config = facts.config
@@ -263,7 +263,7 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)
-    if config.fit == SETTINGS:
+    if config.fit != "off":
         facts, sharding = settle_sharding(fit_settings(facts).facts)
     return space_of(facts, fit_to_memory(facts, sharding, expected_memory(facts)[1]))
 

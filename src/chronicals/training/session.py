@@ -55,7 +55,7 @@ from chronicals.policies import (
 )
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
-from chronicals.policies.fit import SETTINGS, fit_settings, refuse_what_no_setting_fits
+from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
 from chronicals.policies.frozen_models import held_by_frozen
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
@@ -222,7 +222,7 @@ def decide_together(
         exchanging=1 if ranks.context is None else ranks.context.inner,
         frozen_models=frozen_models,
     )
-    if config.fit == SETTINGS:
+    if config.fit != "off":
         settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
         refuse_what_no_setting_fits(settled)
         if ranks.writer:
