@@ -197,5 +197,5 @@ def test_a_run_and_its_adapter_are_planned_for_by_their_base(place, within):
     assert code == 0, err
     asked = "plan", "--data", "texts.jsonl", "--gpus", "2", "--json", "--use-lora", "--model"
     assert json.loads(within(*asked, "adapted")[1]) == json.loads(within(*asked, "base")[1])
-    code, _, err = within("plan", "--gpus", "2", "--model", "adapted")
-    assert code == 1 and "--model adapted: an adapter, which is counted as one of --use-lora" in err
+    code, _, err = within(*asked, "adapted", "--lora-rank", "3")
+    assert code == 1 and "--lora-rank 3: the model has adapters already" in err

@@ -6,6 +6,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from chronicals.cli.app import app
+from chronicals.cli.wording import in_users_form
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.planning.ways import with_way
 
@@ -87,19 +88,19 @@ def test_a_recipe_of_a_plan_without_data_names_none(folder, tmp_path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["--gpu-memory", "16 furlongs"], "error --gpu-memory '16 furlongs': the unit furlongs"),
-        (["--gpu-memory", "0"], "error --gpu-memory 0: is not above 0 and at most 10 TB"),
-        (["--gpu-memory", "-5"], "error --gpu-memory -5: is not above 0 and at most 10 TB"),
-        (["--gpu-memory", "20TB"], "error --gpu-memory 20TB: is not above 0 and at most 10 TB"),
-        (["--fit", "often"], "error --fit often: Input should be 'off' or 'settings'"),
-        (["--model", "nowhere/at-all"], "error --model nowhere/at-all: "),
-        (["--max-steps", "3", "--num-epochs", "2"], "error --num-epochs 2 and --max-steps 3: give"),
-        (["--preset", "auto"], "error --preset auto: there is no card here"),
-        (["--preset", "qlora-20gb"], "error --preset qlora-20gb: no such preset; there are fast"),
+        (["--gpu-memory", "16 furlongs"], "--gpu-memory '16 furlongs': the unit furlongs"),
+        (["--gpu-memory", "0"], "--gpu-memory 0: is not above 0 and at most 10 TB"),
+        (["--gpu-memory", "-5"], "--gpu-memory -5: is not above 0 and at most 10 TB"),
+        (["--gpu-memory", "20TB"], "--gpu-memory 20TB: is not above 0 and at most 10 TB"),
+        (["--fit", "often"], "--fit often: Input should be 'off' or 'settings'"),
+        (["--model", "nowhere/at-all"], "--model nowhere/at-all: "),
+        (["--max-steps", "3", "--num-epochs", "2"], "--num-epochs 2 and --max-steps 3: give"),
+        (["--preset", "auto"], "--preset auto: there is no card here"),
+        (["--preset", "qlora-20gb"], "--preset qlora-20gb: no such preset; there are fast"),
     ],
 )
 def test_bad_input_is_answered_in_one_line_with_the_field(given, line, folder):
     model = [] if "--model" in given else ["--model", folder]
     done = planned(*model, "--gpus", 1, *given)
-    (said,) = (text for text in done.output.splitlines() if text.strip())
-    assert done.exit_code == 2 and said.startswith(line)
+    said = in_users_form(str(done.exception))
+    assert done.exit_code and said.startswith(line) and "\n" not in said

@@ -321,6 +321,15 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
     return described
 
 
+def stored_config(model: Any, folder: str | Path) -> LoRAConfig:
+    """Return the configuration of the adapters in ``folder`` for ``model``, which has none.
+
+    Raises:
+        ValueError: the folder has something else than LoRA or DoRA.
+    """
+    return _config(model, describe_adapter(Path(folder)), {})
+
+
 def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) -> LoRAConfig:
     """Return the configuration of stored adapters for this model."""
     wanted = described["target_modules"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
+from chronicals.lora import apply_lora
+from chronicals.lora.loading import stored_config
 from chronicals.models import quantise_layers
 from chronicals.models.loading import load_without_weights, without_field
 from chronicals.objectives import Objective
@@ -17,25 +20,22 @@ def planned_model(given: Recipe, config: ChronicalsConfig) -> Any:
     """Return the model of a recipe as it is trained, with adapters and 4-bit layers if any.
 
     Raises:
-        ConfigurationError: it is an adapter of which too little is known.
+        ConfigurationError: it is an adapter that does not name its model, or is unlike what the
+            recipe asks for.
+        ValueError: the adapter cannot be read.
     """
     saved = SavedModel.find(given.model, given.base_model)
-    base = saved.place
-    if saved.adapted:  # its adapters are counted as new ones
-        if saved.base is None:
-            raise ConfigurationError(
-                f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
-            )
-        if not given.use_lora:
-            raise ConfigurationError(
-                f"model={given.model!r}: an adapter, which is counted as one of use_lora=True; set "
-                "that, and lora_rank and "
-                "lora_target_modules as the adapter has them"
-            )
-        base = saved.base
-    model = load_without_weights(base, given.trust_remote_code)
+    if saved.adapted and saved.base is None:
+        raise ConfigurationError(
+            f"model={given.model!r}: an adapter that does not name its model; {saved.remedy}"
+        )
+    model = load_without_weights(saved.base or saved.place, given.trust_remote_code)
     if config.quantization is not None:
         quantise_layers(model)
+    if saved.adapted:
+        stored = stored_config(model, saved.place)
+        # Starting values that other kinds compute from weights would need the weights.
+        apply_lora(model, replace(stored, init="default"))
     attach_adapters(model, config, None)
     return model
 

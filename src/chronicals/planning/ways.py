@@ -45,15 +45,17 @@ def with_way(recipe: Recipe, total: int, ranks: int = 1) -> Recipe:
         )
     leanest: Settled | None = None
     for way, fields in WAYS.items():
-        set_fields = recipe.explicit & fields.keys()
-        if all(getattr(recipe, name) == fields[name] for name in set_fields):
+        if any(getattr(recipe, name) != fields[name] for name in recipe.explicit & fields.keys()):
+            continue
+        try:
             changed = recipe.replace(**fields)
-            leanest = fitted(changed, total, ranks)
-            if leanest.taken.fits:
-                logger.info("preset auto: %s, the first way that fits the card", way)
-                return changed
-    if leanest is None:  # 8-bit or other weights, of which no way speaks
-        return recipe
+        except ConfigurationError:  # another field asks for another way, as load_in_4bit
+            continue
+        leanest = fitted(changed, total, ranks)
+        if leanest.taken.fits:
+            logger.info("preset auto: %s, the first way that fits the card", way)
+            return changed
+    assert leanest is not None, "each combination of the fields of ways is one of them"
     enough = what_would_do(leanest.usual.facts)
     would = f"; {enough} would do" if enough else ""
     raise ConfigurationError(
