@@ -76,6 +76,7 @@ INTRODUCTION = """\
 chronicals plan recipe.yaml                                  # one card, by part
 chronicals plan --model MODEL --gpus 2,8,64                  # and any field of train: --use-lora, --batch-size, recipe.yaml
 chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
+chronicals plan --model MODEL --gpus 1 --gpu-memory 16GiB --fit settings --output recipe.yaml
 ```
 
 No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
@@ -110,6 +111,9 @@ names its parts, and a run whose peak differs by more than 5 % logs both. For ea
   over the link of a machine, and a step takes 12 ms more: so it was in eight of nine rows
   [on two cards](measured.md#several-cards) within 11 ms a step; 16 layers of an 8B whose weights are not divided had 0.81 of
   two cards where the plan has 0.87.
+
+With `--fit settings` a plan takes the settings that a run would take ([memory](memory.md#settings-taken-for-you)), and
+`--output` writes its recipe.
 
 The bytes of a teacher and of a reference model are counted, their passes are not in the time: a line under the table names
 what the objective has of these.

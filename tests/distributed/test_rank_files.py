@@ -126,8 +126,10 @@ def test_those_that_see_the_folder_share_what_is_written_of_all_files(blind, tmp
     threads, raised = delivering(files, written, shared)
     with files[0].collecting(tmp_path):
         written(0, tmp_path)
-    files[0].share(tmp_path, shared)
-    for thread in threads:
+    # In a thread, too, so that a rank that is waited for in vain fails the test
+    first = threading.Thread(target=files[0].share, args=(tmp_path, shared), daemon=True)
+    first.start()
+    for thread in [first, *threads]:
         thread.join(10)
         assert not thread.is_alive()
     assert not raised

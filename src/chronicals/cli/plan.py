@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import values_of, with_known_names, with_recipe_flags
+from chronicals.cli.options import (
+    PRESET_HELP,
+    make_room_for,
+    values_of,
+    with_known_names,
+    with_recipe_flags,
+)
 from chronicals.cli.space_table import show_space
+from chronicals.cli.wording import in_users_form
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -35,10 +42,6 @@ def plan_command(
             help="Card whose rates are taken, as H200 or 'A100 80GB' (default: the one here)"
         ),
     ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="GB of a card (default: those of --card; without one 80)"),
-    ] = None,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
         float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")
@@ -60,9 +63,13 @@ def plan_command(
         float, typer.Option(min=0.001, max=1, help="Share of the tokens that are targets")
     ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    preset: Annotated[
-        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the recipe, with the settings that --fit took, for the first of --gpus"
+        ),
     ] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
     """Count what a run takes, without a card.
@@ -78,8 +85,12 @@ def plan_command(
     computation.
     """
     from chronicals.config import Recipe
+    from chronicals.config.presets import AUTO_PRESET
 
-    given = with_known_names(Recipe.given(preset, recipe, **{"data": ["not read"], **flags}))
+    make_room_for(output)
+    in_file = {} if recipe is None else Recipe.read_yaml(recipe)
+    unread = {} if "data" in {**in_file, **flags} else {"data": ["not read"]}
+    given = with_known_names(Recipe.given(preset, recipe, **unread, **flags))
 
     from chronicals.objectives import build_objective
     from chronicals.planning import (
@@ -91,13 +102,17 @@ def plan_command(
         planned_model,
         rates_here,
     )
+    from chronicals.planning.ways import card_here, with_way
 
+    counts = _counts(gpus)
+    if preset == AUTO_PRESET:
+        given = with_way(given, given.config().card_bytes or card_here(), counts[0])
     config = given.config()
     objective = build_objective(config)
     uncounted = objective.unplanned_costs(config)
     rates, whose, memory = rates_here() if card is None else asked_rates(card)
     machines = Machines(
-        memory=memory if gpu_memory is None else int(gpu_memory * GIGA),
+        memory=config.card_bytes or memory,
         cards=cards,
         link=link * GIGA,
         network=network * GIGA,
@@ -107,7 +122,9 @@ def plan_command(
     documents = Documents(document_length, labelled)
     model = planned_model(given, config)
     frozen = planned_frozen(objective, config)
-    plans = [plan(model, config, count, machines, frozen, documents) for count in _counts(gpus)]
+    plans = [plan(model, config, count, machines, frozen, documents) for count in counts]
+    if output is not None:
+        given.replace(**plans[0].settings).to_yaml(output, ("fit", "gpu_memory", *unread))
     if as_json:
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
@@ -177,6 +194,10 @@ def _show_plans(plans: list[Plan], machines: Machines, whose: str, uncounted: st
         console.print(
             f"Not in the time: {uncounted}.", soft_wrap=True, markup=False, highlight=False
         )
+    for one in plans:
+        for line in one.words:
+            text = in_users_form(f"{one.gpus} x {line}")
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
     if some_stay:
         console.print(
             "Layers that stay are gathered once for both of their passes, for memory is spare.",

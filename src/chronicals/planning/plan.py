@@ -44,7 +44,7 @@ from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_frozen, planned_model
-from chronicals.planning.rates import USUAL_CARD, USUAL_MEMORY, Rates, rates_of
+from chronicals.planning.rates import BF16, USUAL_CARD, USUAL_MEMORY, Rates, rates_of
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.step_time import (
     AS_LONG_AS_PACKS,
@@ -55,10 +55,12 @@ from chronicals.planning.step_time import (
 )
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
+from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding
+from chronicals.policies.step_work import Rates as RatesOfSettings
 
 _BACKWARD = 2 / 3
 """The backward pass's share of a step's computation."""
@@ -92,6 +94,13 @@ class Machines:
     rates: Rates = field(default_factory=partial(rates_of, USUAL_CARD))
     flops: float | None = None
 
+    def rates_of_settings(self) -> RatesOfSettings:
+        """Return the rates by which ``fit`` compares settings."""
+        products = max(rate for _, rate in self.rates.products[BF16])
+        return RatesOfSettings(
+            self.flops or products, self.rates.elementwise, self.rates.host, self.link
+        )
+
     def rate(self, ranks: int) -> float:
         """Return the bytes a second of a collective over ``ranks`` ranks, by its slowest link."""
         return self.link if ranks <= self.cards else self.network
@@ -115,6 +124,8 @@ class Plan:
         slowed: seconds by which overlapped communication slows the computation.
         space: bytes by part, on a card, in host memory and on the disk.
         time: ``computing`` by part; None if a single rate was given.
+        settings: fields that ``fit`` changed, with their new values.
+        words: lines on these settings: what each costs and saves.
     """
 
     gpus: int
@@ -131,6 +142,8 @@ class Plan:
     slowed: float
     space: Space
     time: StepTime | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -204,6 +217,10 @@ def plan(
     )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
+    settled = None
+    if config.fit != "off":
+        settled = fit_settings(facts, rates=machines.rates_of_settings())
+        facts = settled.facts
     config = facts.config
     frees, memory = expected_memory(facts)
     fitted = fit_to_memory(facts, sharding, memory)
@@ -243,7 +260,18 @@ def plan(
         slowed,
         space_of(facts, fitted),
         time,
+        {} if settled is None else settled.taken.settings,
+        [] if settled is None else _words_of(settled),
     )
+
+
+def _words_of(settled: Settled) -> list[str]:
+    """Return what was taken in words, and where none fits what would do."""
+    words = list(settled.words)
+    if not settled.taken.fits:
+        enough = what_would_do(settled.usual.facts) or "no card that plans know"
+        words.append(f"fit: {enough} would do")
+    return words
 
 
 def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space:
@@ -265,10 +293,12 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
         model,
         ranks.count,
         config.context_parallel,
-        total=card_memory(ranks.device),
+        total=fillable(card_memory(ranks.device), config),
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)
+    if config.fit != "off":
+        facts, sharding = settle_sharding(fit_settings(facts).facts)
     return space_of(facts, fit_to_memory(facts, sharding, expected_memory(facts)[1]))
 
 
