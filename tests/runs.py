@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tiny
@@ -71,3 +72,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
     (path,) = (folder / "run" / "model").glob("*.safetensors")
     return load_file(path)
+
+
+EXACT = 2e-6
+"""Relative: fp32 sums in another order."""
+
+
+def assert_one_trajectory(left: Any, right: Any, tolerance: float = EXACT) -> None:
+    """Compare what two runs gave as ``trajectory``."""
+    left = np.array(left)
+    right = np.array(right)
+    assert left.shape == right.shape
+    deviation = (left[:, 1:] - right[:, 1:]) / right[:, 1:]
+    # Rounding grows along a run: each step may add its own.
+    allowed = tolerance * (1 + left[:, :1])
+    assert (np.abs(deviation) <= allowed).all(), np.abs(deviation).max(0)
+    # One-sided drift: the mean must be far within what single steps may deviate.
+    assert (np.abs(deviation.mean(0)) <= 0.7 * allowed.max()).all()

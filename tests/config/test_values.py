@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from chronicals.cli.app import app
 from chronicals.cli.options import flag
 from chronicals.cli.wording import Wording
-from chronicals.config import ConfigurationError, Recipe
+from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.config.sections import SECTIONS_FIELD
 from chronicals.config.values import as_one_value, split_values
 
@@ -240,3 +240,26 @@ def test_every_list_is_a_flag_that_may_be_repeated():
     assert [name for name in fields if options[name].multiple] == [
         name for name in fields if name in {*LISTED, SECTIONS_FIELD}
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(24, 24.0), ("24", 24.0), ("16GB", 16.0), ("16 gib", 17.179869184), ("0.5TB", 500.0)],
+)
+def test_a_size_is_gigabytes_or_has_a_unit(given, size):
+    assert ChronicalsConfig(gpu_memory=given).gpu_memory == size
+
+
+@pytest.mark.parametrize("given", [0, -1, "0", "-5GB", "10001", "11 TB", "nan", "lots", "8 bits"])
+def test_a_size_that_is_none_is_refused(given):
+    with pytest.raises(ConfigurationError, match=r"^gpu_memory=[^\n]*$"):
+        ChronicalsConfig(gpu_memory=given)
+
+
+def test_off_of_yaml_is_off(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("fit: off\n")
+    assert ChronicalsConfig.from_yaml(file).fit == "off"
+    ChronicalsConfig(fit="off", gpu_memory="16GiB").to_yaml(file)
+    assert ChronicalsConfig.from_yaml(file).fit == "off"
+    assert ChronicalsConfig.from_yaml(file).card_bytes == 16 * 2**30

@@ -18,26 +18,11 @@ from chronicals.patching.plan import PatchPlan
 from chronicals.policies import facts, needed_memory
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.step import in_backward
+from runs import EXACT, assert_one_trajectory
 
 pytestmark = pytest.mark.of_file(4)
 
 TESTS = Path(__file__).parent.parent
-EXACT = 2e-6
-"""Relative: fp32 sums in another order."""
-
-
-def assert_one_trajectory(left, right, tolerance=EXACT):
-    left = np.array(left)
-    right = np.array(right)
-    assert left.shape == right.shape
-    deviation = (left[:, 1:] - right[:, 1:]) / right[:, 1:]
-    # Rounding grows along a run: each step may add its own.
-    allowed = tolerance * (1 + left[:, :1])
-    assert (np.abs(deviation) <= allowed).all(), np.abs(deviation).max(0)
-    # One-sided drift: the mean must be far within what single steps may deviate.
-    assert (np.abs(deviation.mean(0)) <= 0.7 * allowed.max()).all()
-
-
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "learning_rate": 3e-3 / 16}
 """With the rate of full fine-tuning for B, which LoRA+ gives 16 times that of A: with 16 times
 the former, from some weights an error of 3e-7 is one of 1e-3 two steps later."""

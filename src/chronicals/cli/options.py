@@ -24,6 +24,7 @@ from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import AUTO, DECIDED, headings_of
 from chronicals.config.foreign import NOT_SHOWN, no_such_field, no_such_objective, suggestion
+from chronicals.config.presets import PRESET_WORDS
 from chronicals.config.sections import SECTIONS_FIELD, SHARED, of_flags
 from chronicals.config.values import LAYER_NAME, split_values
 
@@ -42,8 +43,15 @@ SOURCE_FLAGS = ("data", "validation_data")
 NEGATIVE_NUMBER = re.compile(r"-[.\d].*")
 """A value that begins like a flag."""
 
+SIZES = ("gpu_memory",)
+"""Fields that read their texts themselves, because a size may have a unit."""
+
+PRESET_HELP = f"Start from a preset: {PRESET_WORDS}"
+
 YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """Numbers as YAML writes them, and as Python does."""
+
+YAML_FLOATS = {text: float(number) for text, number in YAML_NUMBERS.items()}
 
 SHORT_FLAGS = {"--teacher": "--distill.teacher"}
 """Settings that have a flag without their section."""
@@ -326,6 +334,8 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
 
     It then takes ``.inf``, and ``auto`` if its field takes that.
     """
+    if name in SIZES:
+        return {"parser": lambda text: YAML_FLOATS.get(text.lower(), text), "metavar": "<GB>"}
     decided = name in DECIDED
     if number is not float and not (decided and number is int):
         return {}

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.noise import keep_in
-from chronicals.cli.options import with_known_names, with_recipe_flags, without_option
+from chronicals.cli.options import (
+    PRESET_HELP,
+    with_known_names,
+    with_recipe_flags,
+    without_option,
+)
 from chronicals.cli.space_table import show_space
 
 if TYPE_CHECKING:
@@ -62,9 +67,7 @@ def train_command(
             min=1, help="Processes on this machine that train together, one for each card"
         ),
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -86,6 +89,7 @@ def train_command(
 
     from chronicals import precompilation
     from chronicals.config import ChronicalsConfig, Recipe
+    from chronicals.config.presets import AUTO_PRESET
     from chronicals.data.packs import machine_code
 
     if resume:
@@ -96,6 +100,10 @@ def train_command(
             with sole_writer(folder):  # puts back a run whose successor had no checkpoint yet
                 pass
     plan = with_known_names(Recipe.given(preset, recipe, resume_from or resume, **flags))
+    if preset == AUTO_PRESET:
+        from chronicals.planning.ways import with_way_of_this_machine
+
+        plan = with_way_of_this_machine(plan)
     config = plan.config()
     # Other processes compile while this one imports libraries and loads the model.
     if machine_code.source_hash():

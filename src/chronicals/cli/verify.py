@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import make_room_for, with_known_names, with_recipe_flags
+from chronicals.cli.options import (
+    PRESET_HELP,
+    make_room_for,
+    with_known_names,
+    with_recipe_flags,
+)
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
@@ -29,9 +34,7 @@ def verify_command(
     output: Annotated[
         Path | None, typer.Option(help="Write every figure to this JSON file")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
     """Prove that a run trains what it should.
@@ -50,8 +53,13 @@ def verify_command(
     fails, or if something that should be trained is not.
     """
     from chronicals.config import Recipe
+    from chronicals.config.presets import AUTO_PRESET
 
     plan = with_known_names(Recipe.given(preset, recipe, **flags))
+    if preset == AUTO_PRESET:
+        from chronicals.planning.ways import with_way_of_this_machine
+
+        plan = with_way_of_this_machine(plan)
 
     from rich.console import Console
     from rich.progress import Progress

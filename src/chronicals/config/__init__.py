@@ -11,7 +11,8 @@ from chronicals.config.config import (
 )
 from chronicals.config.data_source import DataSource
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.recipe import PRESETS, Recipe, preset
+from chronicals.config.presets import PRESETS
+from chronicals.config.recipe import Recipe, preset
 
 __all__ = [
     "LONGEST_TIMEOUT",

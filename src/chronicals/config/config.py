@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -22,6 +22,7 @@ from chronicals.config.sections import SECTIONS_FIELD, gathered, merged
 from chronicals.config.values import (
     FOREIGN,
     OwnPath,
+    as_gigabytes,
     as_lora_init,
     as_names,
     as_numbers,
@@ -33,6 +34,7 @@ from chronicals.config.values import (
     infinity_as_none,
     none_as_empty,
     not_foreign,
+    off_as_text,
 )
 
 IMPLIED = ("quantization", "use_lora", "lora_dropout")
@@ -217,6 +219,7 @@ Turns = Literal["all", "last"]
 TrainOn = Literal["answers", "all"]
 Overlong = Literal["cut", "split", "drop"]
 MemoryPolicy = Literal[
+    "auto",
     "recompute_elementwise",
     "recompute_layers",
     "offload_activations",
@@ -226,6 +229,9 @@ MemoryPolicy = Literal[
     "optimizer_in_backward",
     "reduce_in_backward",
 ]
+Fit = Literal["off", "settings", "auto"]
+"""What ``fit`` may change so that a run fits its card, before the first step and after it."""
+
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 ALIASES: dict[str, MemoryPolicy] = {
     "use_gradient_checkpointing": "recompute_layers",
@@ -493,13 +499,24 @@ class ChronicalsConfig:
     )
     memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(as_value_list)] = Field(
         default=None,
-        description="What saves memory, any of them together (default: recomputation where the "
-        "card needs it)",
+        description="What saves memory, any of them together; auto is what the card decides "
+        "(default: recomputation where it needs that)",
     )
     logits_chunk_size: Positive = Field(
         default=4352,
         description="Rows of logits that exist at a time in the loss; fewer take less memory and "
         "more time",
+    )
+    fit: Annotated[Fit, BeforeValidator(off_as_text)] = Field(
+        default="off",
+        description="Take before the first step what a card needs: settings takes the fastest "
+        "that fit among those that change no result; auto does too, rehearses the longest "
+        "documents, and goes on after an out-of-memory",
+    )
+    gpu_memory: Annotated[float | None, BeforeValidator(as_gigabytes)] = Field(
+        default=None,
+        description="Memory of a card that a run may fill, in GB: 24, 24GB or 16GiB (default: all "
+        "of it; 80 where a plan is made)",
     )
     check_memory: bool = Field(
         default=True,
@@ -871,10 +888,20 @@ class ChronicalsConfig:
         return self.train_on or ("all" if self.objective == "pretraining" else "answers")
 
     @property
+    def card_decides(self) -> bool:
+        """True if the card decides what is recomputed, besides what ``memory`` asks for."""
+        return self.memory is None or AUTO in self.memory
+
+    @property
+    def card_bytes(self) -> int | None:
+        """Bytes of a card that the run may fill; None for all of it."""
+        return None if self.gpu_memory is None else round(self.gpu_memory * 10**9)
+
+    @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:
         """The entries of ``memory``, or those that its aliases ask for."""
         if self.memory is not None:
-            return frozenset(self.memory)
+            return frozenset(self.memory) - {AUTO}
         return frozenset(
             entry
             for switch, entry in ALIASES.items()
@@ -897,9 +924,15 @@ class ChronicalsConfig:
         """Return all fields as plain JSON values."""
         return pydantic.TypeAdapter(type(self)).dump_python(self, mode="json")
 
-    def to_yaml(self, path: str | Path) -> None:
-        """Write the fields that were set. Others have their defaults when the file is read."""
-        chosen = {name: value for name, value in self.to_dict().items() if name in self.explicit}
+    def to_yaml(self, path: str | Path, without: Collection[str] = ()) -> None:
+        """Write the fields that were set. Others have their defaults when the file is read.
+
+        Args:
+            path: of the file.
+            without: names of fields that are left out.
+        """
+        names = self.explicit - set(without)
+        chosen = {name: value for name, value in self.to_dict().items() if name in names}
         chosen |= chosen.pop(SECTIONS_FIELD, {})
         Path(path).write_text(yaml.safe_dump(chosen, sort_keys=False))
 

@@ -1,7 +1,4 @@
-"""Recipe: a configuration with model and data, for the command line and YAML files.
-
-Beside it are the presets, named sets of fields to start from.
-"""
+"""Recipe: a configuration with model and data, for the command line and YAML files."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from chronicals.config.config import (
     raise_together,
 )
 from chronicals.config.data_source import ColumnNames, OptionalSources, Sources, with_columns
+from chronicals.config.presets import AUTO_PRESET, preset_fields
 from chronicals.config.sections import lasting_sections
 from chronicals.config.values import lasting, not_foreign
 
@@ -42,51 +40,22 @@ PATH_FIELDS = {
 """Fields that name files and folders."""
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {
-        "batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "use_gradient_checkpointing": False,
-    },
-    "memory-lean": {
-        "batch_size": 1,
-        "gradient_accumulation_steps": 16,
-        "use_gradient_checkpointing": True,
-        "use_lora": True,
-        "lora_rank": 16,
-        "lora_alpha": 32,
-    },
-    "long-context": {
-        "batch_size": 1,
-        "max_seq_length": 32768,
-        "gradient_accumulation_steps": 4,
-        "use_gradient_checkpointing": True,
-    },
-}
-
-
 def preset(name: str, **overrides: Any) -> ChronicalsConfig:
     """Return the configuration of the preset ``name``, with ``overrides``.
 
     Args:
-        name: ``fast``, ``memory-lean`` or ``long-context``.
+        name: one of ``PRESETS``, or a way and a card, as ``qlora-24gb``.
         **overrides: fields of a configuration, which win over those of the preset.
 
     Raises:
         ConfigurationError: there is no such preset, or a field is wrong.
     """
+    if name == AUTO_PRESET:
+        raise ConfigurationError(
+            f"preset={name!r}: needs the model and the card; give it to chronicals train or plan, "
+            "or name a way and a card, as preset='qlora-24gb'"
+        )
     return ChronicalsConfig(**{**preset_fields(name), **overrides})
-
-
-def preset_fields(name: str) -> dict[str, Any]:
-    """Return the fields of a preset.
-
-    Raises:
-        ConfigurationError: there is no such preset.
-    """
-    if name not in PRESETS:
-        raise ConfigurationError(f"preset={name!r}: no such preset; there are {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 @configuration

@@ -1,6 +1,7 @@
 """The presets, under a module name that older scripts import."""
 
 from chronicals.config.config import ChronicalsConfig
-from chronicals.config.recipe import PRESETS, preset
+from chronicals.config.presets import PRESETS
+from chronicals.config.recipe import preset
 
 __all__ = ["PRESETS", "ChronicalsConfig", "preset"]

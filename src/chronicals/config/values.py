@@ -220,6 +220,51 @@ def infinity_as_none(value: Any) -> Any:
     return None if value in (math.inf, "inf", ".inf") else value
 
 
+BYTES_OF_UNITS = {
+    "MB": 10**6,
+    "MIB": 2**20,
+    "GB": 10**9,
+    "GIB": 2**30,
+    "TB": 10**12,
+    "TIB": 2**40,
+}
+"""Bytes of a unit of memory, whose name may have small letters."""
+
+MOST_GIGABYTES = 10_000.0
+"""Largest memory of a card, 10 TB: more is a mistake in the unit."""
+
+
+def as_gigabytes(value: Any) -> Any:
+    """Return a size as a number of GB: a plain number is one, a text may have a unit (``16GiB``).
+
+    Raises:
+        PydanticCustomError: the text is no size, or the size is not above 0 and up to 10 TB.
+    """
+    if value is None or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
+    match = re.fullmatch(
+        r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*", str(value), re.I
+    )
+    if match is None:
+        raise PydanticCustomError("size", "is no size; give GB as 24, or a unit as in 16GiB")
+    unit = match[2].upper() or "GB"
+    if unit not in BYTES_OF_UNITS:
+        raise PydanticCustomError(
+            "size",
+            "the unit {unit} is not known; take GB, GiB, MB, MiB, TB or TiB",
+            {"unit": match[2]},
+        )
+    size = float(match[1]) * BYTES_OF_UNITS[unit] / BYTES_OF_UNITS["GB"]
+    if not 0 < size <= MOST_GIGABYTES:
+        raise PydanticCustomError("size", "is not above 0 and at most 10 TB; give GB, as 24")
+    return size
+
+
+def off_as_text(value: Any) -> Any:
+    """Return ``off``, which YAML 1.1 reads as false, as the text that it was."""
+    return "off" if value is False else value
+
+
 OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """A path in which ``~`` is the home folder, also if no shell has replaced it."""
 

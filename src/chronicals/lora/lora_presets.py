@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from chronicals.config.presets import ADAPTER_PRESETS
 from chronicals.lora.config import LoRAConfig
 
-_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA_PRESETS: dict[str, dict[str, Any]] = {}
+"""Fields of a ``LoRAConfig`` by name of the preset, which are those of a recipe's ``lora-NAME``."""
 
-LORA_PRESETS: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": _ATTENTION},
-    "all-linear": {"target_modules": None},
-    "experts": {
-        "target_modules": _ATTENTION,
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    },
-}
-"""Fields of a ``LoRAConfig`` by name of the preset: the products of attention, every linear layer
-but the head, or attention and the stacked weights of all experts of a mixture.
-"""
+for _name, _fields in ADAPTER_PRESETS.items():
+    LORA_PRESETS[_name.removeprefix("lora-")] = {
+        field.removeprefix("lora_"): value
+        for field, value in _fields.items()
+        if field != "use_lora"
+    }
 
 
 def lora_preset(name: str, **overrides: Any) -> LoRAConfig:

@@ -32,6 +32,12 @@ MIN_8BIT_ELEMENTS = 4096
 """Weights with fewer elements keep fp32 moments."""
 
 
+# The caching allocator serves up to 1 MiB from blocks of 2 MiB, which it keeps once they are free
+# (kSmallSize in c10/core/AllocatorConfig.h); a launch takes 12 bytes for each weight.
+LAUNCH_ROOM = 1 << 20
+"""Bytes of the largest small allocation, whose block then has room for the launches' tensors."""
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW that updates bf16 weights like fp32 ones: exactly with a master, on average without.
 
@@ -73,6 +79,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self.host = host
         self._rates: dict[tuple[int, torch.device], Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._updated: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
@@ -87,6 +94,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._rates = {}
+        self._updated = set()
         self._versions = {
             parameter: _stamp(parameter)
             for parameter, states in self.state.items()
@@ -144,7 +152,8 @@ class FusedAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update only these weights; the other arguments are those of ``step``.
 
-        Call ``refresh_rates`` once before the parts of a step.
+        Call ``refresh_rates`` once before the parts of a step. After an error (``is_begun``), the
+        same call goes on with the launches that are left.
 
         Raises:
             ValueError: a weight is in no group.
@@ -156,7 +165,8 @@ class FusedAdamW(torch.optim.Optimizer):
                     f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
                 )
         everywhere = apply
-        launches = self._launches(parameters)
+        launches = self._launches([p for p in parameters if id(p) not in self._updated])
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         with nullcontext() if self.host is None else self.host.updating():
             for number, group, tensors in launches:
                 if used is not None:
@@ -172,6 +182,26 @@ class FusedAdamW(torch.optim.Optimizer):
                     fused_adamw_(tensors, *options)
                 if tensors.lows:
                     self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
+                if not captured:  # what is captured has not run yet
+                    self._updated |= {id(weight) for weight in tensors.weights}
+        self._updated.clear()
+
+    @property
+    def is_begun(self) -> bool:
+        """True if an error ended an update between two launches, so that some weights are updated."""
+        return bool(self._updated)
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Allocate on the card what an update of the present gradients needs.
+
+        An update that follows finds its tables, and room for the small tensors of a launch, so it
+        does not run out of memory between two launches.
+        """
+        members = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.looked_up(members)
+        for device in {parameter.device for parameter in members if parameter.is_cuda}:
+            torch.empty(LAUNCH_ROOM, dtype=torch.uint8, device=device)
 
     def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
         """Return the launches for the parameters that have a gradient.

@@ -9,7 +9,8 @@ from typing import Any
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import ActivationOffload
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
-from chronicals.policies.policy import MemoryLoad, Policy, register_policy
+from chronicals.policies.policy import Decision, MemoryLoad, Policy, register_policy
+from chronicals.policies.step_work import StepWork
 
 
 class OffloadActivations(Policy):
@@ -30,6 +31,10 @@ class OffloadActivations(Policy):
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with only a window of the activations on the GPU."""
         return replace(load, step=replace(load.step, offloads=True))
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the copies of all that a forward pass keeps."""
+        return replace(work, copied=work.copied + work.micro_batches * work.kept)
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context that moves saved tensors of the decoder."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from chronicals.attention import FLASH
 from chronicals.config import ChronicalsConfig
-from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Policy, Switch, register_policy
-from chronicals.quantization import packed_words
+from chronicals.memory import decoder_layers
+from chronicals.policies.facts import PRODUCT_TYPES, Facts
+from chronicals.policies.policy import Course, Decision, Policy, Remedy, Switch, register_policy
+from chronicals.quantization import NF4, packed_words
 
 
 class FlashAttention(Switch):
@@ -68,6 +71,21 @@ class PackedBaseWeights(Policy):
         if not words:
             return Decision(self.name, False, "not asked for")
         return Decision(self.name, True, f"{words}, dequantised for each product")
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield a base in 4 bits, under adapters over 16 bits."""
+        config = facts.config
+        plain = config.use_lora and not config.use_fp8 and not packed_words(facts.model)
+        if plain and config.quantization is None:
+            yield Remedy({self.name: "nf4"}, "the base is rounded to 4 bits")
+
+    def unloaded(self, facts: Facts) -> int:
+        """Return the bytes of frozen weights of decoder layers, but for those of their 4 bits."""
+        element = PRODUCT_TYPES[facts.config.mixed_precision].itemsize
+        values = 0
+        for layer in decoder_layers(facts.model):
+            values += sum(p.numel() for p in layer.parameters() if not p.requires_grad)
+        return int(values * (element - NF4.bytes_a_value(element)))
 
 
 register_policy(FlashAttention())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from chronicals.config import ChronicalsConfig
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.optimizers.adamw import MIN_8BIT_ELEMENTS
-from chronicals.policies.facts import Facts
+from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.needed_memory import state_bytes
 from chronicals.policies.policy import MemoryLoad, OwnField, Remedy, register_policy
 
@@ -43,6 +43,14 @@ class EightBitStates(OwnField):
         trained = facts.trained
         states = state_bytes(facts.config, facts.model, trained)
         return replace(load, states=states / max(sum(p.numel() for p in trained), 1))
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield narrower states, where trained weights have enough of them."""
+        config = facts.config
+        if config.use_8bit_optimizer or config.optimizer_state_dtype != "fp32":
+            return
+        if self.why_not(facts) is None and trains_layers(facts.model):
+            yield Remedy({self.name: True}, "states are rounded to 8 bits")
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
         """Yield narrower states: bf16 first, which is the smaller change."""

@@ -102,7 +102,7 @@ class Facts:
             context=context,
             exchanging=exchanging,
             here=here,
-            total=card_memory(input_device(model)),
+            total=fillable(card_memory(input_device(model)), config),
             packed=presented.packed,
             one_by_one=presented.one_by_one,
             head_is_read=presented.head_is_read,
@@ -120,9 +120,19 @@ class Facts:
         return self.config.batch_size * self.config.max_seq_length // self.context
 
     @property
+    def planned(self) -> bool:
+        """True if the model has shapes alone, for a plan."""
+        return input_device(self.model).type == "meta"
+
+    @property
     def on_card(self) -> bool:
-        """True if the model runs on a card."""
-        return input_device(self.model).type == "cuda"
+        """True if the model runs on a card, or is planned to."""
+        return input_device(self.model).type == "cuda" or (self.planned and self.total > 0)
+
+    @property
+    def sharing(self) -> int:
+        """Number of processes that share the optimizer's states."""
+        return 1 if self.config.sharding == "none" else self.ranks
 
     @property
     def divides_weights(self) -> bool:
@@ -139,6 +149,11 @@ class Facts:
     def trained(self) -> list[torch.nn.Parameter]:
         """Parameters that require a gradient."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def fillable(size: int, config: ChronicalsConfig) -> int:
+    """Return the bytes of a card of ``size`` bytes that the run may fill (``gpu_memory``)."""
+    return size if config.card_bytes is None else min(size, config.card_bytes)
 
 
 def trains_layers(model: Any) -> bool:

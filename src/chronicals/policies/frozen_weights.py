@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from chronicals.config import ConfigurationError
 from chronicals.patching import offload_frozen_experts, offload_frozen_weights
-from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
+from chronicals.policies.facts import Facts, trains_layers
+from chronicals.policies.policy import Decision, MemoryLoad, Policy, Remedy, Stage, register_policy
+from chronicals.policies.step_work import StepWork
 from chronicals.quantization import FP8InHost
 
 logger = logging.getLogger(__name__)
@@ -22,11 +24,22 @@ class OffloadFrozenWeights(Policy):
     title = "frozen weights in host memory"
     runs_as = "as asked, of products in FP8"
     setting = "memory=['offload_frozen_weights']"
+    only_time = True
     stage = Stage.WEIGHTS
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` without the 16-bit weights that have FP8 copies."""
         return replace(load, frozen=FP8InHost.bytes_a_value(load.step.element))
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the transposing of FP8 copies, a byte read and one written."""
+        values = sum(p.numel() for p in facts.model.parameters() if not p.requires_grad)
+        return replace(work, moved=work.moved + work.micro_batches * 2 * values)
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield the entry of ``memory`` where weights of products in FP8 are frozen."""
+        frozen = facts.config.use_fp8 and not trains_layers(facts.model)
+        return super().settings(facts) if frozen else iter(())
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Move the weights.

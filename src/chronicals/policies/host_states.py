@@ -10,7 +10,8 @@ from chronicals.kernels.host_memory import available_memory
 from chronicals.optimizers import buffer_bytes, host_states, states_in_host_memory
 from chronicals.policies.facts import Facts
 from chronicals.policies.needed_memory import agreeing_switches, leanest_memory, state_bytes
-from chronicals.policies.policy import MemoryLoad, Policy, Remedy, register_policy
+from chronicals.policies.policy import Decision, MemoryLoad, Policy, Remedy, register_policy
+from chronicals.policies.step_work import StepWork
 
 
 class OffloadOptimizerStates(Policy):
@@ -19,6 +20,7 @@ class OffloadOptimizerStates(Policy):
     name = "offload_optimizer_states"
     title = "optimizer states in host memory"
     setting = "memory=['offload_optimizer_states']"
+    only_time = True
 
     def why_not(self, facts: Facts) -> str | None:
         """Return that no states are large enough, or that host memory is too small."""
@@ -29,7 +31,7 @@ class OffloadOptimizerStates(Policy):
                 "their states where they are; leave it out"
             )
         size = state_bytes(facts.config, facts.model, moved)
-        available = available_memory()
+        available = None if facts.planned else available_memory()
         if available is None or size <= available:
             return None
         smaller = "" if facts.config.use_8bit_optimizer else "set use_8bit_optimizer=True, or "
@@ -58,6 +60,12 @@ class OffloadOptimizerStates(Policy):
         size += buffer_bytes(state_bytes(facts.config, facts.model, moved))
         host = {**load.host, self.title: state_bytes(facts.config, facts.model, moved)}
         return replace(load, states=size / max(sum(p.numel() for p in facts.trained), 1), host=host)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the states that come and go in an update, both ways at once."""
+        moved = states_in_host_memory(facts.model)
+        size = state_bytes(facts.config, facts.model, moved)
+        return replace(work, waited=work.waited + size / facts.sharing)
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
         """Yield all that costs only time together with this policy."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,9 @@ PRODUCT_OF = {
 }
 """Product of a fused layer that a linear layer belongs to, by the layer's name."""
 
+MEASURED_WAYS = 3
+"""Remedies whose bytes are named after a card is full; those that cost only time come first."""
+
 LEAN_LOGIT_ROWS = 1024
 """Rows of logits at a time, which need a quarter of the default's memory."""
 
@@ -65,7 +68,7 @@ def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
     frees = may_free and "reduce_in_backward" in config.memory_policies
     memory = _estimated(facts, frees)
     wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
-    if may_free and config.memory is None and not wants_graphs and not memory.fits:
+    if may_free and config.card_decides and not wants_graphs and not memory.fits:
         return True, _estimated(facts, True)
     return frees, memory
 
@@ -295,7 +298,10 @@ def longest_that_fits(asked: int, fits: Callable[[int], bool]) -> int:
 
 
 def ways_to_take_less(
-    config: ChronicalsConfig, ranks: int = 1, shorter_rows: bool = True
+    config: ChronicalsConfig,
+    ranks: int = 1,
+    shorter_rows: bool = True,
+    saved: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> list[str]:
     """Return the remedies of ``what_helps`` in words.
 
@@ -303,13 +309,17 @@ def ways_to_take_less(
         config: the configuration that does not fit.
         ranks: number of processes that train together.
         shorter_rows: include the last one, a shorter ``max_seq_length``.
+        saved: returns what the fields of one of the first ``MEASURED_WAYS`` save, in words.
     """
     words = []
     for fields, price in what_helps(config, ranks):
         if "max_seq_length" in fields and not shorter_rows:
             continue
         named = " with ".join(f"{field}={value}" for field, value in fields.items())
-        words.append(f"{named} ({price})" if price else named)
+        beside = [price] if price else []
+        if saved is not None and len(words) < MEASURED_WAYS:
+            beside.insert(0, saved(fields))
+        words.append(f"{named} ({', '.join(beside)})" if beside else named)
     return words
 
 

@@ -9,10 +9,11 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import ALIASES
+from chronicals.config.config import ALIASES, AUTO
 from chronicals.memory import NOTHING, Estimate, StepShape
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import Facts
+from chronicals.policies.step_work import StepWork
 
 WORKSPACES = 3
 GRAPHED_WORKSPACES = 5
@@ -183,6 +184,10 @@ class Policy:
         """Return ``load`` with the bytes that the policy adds and saves, if it is asked for."""
         return load
 
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with what the policy adds to a step; called if it runs."""
+        return work
+
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Change the model at ``stage``; called if the policy runs."""
 
@@ -193,6 +198,29 @@ class Policy:
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return whether an entry with ``only_time`` belongs to the leanest ``memory``."""
         return self.name in config.memory_policies
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield changes, each instead of the others, by which the policy alone saves memory.
+
+        Those without a price change no result, and ``fit`` may take them. The default is the entry
+        of ``memory`` of a policy with ``only_time``, if neither it nor ``memory`` was set.
+        """
+        config = facts.config
+        entry = ALIASES.get(self.name, self.name)
+        given = {"memory", *(switch for switch, other in ALIASES.items() if other == entry)}
+        if not self.only_time or self.asked(config) or given & config.explicit:
+            return
+        if self.why_not(facts) is None:
+            entries = config.memory or [AUTO, *sorted(config.memory_policies)]
+            yield Remedy({"memory": [*entries, entry]})
+
+    def unloaded(self, facts: Facts) -> int:
+        """Return bytes of weights that are not there with ``settings``.
+
+        They count where the model would have to be loaded in another way, which no estimate of the
+        model as it is can tell.
+        """
+        return 0
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
         """Yield changes of the configuration that switch the policy on to save memory.

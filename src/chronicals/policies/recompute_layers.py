@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
@@ -19,6 +20,7 @@ from chronicals.memory import (
 from chronicals.patching import recompute_norms_and_units
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Stage, register_policy
+from chronicals.policies.step_work import StepWork
 
 CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed; this run may not need it."""
@@ -65,7 +67,7 @@ class RecomputeLayers(Policy):
             return Decision(self.name, True, f"as asked, {CHEAP} recomputed", CHEAP)
         if asked == NOTHING:
             return Decision(
-                self.name, False, "turned off" if config.memory is None else "not among memory"
+                self.name, False, "turned off" if config.card_decides else "not among memory"
             )
         model = facts.model
         if recomputes(model):
@@ -87,6 +89,20 @@ class RecomputeLayers(Policy):
             reason = f"{words}: all are, this class has no list of layers"
             return Decision(self.name, True, reason, layers=None)
         return Decision(self.name, bool(layers) or cheap != NOTHING, words, cheap, layers)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with layers computed twice, and with norms and units written again."""
+        memory = work.memory
+        again = memory.layers if decision.layers is None else decision.layers
+        others = memory.layers - again
+        kept = memory.kept.get(decision.how, memory.kept[NOTHING])
+        written = 2 * others * (memory.kept[NOTHING] - kept)  # read once, and written
+        return replace(
+            work,
+            backward=work.backward + again / max(memory.layers, 1) * work.layers,
+            moved=work.moved + work.micro_batches * written,
+            kept=again * memory.kept[LAYERS] + others * kept,
+        )
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Recompute the first layers whole, or norms and gated units of all."""
@@ -117,6 +133,6 @@ def asked_recomputation(config: ChronicalsConfig) -> str | None:
         return LAYERS
     if "recompute_elementwise" in config.memory_policies:
         return CHEAP
-    if config.memory is not None or not config.use_gradient_checkpointing:
+    if not config.card_decides or not config.use_gradient_checkpointing:
         return NOTHING
     return None

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.policies.exclusions import SHARED_PACKS, why_excluded
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
-from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, register_policy
+from chronicals.policies.policy import (
+    Course,
+    Decision,
+    MemoryLoad,
+    Policy,
+    Remedy,
+    register_policy,
+)
+from chronicals.policies.step_work import StepWork
 
 
 class ReduceInBackward(Policy):
@@ -44,8 +53,11 @@ class ReduceInBackward(Policy):
         excluded = why_excluded(self.name, course.standing, facts)
         if excluded:
             return Decision(self.name, False, excluded)
-        if not asked and facts.config.memory is not None:
+        if not asked and not facts.config.card_decides:
             return Decision(self.name, False, "not among memory")
+        if not course.frees and facts.config.fit == "auto":
+            reason = "fit='auto': processes agree that all have had the memory before they sum"
+            return Decision(self.name, False, reason)
         if not course.frees:
             words = "beside its products, for no micro-step is a CUDA graph"
         elif asked:
@@ -57,6 +69,17 @@ class ReduceInBackward(Policy):
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with gradients that are freed once they were sent."""
         return replace(load, gradient=0)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with fp32 gradients that are sent for each micro-batch, not once."""
+        trained = sum(p.numel() for p in facts.trained)
+        again = work.micro_batches - 1
+        return replace(work, sent=work.sent + 4 * again * trained)
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield the entry of ``memory`` where processes share the optimizer's states."""
+        shared = facts.ranks > 1 and not facts.divides_weights
+        return super().settings(facts) if shared else iter(())
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return whether states are divided and no packs are shared."""

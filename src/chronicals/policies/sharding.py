@@ -27,7 +27,7 @@ from chronicals.policies.divided_weights import (
     why_not_divisible,
 )
 from chronicals.policies.exclusions import EXCLUSIONS, GATHERED
-from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, fillable, trains_layers
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Remedy, register_policy
 
@@ -211,7 +211,7 @@ def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> Chronica
     """Return the configuration with the ``sharding`` that fits the GPUs; all ranks must call it."""
     if ranks.count == 1 or "sharding" in config.explicit:
         return config
-    total = smallest_card(ranks)
+    total = fillable(smallest_card(ranks), config)
     if not total:
         return config
     here = on_each_machine(ranks)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from chronicals.memory import makes_tiles
 from chronicals.memory.recompute import TILE
+from chronicals.model_shape import ModelShape
 from chronicals.patching import has_gated_mlps, tile_mlps
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Stage, register_policy
+from chronicals.policies.policy import (
+    Course,
+    Decision,
+    MemoryLoad,
+    Policy,
+    Remedy,
+    Stage,
+    register_policy,
+)
+from chronicals.policies.step_work import StepWork
 
 
 class TiledMLP(Policy):
@@ -18,11 +29,14 @@ class TiledMLP(Policy):
     name = "tiled_mlp"
     title = "tiled MLPs"
     setting = "memory=['tiled_mlp']"
+    only_time = True
     stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
         """Return that the model has no gated MLPs, if so."""
-        if has_gated_mlps(facts.model):
+        # A plan assumes fused layers, as of recomputation, and does not prove them.
+        dense = facts.planned and not ModelShape.of(facts.model.config).experts
+        if dense or has_gated_mlps(facts.model):
             return None
         return f"needs gated MLPs, {type(facts.model).__name__} has none; leave it out"
 
@@ -38,6 +52,16 @@ class TiledMLP(Policy):
         if not makes_tiles(load.step.tokens):
             return load
         return replace(load, step=replace(load.step, tile=TILE), gradient=4)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the MLPs once more, where there are more rows than a tile."""
+        if not makes_tiles(facts.tokens):
+            return work
+        return replace(work, backward=work.backward + work.mlps)
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield the entry of ``memory`` for batches of more rows than a tile."""
+        return super().settings(facts) if makes_tiles(facts.tokens) else iter(())
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Compute every gated MLP in tiles."""

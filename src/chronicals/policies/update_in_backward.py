@@ -15,6 +15,7 @@ class UpdateInBackward(Policy):
     title = "optimizer in the backward pass"
     runs_as = "as asked, gradients are dropped once used"
     setting = "memory=['optimizer_in_backward']"
+    only_time = True
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` without gradients, which are freed once they were used."""

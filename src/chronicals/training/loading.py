@@ -30,7 +30,7 @@ from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.policies import Facts
 from chronicals.policies.divided_weights import check_divisible
-from chronicals.policies.facts import DIVIDE_WEIGHTS, PRODUCT_TYPES
+from chronicals.policies.facts import DIVIDE_WEIGHTS, PRODUCT_TYPES, fillable
 from chronicals.policies.sharding import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import lora_config_of, watcher
@@ -97,7 +97,7 @@ def _with_sharding(
     model = load_without_weights(place, trust_remote_code)
     if config.quantization is not None:
         quantise_layers(model)
-    total = smallest_card(ranks)
+    total = fillable(smallest_card(ranks), config)
     here = on_each_machine(ranks)
     facts = Facts(config, model, ranks.count, here=here, total=total)
     if choose_sharding(facts) != DIVIDE_WEIGHTS:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from chronicals.distributed import (
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Moment, disable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
-from chronicals.objectives import Objective
+from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
 from chronicals.patching import (
     forget_policies,
@@ -55,10 +55,12 @@ from chronicals.policies import (
 )
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
 from chronicals.policies.frozen_models import held_by_frozen
-from chronicals.policies.policy import policies
+from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
+from chronicals.policies.solver import settle_sharding
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending
 from chronicals.training.run.checkpoint import MODEL
@@ -130,6 +132,7 @@ def prepare_session(
     add_router_terms(presented, objective.router)
     frozen = held_by_frozen(objective.frozen)
     facts, decisions = decide_together(presented, config, ranks, frozen)
+    config = facts.config  # with the settings that ``fit`` took
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
@@ -158,8 +161,7 @@ def prepare_session(
         config.gradient_accumulation_steps > 1 or ranks.count > 1 or decisions["tiled_mlp"].runs
     )
     if several and not shards_whole:
-        for parameter in parameters:  # several gradients are summed in them
-            parameter.grad_dtype = torch.float32
+        sum_in_fp32(parameters)
     torch.manual_seed(config.seed + ranks.rank)  # dropout differs between ranks
     return Session(
         model,
@@ -167,12 +169,19 @@ def prepare_session(
         objective,
         ranks,
         presented,
+        facts,
         decisions,
         optimizer,
         precision,
         parameters,
         planned_peak(facts, decisions) if facts.on_card else None,
     )
+
+
+def sum_in_fp32(parameters: Iterable[Tensor]) -> None:
+    """Let several gradients be summed in fp32, whatever the dtype of their weight."""
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
 
 
 def decide_together(
@@ -213,6 +222,13 @@ def decide_together(
         exchanging=1 if ranks.context is None else ranks.context.inner,
         frozen_models=frozen_models,
     )
+    if config.fit != "off":
+        settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
+        refuse_what_no_setting_fits(settled)
+        if ranks.writer:
+            for line in settled.words:
+                logger.info("%s", line)
+        facts = settled.facts
     decisions = decide(facts, lambda own: min(ranks.gather_values(own)))
     as_collectives_are = {
         field: [made.runs, made.how, made.layers, made.among, made.stay]
@@ -259,12 +275,17 @@ class StepHooks:
         passed: called after each micro-batch is launched; the device may not have finished it.
         compiling: returns a context for the compilation before the first step, which needs no other
             rank.
+        agree: called before gradients are summed over the ranks; it raises if another rank ran out
+            of memory in this step.
+        free: as in ``EagerStep``.
     """
 
     before_update: Callable[[], None] = nothing
     wants_to_stop: Callable[[], bool] = bool
     passed: Callable[[], None] = nothing
     compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+    agree: Callable[[], None] = nothing
+    free: Callable[[str], None] | None = None
 
 
 @dataclass
@@ -272,9 +293,12 @@ class Session:
     """A prepared model with all that trains it.
 
     Attributes:
+        facts: on which the policies were decided.
         decisions: decision on each policy, by its name.
         parameters: the trained parameters.
-        planned: largest moment of a step that is expected; None without a card.
+        planned: largest moment of a step that is expected; None without a card, and after a change
+            of the batch or of a policy.
+        is_updated: True if the update of the last step was done.
     """
 
     model: Any
@@ -282,13 +306,16 @@ class Session:
     objective: Objective
     ranks: Mesh
     presented: PresentedModel
+    facts: Facts
     decisions: Mapping[str, Decision]
     optimizer: FusedAdamW
     precision: Precision
     parameters: list[Tensor]
     planned: Moment | None = None
+    is_updated: bool = field(init=False, default=False)
     _hooks: StepHooks = field(init=False, default_factory=StepHooks)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
+    _around: ExitStack = field(init=False)
     _parts: EagerStep = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _sums: ScatteredStep | Mesh | Shards | WeightShards = field(init=False)
@@ -317,7 +344,10 @@ class Session:
             for policy in policies():
                 if self.decisions[policy.name].runs:
                     around.enter_context(policy.around_steps(self.model))
+            self._around = around
             self._parts = self._step_parts(around)
+            if not isinstance(self.optimizer, ShardedAdamW):  # whose updates end with a collective
+                self._parts.free = self._hooks.free
             if self.decisions["use_cuda_graphs"].runs:
                 exchange = None
                 if gathers_of(self.model) is not None:
@@ -374,6 +404,39 @@ class Session:
         Returns:
             Scalars as from ``train_step``.
         """
+        self.is_updated = False
+        step, counts = self._begun(step, self._hooks.before_update)
+        if self._graphed is not None and inspect is None:
+            with self._graphed.on_stream():
+                scalars = train_step(
+                    step,
+                    counts,
+                    self._graphed.micro,
+                    self._reduce,
+                    partial(self._update, self._graphed.update),
+                    self._hooks.passed,
+                )
+        else:
+            self._parts.inspect = None if inspect is None else partial(self._inspect, inspect)
+            scalars = train_step(
+                step,
+                counts,
+                self._parts.micro,
+                self._reduce,
+                partial(self._update, self._parts.update),
+                self._hooks.passed,
+            )
+            self._parts.inspect = None
+        if self._has_magnitudes:
+            forget_row_norms(self.model)
+        return {**self.objective.finish_metrics(scalars, counts), **self._beside}
+
+    def _begun(self, step: Step, hold: Callable[[], None]) -> tuple[Step, Mapping[str, Count]]:
+        """Prepare the parts for a step, and compile before the first one.
+
+        Returns:
+            The step with what its objective must know before, and its counts.
+        """
         counts = counts_of(step, self.ranks)
         step = known_before(
             step,
@@ -384,39 +447,70 @@ class Session:
             self.precision,
             self._hooks.passed,
         )
-        self._parts.begin(self._hooks.before_update, len(step.batches))
+        self._parts.begin(hold, len(step.batches))
         if self._compiles:
             with self._hooks.compiling():
                 compile_micro_step(
                     self.presented, self.objective, step.batches[0], counts, self.precision
                 )
             self._compiles = False
-        if self._graphed is not None and inspect is None:
-            with self._graphed.on_stream():
-                scalars = train_step(
-                    step,
-                    counts,
-                    self._graphed.micro,
-                    self._reduce,
-                    self._graphed.update,
-                    self._hooks.passed,
-                )
-        else:
-            self._parts.inspect = None if inspect is None else partial(self._inspect, inspect)
-            scalars = train_step(
-                step,
-                counts,
-                self._parts.micro,
-                self._reduce,
-                self._parts.update,
-                self._hooks.passed,
-            )
-            self._parts.inspect = None
+        return step, counts
+
+    def rehearse(self, step: Step) -> None:
+        """Run forward and backward of the first micro-batches of a step, inside ``stepping``.
+
+        The second one adds to the gradients of the first, so no further one needs more memory. No
+        weight changes, and the gradients are thrown away. States of the optimizer exist afterwards.
+        Random numbers are drawn.
+        """
+        for parameter in self.parameters:
+            self.optimizer.state_of(parameter)
+        first = replace(step, batches=step.batches[:2])
+        first, counts = self._begun(first, nothing)
+        with self._parts.rehearsing():
+            for number, batch in enumerate(first.batches):
+                self._parts.micro(batch, counts, number == 0)
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Free what a step holds that was not finished: gradients, graphs, norms of adapters."""
+        self.release_graphs()
+        self._parts.inspect = None
+        forget_broken_step(self.model)
+        self.optimizer.zero_grad()
         if self._has_magnitudes:
             forget_row_norms(self.model)
-        return {**self.objective.finish_metrics(scalars, counts), **self._beside}
+
+    def divide(self, config: ChronicalsConfig) -> None:
+        """Take the micro-batches of another configuration from the next step on.
+
+        Args:
+            config: the session's with another ``batch_size`` and ``gradient_accumulation_steps``.
+        """
+        self.config = config
+        self.facts = replace(self.facts, config=config)
+        self.planned = None
+        if config.gradient_accumulation_steps > 1:
+            sum_in_fp32(self.parameters)
+
+    def decide(self, decision: Decision) -> None:
+        """Replace the decision on a policy, which its caller applies."""
+        self.decisions = {**self.decisions, decision.field: decision}
+        self.planned = None
+
+    def enter(self, policy: Policy) -> None:
+        """Enter what a policy does around the steps, inside ``stepping`` and until its end."""
+        self._around.enter_context(policy.around_steps(self.model))
+
+    def _update(
+        self, update: Callable[[Tensor | None], dict[str, Tensor]], holders: Tensor | None
+    ) -> dict[str, Tensor]:
+        scalars = update(holders)
+        self.is_updated = True
+        return scalars
 
     def _reduce(self, scalars: list[Tensor]) -> Tensor | None:
+        self._hooks.agree()
         self._hooks.before_update()
         if self.ranks.count > 1:
             self._beside = {

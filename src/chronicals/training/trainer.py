@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +54,7 @@ from chronicals.training.run.guard import (
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.run.loop import Loop, Stop
 from chronicals.training.run.progress import ProgressBar, heard
+from chronicals.training.run.recovery import Recovery
 from chronicals.training.run.report import Samples
 from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run, sole_writer
 from chronicals.training.run.run_checkpoints import RunCheckpoints
@@ -228,7 +229,9 @@ class ChronicalsTrainer:
         plan = plan_epoch(train_store, self.config)
         with (
             self._fitted_to(plan, resumed) as config,
-            saying_what_helps(config, self.device, self.ranks.count, self._planned),
+            saying_what_helps(
+                config, self.device, self.ranks.count, self._planned, lambda: self._session
+            ),
             checkpoints_end_with_errors(),
         ):
             objective = self.objective
@@ -334,8 +337,23 @@ class ChronicalsTrainer:
             lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
         held_out = None if eval_store is None else in_order(eval_store)
+        recovery = None
+        if config.fit == "auto":
+            divided = partial(stream_of, train_store, epochs=config.epochs, plan=plan)
+            recovery = Recovery(
+                session, stream, lambda changed: divided(config=changed), self.output_dir
+            )
         loop = Loop(
-            session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch
+            session,
+            run,
+            stream,
+            held_out,
+            saved,
+            callbacks,
+            self._stop,
+            about,
+            self._watch,
+            recovery,
         )
         loop.prove_that_ranks_are_alike()
         if resumed is None:
@@ -344,7 +362,7 @@ class ChronicalsTrainer:
         run.trainable_share = trained / count_values(model)
         with self._stop.on_signals(), callbacks.around(run):
             before = peak_bytes(self.device)
-            with saved, session.stepping(loop.hooks()):
+            with saved, recovery or nullcontext(), session.stepping(loop.hooks()):
                 loop.train()
             say_if_memory_was_other(session.planned, before, peak_bytes(self.device))
             check_that_something_was_applied(run, session.precision)

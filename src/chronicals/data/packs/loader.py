@@ -290,23 +290,50 @@ class BatchStream:
         with closing(prefetch(tasks, depth // size)) as assembled:
             for steps, unreadable in assembled:
                 yield from steps
-                if unreadable >= 0:
-                    raise DataError(
-                        f"{self.store.path}: document {unreadable} is not where the store says it "
-                        "is; the file is damaged: "
-                        "delete it, and it will be built again"
-                    )
+                self._check_read(unreadable)
+
+    def heaviest(self) -> Step:
+        """Return a step of the packs whose attention costs most.
+
+        No step of a run attends to more. It has no place in the run.
+
+        Raises:
+            DataError: a document cannot be read where the store says it is.
+        """
+        costliest = np.argsort(-self._sums.costs[:-1], kind="mergesort")[: self.packs_a_step]
+        packs = np.full(self.packs_a_step, len(self.plan), np.int64)  # the rest are empty
+        packs[: len(costliest)] = costliest
+        steps, unreadable = self._assembly_of([packs], [0])()
+        self._check_read(unreadable)
+        return next(steps)
+
+    def _check_read(self, unreadable: int) -> None:
+        """Raise if a document could not be read.
+
+        Raises:
+            DataError: ``unreadable`` is a document, not -1.
+        """
+        if unreadable >= 0:
+            raise DataError(
+                f"{self.store.path}: document {unreadable} is not where the store says it is; the "
+                "file is damaged: delete it, and it will be built again"
+            )
 
     def _assembly(self, positions: Sequence[int]) -> Callable[[], tuple[Iterator[Step], int]]:
         """Return a function that assembles the steps that begin at ``positions``.
 
         It returns the steps, and the document that it could not read, or -1.
         """
+        return self._assembly_of([self._packs_at(position) for position in positions], positions)
+
+    def _assembly_of(
+        self, packs_of_steps: Sequence[np.ndarray], positions: Sequence[int]
+    ) -> Callable[[], tuple[Iterator[Step], int]]:
+        """Return what ``_assembly`` returns, for steps of these packs of all ranks."""
         slots = self.packs_a_step * self.width
         own_packs = []
         counts = []
-        for position in positions:
-            packs = self._packs_at(position)
+        for packs in packs_of_steps:
             counts.append(self._sums.counts(packs, slots))
             # Packs stay as they come if documents keep their order.
             places = np.arange(len(packs)).reshape(self.accumulation, self.ranks, self.batch_size)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from chronicals.lora import adapters
 from chronicals.memory import Moment
 from chronicals.objectives import Objective
 from chronicals.policies.needed_memory import state_bytes, ways_to_take_less
+from chronicals.policies.smaller_steps import saved_in_words
 from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.run.checkpoint import checkpoints
 from chronicals.training.run.resume import how_to_resume
 from chronicals.training.run.run_state import Run
+from chronicals.training.session import Session
 from chronicals.training.step.metrics import StepMetrics
 from chronicals.training.step.optimizer import Precision
 
@@ -190,6 +193,7 @@ def saying_what_helps(
     device: torch.device,
     ranks: int = 1,
     planned: Callable[[], Moment | None] = lambda: None,
+    session: Callable[[], Session | None] = lambda: None,
 ) -> Iterator[None]:
     """Context manager that turns an out-of-memory error into TrainingError.
 
@@ -201,6 +205,7 @@ def saying_what_helps(
         device: device of the run.
         ranks: number of processes that train together.
         planned: returns the largest moment that is expected; None while it is not known.
+        session: returns the session once there is one, which tells how much the settings save.
     """
     try:
         yield
@@ -218,10 +223,23 @@ def saying_what_helps(
         expected = ""
         if peak is not None:
             expected = f". Planned were {peak.held / 2**30:.1f} GiB, at {peak.name}: {peak.words()}"
-        ways = "; or ".join(ways_to_take_less(config, ranks))
         raise TrainingError(
-            f"out of memory on {device}{held}{expected}. Less is taken by {ways}"
+            f"out of memory on {device}{held}{expected}. {less_is_taken_by(config, ranks, session())}"
         ) from error
+
+
+def less_is_taken_by(config: ChronicalsConfig, ranks: int, session: Session | None) -> str:
+    """Return a sentence that names what takes less memory; the first ways say how much they save.
+
+    Args:
+        config: the configuration that does not fit.
+        ranks: number of processes that train together.
+        session: of the run; None before there is one, when bytes are not known.
+    """
+    saved = None
+    if session is not None:
+        saved = partial(saved_in_words, session.facts, session.decisions)
+    return f"Less is taken by {'; or '.join(ways_to_take_less(config, ranks, saved=saved))}"
 
 
 @dataclass(frozen=True)

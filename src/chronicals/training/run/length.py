@@ -132,6 +132,8 @@ def fit_batch(
     # As many forward passes as keep the packs of a step on other processes.
     passes, rest = divmod(before.get(PROCESSES, 0) * before.get(PASSES, 0), ranks.data_count)
     kept = before if rest or not passes else {**before, PASSES: passes}
+    if config.fit == "auto":
+        config = _divided_as_before(config, kept, ranks)
     length_before = (
         _length_of_run(before, ranks)
         if resumed is not None and not config.explicit & {*_LENGTHS}
@@ -173,6 +175,34 @@ def fit_batch(
         _warn_of_few_steps(config, fitted, length)
         logger.info("%s", length.words(fitted))
     return fitted
+
+
+def _divided_as_before(
+    config: ChronicalsConfig, kept: Mapping[str, Any], ranks: Mesh
+) -> ChronicalsConfig:
+    """Return ``config`` with the smaller batch that the run went on with after an out-of-memory.
+
+    It is returned as it is if a step then took another number of packs.
+
+    Args:
+        config: configuration of the run.
+        kept: values of ``SHRUNK`` in the checkpoint, for so many processes; may be empty.
+        ranks: all ranks of the run; the first one logs.
+    """
+    smaller = {name: kept[name] for name in SHRUNK if name in kept}
+    packs = config.batch_size * config.gradient_accumulation_steps
+    if not smaller or math.prod(smaller.values()) != packs:
+        return config
+    if smaller["batch_size"] >= config.batch_size:
+        return config
+    if ranks.writer:
+        logger.info(
+            "fit: the steps are divided as before, into gradient_accumulation_steps %d x "
+            "batch_size %d (asked for: %d x %d)",
+            *smaller.values(),
+            *(getattr(config, name) for name in SHRUNK),
+        )
+    return config.fitted(**smaller)
 
 
 def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:

@@ -11,14 +11,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from chronicals.data.packs.steps import Steps
+from chronicals.data.packs.steps import Step, Steps
 from chronicals.distributed import (
     WAITING,
     Mesh,
@@ -31,6 +32,7 @@ from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.run.callbacks import Callback, Callbacks
 from chronicals.training.run.evaluation import evaluate
 from chronicals.training.run.guard import check_finite_weights, check_step
+from chronicals.training.run.recovery import Recovery
 from chronicals.training.run.resume import how_to_resume
 from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run
@@ -131,6 +133,7 @@ class Loop:
         session: a session inside its ``stepping``.
         held_out: data to evaluate on; None for none.
         about: returns the description of the run's data that a checkpoint holds.
+        recovery: what the run does when a step runs out of memory; None to end.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class Loop:
         stop: Stop,
         about: Callable[[], dict[str, Any]],
         watch: RankWatch,
+        recovery: Recovery | None = None,
     ):
         self.session = session
         self.run = run
@@ -154,6 +158,7 @@ class Loop:
         self.stop = stop
         self.about = about
         self.watch = watch
+        self.recovery = recovery
         self.config = session.config
         self.device = session.precision.device
         self._told = False
@@ -161,10 +166,13 @@ class Loop:
 
     def hooks(self) -> StepHooks:
         """Return what the session's steps call, for ``Session.stepping``."""
-        if self.session.ranks.count == 1:  # no watch needs to know of progress
-            return StepHooks(self.saved.hold_update, self._wants_to_stop)
-        compiling = partial(self.watch.alone, "compiling the first step")
-        return StepHooks(self.saved.hold_update, self._wants_to_stop, self._passed, compiling)
+        hooks = StepHooks(self.saved.hold_update, self._wants_to_stop)
+        if self.session.ranks.count > 1:  # else no watch needs to know of progress
+            compiling = partial(self.watch.alone, "compiling the first step")
+            hooks = replace(hooks, passed=self._passed, compiling=compiling)
+        if self.recovery is not None:
+            hooks = replace(hooks, agree=self.recovery.agree, free=self.recovery.free)
+        return hooks
 
     def prove_that_ranks_are_alike(self) -> None:
         """Check that all ranks are at the same step of the same data, with the same weights.
@@ -209,16 +217,18 @@ class Loop:
         config = self.config
         audit = FirstStepAudit(session.model, session.optimizer) if run.applied == 0 else None
         pending = None
-        began = Moment(self.device)
         session.model.train()
+        self._rehearse()
+        began = Moment(self.device)
 
-        for step in self.steps.steps(
-            run.position, count=0 if run.gains_no_more(config) else run.total_steps - run.step
-        ):
+        for step in self._steps_left():
             factor = rate_factor(config, run.step, run.total_steps)
             set_learning_rate(session.optimizer, factor)
             with self.watch.step(run.step + 1):
-                scalars = session.train_once(step, audit.see_gradients if audit else None)
+                scalars = self._train_once(step, audit.see_gradients if audit else None)
+            if scalars is None:  # its documents come again
+                audit = audit and FirstStepAudit(session.model, session.optimizer)
+                continue
             run.step = run.step + 1
             run.position = step.state
             if audit:
@@ -259,6 +269,48 @@ class Loop:
         self.saved.finish()
         self._tell_what_is_saved()
         self.callbacks.raise_anywhere()
+
+    def _rehearse(self) -> None:
+        """Rehearse the longest documents before the first step, if the run can take less."""
+        if self.recovery is None or not self.run.total_steps - self.run.step:
+            return
+        with self.watch.limited("rehearsing, before the first step"):
+            self.recovery.rehearse()
+        self._take_over()
+
+    def _steps_left(self) -> Iterator[Step]:
+        """Yield the steps to the end of the run; after one that was not taken, the same documents.
+
+        These are divided into the micro-batches that the run takes from then on.
+        """
+        run = self.run
+        left = 0 if run.gains_no_more(self.config) else run.total_steps - run.step
+        while left > 0:
+            for step in self.steps.steps(run.position, left):
+                before = run.step
+                yield step
+                if run.step == before:
+                    break
+            left = run.total_steps - run.step
+
+    def _train_once(
+        self, step: Step, inspect: Callable[[], None] | None
+    ) -> dict[str, Tensor] | None:
+        """Take a step; return its scalars, or None if it is to be taken again with less memory."""
+        if self.recovery is None:
+            return self.session.train_once(step, inspect)
+        scalars = self.recovery.train(self.run.step + 1, step, inspect)
+        if scalars is None:
+            self._passes = []
+            self._take_over()
+        return scalars
+
+    def _take_over(self) -> None:
+        """Take the batch and the steps to which a recovery has changed the run."""
+        assert self.recovery is not None
+        self.steps = self.recovery.steps
+        self.config = self.session.config
+        self.saved.config = self.session.config
 
     def _due(self) -> set[str]:
         """Return what is due after this step: ``evaluate``, ``save``, ``stop``."""

@@ -18,8 +18,8 @@ gradient on some rank are moved to the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class UpdatesInBackward(EagerStep, AbstractContextManager["UpdatesInBackward"]):
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
+        self._rehearses = False
         for parameter in parameters:
             optimizer.state_of(parameter)
         self._hooks = [
@@ -101,7 +102,8 @@ class UpdatesInBackward(EagerStep, AbstractContextManager["UpdatesInBackward"]):
         self.squares += self.norm(gradients).square()
         if self.inspect is not None:
             self.inspect()
-        self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
+        if not self._rehearses:
+            self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
         for parameter in self.waiting:
             parameter.grad = None
         self.waiting.clear()
@@ -114,6 +116,15 @@ class UpdatesInBackward(EagerStep, AbstractContextManager["UpdatesInBackward"]):
         """
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Return a context in which ``micro`` drops the gradients without applying them."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:

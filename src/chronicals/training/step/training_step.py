@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -79,9 +80,12 @@ class EagerStep:
     Attributes:
         inspect: called while the gradients of a step exist, here between ``reduce`` and the update;
             or None.
+        free: frees memory after an update ran out of it, given the error's words, so that the
+            update can be finished; None if the error is raised.
     """
 
     inspect: Callable[[], None] | None = None
+    free: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -137,10 +141,20 @@ class EagerStep:
         if self.inspect is not None:
             self.inspect()
         scalars = update(
-            self.parameters, self.optimizer, self.precision, self.max_grad_norm, self.norm, holders
+            self.parameters,
+            self.optimizer,
+            self.precision,
+            self.max_grad_norm,
+            self.norm,
+            holders,
+            self.free,
         )
         self.optimizer.zero_grad()
         return scalars
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Return a context in which ``micro`` changes no weight, which it does not here anyway."""
+        return nullcontext()
 
 
 class GatheredStep(EagerStep):
@@ -307,6 +321,7 @@ def update(
     max_grad_norm: float | None,
     norm: Callable[[Sequence[Tensor]], Tensor],
     holders: Tensor | None = None,
+    free: Callable[[str], None] | None = None,
 ) -> dict[str, Tensor]:
     """Clip and apply the gradients, unless they are not finite.
 
@@ -318,6 +333,7 @@ def update(
         norm: returns the norm of all gradients.
         holders: number of ranks that had a gradient of each parameter. If it is 0, the parameter is
             neither decayed nor moved, like one without a gradient on a single rank.
+        free: as in ``EagerStep``.
 
     Returns:
         ``grad_norm`` before clipping, and ``applied``.
@@ -326,9 +342,37 @@ def update(
     finite = torch.isfinite(grad_norm)
     clip = 1.0 if max_grad_norm is None else (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     used = None if holders is None else dict(zip(parameters, (holders > 0).unbind()))
-    optimizer.step(factor=clip / precision.scale, apply=finite, used=used)
+    apply = partial(optimizer.step, factor=clip / precision.scale, apply=finite, used=used)
+    if free is None or (grad_norm.is_cuda and torch.cuda.is_current_stream_capturing()):
+        apply()
+    else:
+        apply_all(optimizer, apply, free)
     precision.update(finite)
     return {"grad_norm": grad_norm, "applied": finite}
+
+
+def apply_all(
+    optimizer: FusedAdamW, apply: Callable[[], object], free: Callable[[str], None]
+) -> None:
+    """Update the weights; if that runs out of memory, free some, and update those that are left.
+
+    Args:
+        optimizer: of the weights; it knows which of them an update has changed.
+        apply: updates all weights that have a gradient and are not updated yet.
+        free: as in ``EagerStep``.
+
+    Raises:
+        torch.OutOfMemoryError: memory is too small again; ``optimizer.is_begun`` says whether
+            weights were changed.
+    """
+    try:
+        optimizer.allocate()
+        apply()
+        return
+    except torch.OutOfMemoryError as error:
+        words = str(error)
+    free(words)  # after the error is gone, whose frames hold tensors
+    apply()
 
 
 def gradients_of(parameters: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,397 @@
+"""``fit``: the fastest settings that fit a card, among those that change no result.
+
+Every policy says which values of the configuration save memory for nothing but time (``settings``)
+and what it adds to a step (``work``). Their combinations are candidates. Each is asked for the memory
+that the trainer would expect of it, and of those that fit the one with the fewest seconds is taken.
+What would change results is offered in words, never taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.presets import CARDS
+from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate
+from chronicals.model_shape import ModelShape
+from chronicals.policies.exclusions import conditions, why_excluded
+from chronicals.policies.facts import Facts
+from chronicals.policies.needed_memory import FILLED, GIB, asked_for, expected_memory
+from chronicals.policies.policy import Decision, Policy, Remedy, policies
+from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS
+from chronicals.policies.sharding import choose_sharding
+from chronicals.policies.solver import Fitted, fit_to_memory, settle_sharding
+from chronicals.policies.step_work import Rates, StepWork
+
+SETTINGS = "settings"
+"""Value of ``fit`` by which this module takes settings before the first step."""
+
+MOST_CARDS = 64
+"""Cards up to which a number that would do is looked for."""
+
+CARDS_A_MACHINE = 8
+"""Cards of a machine, where the run is on one card and does not say it."""
+
+GIGA = 10**9
+
+
+class Change(NamedTuple):
+    """A setting that a candidate has and the run as it was configured has not.
+
+    Attributes:
+        policy: the policy that saves memory by it.
+        remedy: the fields.
+        config: the configuration with this change and those before it.
+    """
+
+    policy: Policy
+    remedy: Remedy
+    config: ChronicalsConfig
+
+    @property
+    def fields(self) -> str:
+        """The fields and their values, as they can be given."""
+        return " with ".join(f"{name}={value}" for name, value in self.remedy.fields.items())
+
+    def __str__(self) -> str:
+        return self.policy.title or self.fields
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run with some settings.
+
+    Attributes:
+        facts: of the run with these settings.
+        changes: what was changed of the run as it was configured, one after the other.
+        fitted: its memory, with the recomputation that it needs.
+        work: of a step.
+        seconds: of a step, for comparison with other candidates.
+    """
+
+    facts: Facts
+    changes: tuple[Change, ...]
+    fitted: Fitted
+    work: StepWork
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits into what a run plans to use of its card, or if there is no card."""
+        total = self.fitted.memory.total
+        return not total or self.fitted.held <= RESERVE * total
+
+    @property
+    def starts(self) -> bool:
+        """True if the check before the first step lets it start."""
+        total = self.fitted.memory.total
+        return not total or self.fitted.held <= FILLED * total
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of the configuration that were changed, with their new values."""
+        return {
+            name: getattr(self.facts.config, name)
+            for change in self.changes
+            for name in change.remedy.fields
+        }
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What ``fit`` found for a run.
+
+    Attributes:
+        taken: the fastest candidate that fits; the leanest where none does.
+        usual: the run as it was configured.
+        words: lines for the log: what is taken, what each costs and saves, what is offered.
+    """
+
+    taken: Candidate
+    usual: Candidate
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def facts(self) -> Facts:
+        """The run with the settings that were taken."""
+        return self.taken.facts
+
+
+def alone(value: Any) -> list[Any]:
+    """Return the values of all processes of a run that has one."""
+    return [value]
+
+
+def fit_settings(
+    facts: Facts, gather: Callable[[Any], list[Any]] = alone, rates: Rates | None = None
+) -> Settled:
+    """Find the fastest settings of a run that fit its card and change no result.
+
+    Fields that were set are not changed. What a policy cannot honour here is no candidate.
+
+    Args:
+        facts: of the run as it is configured, with the decision on sharding in its configuration.
+        gather: returns the values of all processes, by rank; all of them call it equally often.
+        rates: of a card; by default about those of an H200.
+    """
+    rates = rates or Rates()
+    facts = replace(facts, total=min(gather(facts.total)))
+    usual = candidate(facts, (), rates)
+    if not facts.total:
+        return Settled(usual, usual, ["fit: settings: there is no card to fit to"])
+    possible = {}
+    for changes in combinations(facts):
+        changed = replace(facts, config=changes[-1].config)
+        if why_impossible(changed, facts) is None:
+            possible[str([str(change.remedy) for change in changes])] = changes
+    # Host memory may differ between machines, and with it what can be honoured.
+    everywhere = set(possible).intersection(*gather(sorted(possible)))
+    shared = [changes for name, changes in possible.items() if name in everywhere]
+    taken = fastest(usual, shared, rates)
+    return Settled(taken, usual, words_of(taken, usual, rates))
+
+
+def fastest(usual: Candidate, combined: list[tuple[Change, ...]], rates: Rates) -> Candidate:
+    """Return the candidate with the fewest seconds that fits, else the one that holds least.
+
+    Memory is asked for in the order of the seconds that a step takes at least, until no other
+    candidate can be faster.
+
+    Args:
+        usual: the run as it was configured.
+        combined: changes of each other candidate.
+        rates: of a card.
+    """
+    at_least = [(usual.seconds if usual.fits else 0.0, ())]
+    for changes in combined:
+        least = least_seconds(replace(usual.facts, config=changes[-1].config), rates)
+        at_least.append((least, changes))
+    best = None
+    leanest = usual
+    for least, changes in sorted(at_least, key=lambda one: (one[0], len(one[1]))):
+        if best is not None and least >= best.seconds:
+            break
+        one = usual
+        if changes:
+            config = changes[-1].config
+            one = candidate(replace(usual.facts, config=config), changes, rates)
+        if one.fitted.held < leanest.fitted.held:
+            leanest = one
+        if one.fits and (best is None or one.seconds < best.seconds):
+            best = one
+    return best or leanest
+
+
+def least_seconds(facts: Facts, rates: Rates) -> float:
+    """Return the seconds of a step that recomputes nothing and whose copies are all hidden."""
+    nothing = dict.fromkeys((NOTHING, LAYERS), 0)
+    memory = Estimate(0, ModelShape.of(facts.model.config).layers, nothing, facts.total)
+    idle = Decision(RECOMPUTE_LAYERS.name, False, "")
+    frees = "reduce_in_backward" in facts.config.memory_policies
+    return work_of(facts, frees, Fitted(memory, idle, idle)).seconds(rates)
+
+
+def combinations(facts: Facts) -> Iterator[tuple[Change, ...]]:
+    """Yield one or several changes that go together and cost only time."""
+    found: list[tuple[Change, ...]] = [()]
+    for policy in policies():
+        further = []
+        for before in found:
+            config = before[-1].config if before else facts.config
+            for remedy in policy.settings(replace(facts, config=config)):
+                changed = with_fields(config, remedy)
+                if not remedy.price and changed is not None:
+                    further.append((*before, Change(policy, remedy, changed)))
+        found += further
+    yield from found[1:]
+
+
+def with_fields(config: ChronicalsConfig, remedy: Remedy) -> ChronicalsConfig | None:
+    """Return the configuration with a remedy's fields; None if they exclude each other."""
+    changed = config.fitted(**remedy.fields)
+    try:
+        changed.check()
+    except ConfigurationError:
+        return None
+    return changed
+
+
+def candidate(facts: Facts, changes: tuple[Change, ...], rates: Rates) -> Candidate:
+    """Return a run with its memory, and with the work and the seconds of a step.
+
+    Args:
+        facts: of the run, with ``changes`` in its configuration.
+        changes: what was changed.
+        rates: of a card.
+    """
+    settled, sharding = settle_sharding(facts)
+    frees, memory = expected_memory(settled)
+    fitted = fit_to_memory(settled, sharding, memory)
+    work = work_of(settled, frees, fitted)
+    return Candidate(facts, changes, fitted, work, work.seconds(rates))
+
+
+def work_of(facts: Facts, frees: bool, fitted: Fitted) -> StepWork:
+    """Return the work of a step with all policies that run.
+
+    Args:
+        facts: of the run.
+        frees: True if gradients are summed and freed in the backward pass.
+        fitted: its memory, with the recomputation that it needs.
+    """
+    names = asked_for(facts, frees)
+    work = StepWork.of(facts, fitted.memory)
+    for policy in policies():
+        if policy.name in names:
+            decision = Decision(policy.name, True, "")
+            if policy is RECOMPUTE_LAYERS:
+                decision = fitted.recomputed
+            work = policy.work(facts, work, decision)
+    return work
+
+
+def why_impossible(changed: Facts, facts: Facts) -> str | None:
+    """Return why a policy that was added cannot run; None if all can.
+
+    Args:
+        changed: the run with policies that were added.
+        facts: the run without.
+    """
+    frees = "reduce_in_backward" in changed.config.memory_policies
+    held = conditions(changed)
+    standing = asked_for(changed, frees) | held
+    for condition in sorted(held):
+        reason = why_excluded(condition, standing, changed)
+        if reason:
+            return reason
+    for policy in policies():
+        if policy.asked(changed.config) and not policy.asked(facts.config):
+            reason = why_excluded(policy.name, standing, changed) or policy.why_not(changed)
+            if reason:
+                return reason
+    return None
+
+
+def words_of(taken: Candidate, usual: Candidate, rates: Rates) -> list[str]:
+    """Return lines for the log: what is taken, with costs and savings, and what is offered."""
+    state = "the fastest settings that fit" if taken.fits else "none fit, these take least"
+    fields = ", ".join(f"{name}={value}" for name, value in taken.settings.items())
+    total = taken.facts.total
+    lines = [
+        f"fit: {state}: {fields or 'those of the run'}; {taken.fitted.held / GIB:.1f} of "
+        f"{total / GIB:.1f} GiB expected"
+    ]
+    lines += each_change(taken, usual, rates)
+    if lines[1:] or not taken.fits:
+        lines += [f"fit: not taken, since results change: {words}" for words in offers(taken)]
+    return lines
+
+
+def each_change(taken: Candidate, usual: Candidate, rates: Rates) -> Iterator[str]:
+    """Yield each change in words, with the time that it costs and the GiB that it saves.
+
+    Changes count one after the other, with the recomputation of the run; then that counts.
+    """
+    recomputed = taken.fitted.recomputed
+    before = under(usual.facts, recomputed, rates)
+    for change in taken.changes:
+        after = under(replace(usual.facts, config=change.config), recomputed, rates)
+        yield f"fit: {change} {difference(before, after)}"
+        before = after
+    if recomputed.runs:
+        nothing = replace(recomputed, runs=False, how=NOTHING, layers=0)
+        whole = under(taken.facts, nothing, rates)
+        yield f"fit: {RECOMPUTE_LAYERS.title} {difference(whole, taken)}"
+
+
+def under(facts: Facts, recomputed: Decision, rates: Rates) -> Candidate:
+    """Return the run with this recomputation, whatever its memory needs."""
+    settled, sharding = settle_sharding(facts)
+    frees, memory = expected_memory(settled)
+    fitted = Fitted(memory, recomputed, sharding)
+    work = work_of(settled, frees, fitted)
+    return Candidate(facts, (), fitted, work, work.seconds(rates))
+
+
+def difference(before: Candidate, after: Candidate) -> str:
+    """Return in words the time of a step that is added, and the memory that is saved."""
+    time = after.seconds / before.seconds - 1
+    saved = (before.fitted.held - after.fitted.held) / GIB
+    costs = f"costs {time:.1%} of a step's time" if time >= 0 else f"saves {-time:.1%} of the time"
+    return f"{costs} and {'saves' if saved >= 0 else 'takes'} {abs(saved):.2f} GiB"
+
+
+def offers(taken: Candidate) -> Iterator[str]:
+    """Yield in words what would take less and changes results, with its price and GiB."""
+    recomputed = taken.fitted.recomputed
+    for policy in policies():
+        for remedy in policy.settings(taken.facts):
+            config = with_fields(taken.facts.config, remedy)
+            if not remedy.price or config is None:
+                continue
+            less = under(replace(taken.facts, config=config), recomputed, Rates())
+            saved = taken.fitted.held - less.fitted.held + policy.unloaded(taken.facts)
+            if saved > 0:
+                fields = Change(policy, remedy, config).fields
+                yield f"{fields} ({remedy.price}) saves {saved / GIB:.2f} GiB"
+
+
+def refuse_what_no_setting_fits(settled: Settled) -> None:
+    """Check that the run with the settings that were taken may start.
+
+    Raises:
+        ConfigurationError: it may not; the message names the smallest card, or the number of cards,
+            that would do.
+    """
+    taken = settled.taken
+    if taken.starts or not taken.facts.config.check_memory:
+        return
+    held = taken.fitted.held / GIB
+    total = taken.facts.total / GIB
+    message = (
+        f"fit={SETTINGS!r}: no settings that change no result fit the card's {total:.1f} GiB; the "
+        f"leanest hold about {held:.1f}"
+    )
+    enough = what_would_do(settled.usual.facts)
+    if enough:
+        message += f"; {enough} would do"
+    ways = "; or ".join(offers(taken))
+    if ways:
+        message += f". Less is taken by {ways}"
+    raise ConfigurationError(f"{message}. To start it all the same, set check_memory=False")
+
+
+def what_would_do(facts: Facts) -> str:
+    """Return in words the smallest card, and the number of cards, on which the run would fit.
+
+    Empty where none does.
+
+    Args:
+        facts: of the run as it was configured, which does not fit its card with any settings.
+    """
+    found = []
+    for size in CARDS:
+        larger = replace(facts, total=size * GIGA)
+        if larger.total > facts.total and fit_settings(larger).taken.fits:
+            found.append(f"a card of {size} GB")
+            break
+    count = 2 * facts.ranks
+    while facts.context == 1 and count <= MOST_CARDS:
+        if fits_on(facts, count):
+            found.append(f"{count} cards of {facts.total / GIGA:.3g} GB")
+            break
+        count *= 2
+    return ", or ".join(found)
+
+
+def fits_on(facts: Facts, count: int) -> bool:
+    """Return whether the run fits on so many of its cards, with weights divided if need be."""
+    several = replace(facts, ranks=count, here=min(count, facts.here or CARDS_A_MACHINE))
+    try:
+        config = several.config.fitted(sharding=choose_sharding(several))
+        settled, _ = settle_sharding(replace(several, config=config))
+        return fit_settings(settled).taken.fits
+    except ConfigurationError:  # its weights cannot be divided by this number
+        return False

@@ -1,0 +1,50 @@
+"""Packs of a forward pass, while an optimizer step has the same packs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chronicals.config import ChronicalsConfig
+from chronicals.policies.facts import Facts
+from chronicals.policies.policy import Course, Decision, Policy, Remedy, register_policy
+
+FULL_TOKENS = 8192
+"""Tokens of a forward pass from which more are hardly faster.
+
+A product of 8192 rows and 2048 columns has 512 tiles of 128 x 256, nearly four for each of the 132
+multiprocessors of an H100 or H200.
+"""
+
+
+class MicroBatches(Policy):
+    """``batch_size`` packs are computed at a time, and gradients of several times are summed."""
+
+    name = "micro_batches"
+    title = ""  # the length of a run says it
+
+    def asked(self, config: ChronicalsConfig) -> bool:
+        """Return whether a step has several forward passes."""
+        return config.gradient_accumulation_steps > 1
+
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Return how the packs of a step are divided."""
+        config = facts.config
+        words = f"{config.gradient_accumulation_steps} a step, of {config.batch_size} packs"
+        return Decision(self.name, self.asked(config), words)
+
+    def settings(self, facts: Facts) -> Iterator[Remedy]:
+        """Yield other divisions of a step's packs, if none was set: smaller, or large enough."""
+        config = facts.config
+        if config.explicit & {"batch_size", "gradient_accumulation_steps"}:
+            return
+        packs = config.batch_size * config.gradient_accumulation_steps
+        for size in range(packs, 0, -1):
+            tokens = facts.tokens * size // config.batch_size
+            if packs % size or size == config.batch_size:
+                continue
+            if size < config.batch_size or tokens <= FULL_TOKENS:
+                count = packs // size
+                yield Remedy({"batch_size": size, "gradient_accumulation_steps": count})
+
+
+register_policy(MicroBatches())

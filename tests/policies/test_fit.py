@@ -1,0 +1,248 @@
+"""``fit`` takes the fastest settings that fit, among those that change no result."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import runs
+import tiny
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.lora import apply_lora
+from chronicals.lora.config import LoRAConfig
+from chronicals.memory import RESERVE
+from chronicals.planning import Machines, plan
+from chronicals.policies import Facts, facts
+from chronicals.policies.fit import (
+    CARDS,
+    candidate,
+    combinations,
+    fit_settings,
+    fits_on,
+    offers,
+    refuse_what_no_setting_fits,
+    what_would_do,
+)
+from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.policy import policies
+from chronicals.policies.step_work import Rates
+from chronicals.training import ChronicalsTrainer
+from chronicals.training.run import length
+
+GB = 10**9
+RESULTS = ("use_8bit_optimizer", "quantization", "max_seq_length", "use_lora", "use_fp8")
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+
+
+def planned(gigabytes, adapters=False, ranks=1, **fields):
+    """Facts of a run of a model of 0.35 B on a card of this size."""
+    with torch.device("meta"):
+        model = tiny.llama(**SIZES)
+    if adapters:
+        apply_lora(model, LoRAConfig(rank=16))
+        fields["use_lora"] = True
+    config = ChronicalsConfig(fit="settings", **fields)
+    return Facts(config, model, ranks=ranks, total=int(gigabytes * GB))
+
+
+def test_a_run_that_fits_stays_as_it_is():
+    settled = fit_settings(planned(80))
+    assert settled.taken is settled.usual and settled.taken.settings == {}
+    assert settled.facts.config == settled.usual.facts.config
+    assert settled.words[0].startswith("fit: the fastest settings that fit: those of the run; ")
+    assert len(settled.words) == 1, "nothing is offered where nothing is short"
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("size", [4, 6, 9])
+def test_the_fastest_that_fits_is_taken(size, adapters):
+    """No combination of settings that fits takes fewer seconds, by trying all."""
+    given = planned(size, adapters)
+    taken = fit_settings(given).taken
+    others = [
+        candidate(replace(given, config=changes[-1].config), changes, Rates())
+        for changes in combinations(given)
+    ]
+    fitting = [one.seconds for one in others if one.fits]
+    assert len(fitting) > 3 and taken.fits and min(fitting) >= taken.seconds * (1 - 1e-9)
+    assert max(fitting) > 1.05 * taken.seconds, "there are slower ones to take by mistake"
+    assert taken.fitted.held <= RESERVE * size * GB
+
+
+@pytest.mark.parametrize("size", [0.2, 1, 3, 5])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_what_changes_results_is_offered_and_not_taken(size, adapters):
+    given = planned(size, adapters)
+    settled = fit_settings(given)
+    for name in RESULTS:
+        assert getattr(settled.facts.config, name) == getattr(given.config, name)
+    offered = " ".join(offers(settled.taken))
+    assert "max_seq_length=1024 (what is longer is split or cut) saves" in offered
+    assert ("quantization=nf4 (the base is rounded to 4 bits) saves" in offered) == adapters
+    assert not {"use_8bit_optimizer", "quantization"} & settled.taken.settings.keys()
+
+
+def test_narrower_states_are_offered_with_what_they_save():
+    given = planned(6, memory=[], batch_size=1)
+    (words,) = (line for line in offers(fit_settings(given).taken) if "8bit" in line)
+    trained = sum(p.numel() for p in given.trained)
+    assert words.startswith("use_8bit_optimizer=True (states are rounded to 8 bits) saves ")
+    saved = float(words.split()[-2])
+    assert 0.5 * 6 * trained / 2**30 < saved < 6 * trained / 2**30
+
+
+EXPLICIT = {
+    "memory": {"memory": ["recompute_elementwise"]},
+    "batch_size": {"batch_size": 4},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 4},
+    "logits_chunk_size": {"logits_chunk_size": 4352},
+    "activation_offload": {"activation_offload": False},
+    "use_gradient_checkpointing": {"use_gradient_checkpointing": False},
+}
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_a_field_that_was_set_is_kept(name):
+    given = planned(1, **EXPLICIT[name])
+    usual = given.config
+    settled = fit_settings(given)
+    changed = settled.facts.config
+    assert settled.taken.changes, "the others are changed"
+    assert all(getattr(changed, field) == getattr(usual, field) for field in usual.explicit)
+    if name == "memory":
+        assert changed.memory_policies == {"recompute_elementwise"}
+    if name in ("batch_size", "gradient_accumulation_steps"):
+        assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 4)
+    if name == "activation_offload":
+        assert "offload_activations" not in changed.memory_policies
+    if name == "use_gradient_checkpointing":
+        assert not settled.taken.fitted.recomputed.runs
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_the_packs_of_a_step_stay_the_same(size):
+    config = fit_settings(planned(size)).facts.config
+    assert config.batch_size < 4 and config.batch_size * config.gradient_accumulation_steps == 16
+
+
+def test_a_small_batch_grows_to_a_full_one_where_memory_is_there():
+    settings = fit_settings(planned(80, max_seq_length=512)).taken.settings
+    assert settings == {"batch_size": 16, "gradient_accumulation_steps": 1}
+
+
+def test_each_change_is_said_with_its_cost_and_what_it_saves():
+    settled = fit_settings(planned(4))
+    first, *others = settled.words
+    for name, value in settled.taken.settings.items():
+        assert f"{name}={value}" in first
+    changes = [line for line in others if "saves" in line and "costs" in line]
+    assert len(changes) == len(settled.taken.changes) + settled.taken.fitted.recomputed.runs
+    assert sum(float(line.split()[-2]) for line in changes) == pytest.approx(
+        held_without_all(settled) - settled.taken.fitted.held / 2**30, abs=0.05
+    )
+
+
+def held_without_all(settled):
+    """GiB that the run as configured holds without recomputation."""
+    return expected_memory(settled.usual.facts)[1].needed("nothing") / 2**30
+
+
+def test_processes_take_what_all_of_them_can():
+    """A machine whose host memory is too small for the states keeps others from moving theirs."""
+    given = planned(4)
+    alone = fit_settings(given).taken
+    assert "offload_optimizer_states" in alone.facts.config.memory_policies
+
+    def gather(value):
+        if isinstance(value, int):
+            return [value, value]
+        return [value, [name for name in value if "offload_optimizer_states" not in name]]
+
+    together = fit_settings(given, gather)
+    assert "offload_optimizer_states" not in together.facts.config.memory_policies
+    assert fit_settings(given, lambda value: [value, value]).taken.settings == alone.settings
+
+
+def test_the_smallest_card_of_several_processes_counts():
+    given = planned(80)
+    settled = fit_settings(given, lambda value: [value, 4 * GB] if value == 80 * GB else [value])
+    assert settled.facts.total == 4 * GB and settled.taken.changes
+
+
+def test_what_no_setting_fits_names_the_card_and_the_number_that_would_do():
+    given = planned(2.5)
+    settled = fit_settings(given)
+    with pytest.raises(ConfigurationError, match="no settings that change no result") as raised:
+        refuse_what_no_setting_fits(settled)
+    words = str(raised.value)
+    found = re.search(r"; a card of (\d+) GB, or (\d+) cards of 2.5 GB would do. Less is", words)
+    card, count = int(found[1]), int(found[2])
+    smaller = CARDS[CARDS.index(card) - 1] if card > CARDS[0] else 2.5
+    assert not fit_settings(replace(given, total=int(smaller * GB))).taken.fits
+    assert fit_settings(replace(given, total=card * GB)).taken.fits
+    assert fits_on(given, count) and not fits_on(given, count // 2)
+    assert "max_seq_length=1024" in words and "check_memory=False" in words
+    unchecked = replace(given, config=given.config.replace(check_memory=False))
+    refuse_what_no_setting_fits(fit_settings(unchecked))
+
+
+def test_nothing_would_do_for_what_no_card_holds():
+    assert what_would_do(planned(1, memory=[], batch_size=4096, max_seq_length=65536)) == ""
+
+
+def test_without_a_card_there_is_nothing_to_fit():
+    settled = fit_settings(planned(0))
+    assert settled.taken is settled.usual and "no card" in settled.words[0]
+
+
+def test_every_setting_without_a_price_is_one_of_a_policy_of_memory_or_of_the_batch():
+    """What has no price changes no result: a new one is to be looked at here."""
+    given = planned(4, use_fp8=True, adapters=True)
+    free = set()
+    for policy in policies():
+        for remedy in policy.settings(given):
+            if not remedy.price:
+                free |= remedy.fields.keys()
+    assert free == {"memory", "batch_size", "gradient_accumulation_steps", "logits_chunk_size"}
+
+
+def test_a_plan_takes_the_settings_of_the_trainer():
+    given = planned(4)
+    settled = fit_settings(given, rates=Rates(flops=Machines().flops))
+    one = plan(given.model, given.config, 1, Machines(memory=4 * GB))
+    assert one.settings == settled.taken.settings and one.held == settled.taken.fitted.held
+    assert one.fits and one.words == settled.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "cap"),
+    [({}, 3 << 20), ({"use_lora": True, "lora_dropout": 0.0, "lora_rank": 4}, 3 << 20)],
+)
+def test_a_run_with_the_settings_is_the_run_without(
+    fields, cap, tmp_path, let_return, caplog, monkeypatch
+):
+    """Losses and gradient norms, on a card of which so little is left that settings change."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(length, "STEPS_AN_EPOCH", 1)  # the default batch stays
+    given = runs.config(tmp_path, max_seq_length=64, max_steps=2, trackers=[], **fields)
+    batch = {"batch_size", "gradient_accumulation_steps"}
+    usual = {name: getattr(given, name) for name in given.explicit - batch}
+    for fit in ("off", "settings"):
+        folder = tmp_path / fit
+        config = ChronicalsConfig(**{**usual, "output_dir": folder / "run"}, fit=fit)
+        ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).train(tiny.chat_rows())
+        let_return(facts, card_memory=cap)  # of the second run
+    for plain, fitted in zip(*map(runs.trajectory, (tmp_path / "off", tmp_path / "settings"))):
+        assert fitted == pytest.approx(plain, rel=1e-4)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("fit: the fastest settings that fit: batch_size=") for line in said)
+    assert any("activation recomputation costs" in line for line in said)
