@@ -89,7 +89,9 @@ def plan_command(
 
     make_room_for(output)
     in_file = {} if recipe is None else Recipe.read_yaml(recipe)
-    unread = {} if "data" in {**in_file, **flags} else {"data": ["not read"]}
+    unread: dict[str, Any] = {"data": ["not read"]}
+    if "data" in {**in_file, **flags}:
+        unread = {}
     given = with_known_names(Recipe.given(preset, recipe, **unread, **flags))
 
     from chronicals.objectives import build_objective

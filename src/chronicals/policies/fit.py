@@ -164,7 +164,7 @@ def fastest(usual: Candidate, combined: list[tuple[Change, ...]], rates: Rates) 
         combined: changes of each other candidate.
         rates: of a card.
     """
-    at_least = [(usual.seconds if usual.fits else 0.0, ())]
+    at_least: list[tuple[float, tuple[Change, ...]]] = [(usual.seconds if usual.fits else 0.0, ())]
     for changes in combined:
         least = least_seconds(replace(usual.facts, config=changes[-1].config), rates)
         at_least.append((least, changes))
