@@ -20,6 +20,8 @@ from chronicals.training.adapters import attach_adapters
 ROOT = Path(__file__).parent.parent
 CARDS = (8, 64, 256, 1024)
 GIGA = 1e9
+REACHED = 6e14
+"""FLOP/s of a card in the table."""
 SIZES = {
     "8B": {
         "hidden_size": 4096,
@@ -95,8 +97,15 @@ names its parts, and a run whose peak differs by more than 5 % logs both. For ea
   2 N (W - 1) / W, and these are gathered
   for both passes of each micro-batch, but once where they stay gathered: embedding, head and the last layers that memory is
   spare for, of frozen ones the last two layers.
-- **Time**: FLOPs over the rate that a card reaches (`--tflops`), and what is sent over the link (`--link` within a machine,
-  `--network` between machines, GB/s a card). A sum within the backward pass is hidden beside it as far as that is long enough;
+- **Time of the computation** by part: products, attention, elementwise bytes, loss, optimizer, copies that nothing hides and
+  launches, each at the rates of a card (`--card`). An interval is printed: 10 % to either side where rates were measured, 15 %
+  where they follow from a data sheet ([planned and measured steps](planned-times.md)). `--tflops` sets one rate instead.
+
+  `chronicals doctor --rates` measures those of this machine's card in less than a minute and keeps them by card and versions in
+  the cache folder (`$XDG_CACHE_HOME` or `~/.cache`, `chronicals/rates`). H100 and H200 are known by records of measured steps,
+  others by their makers' figures. Data are not read: `--document-length` and `--labelled` say what is known of them.
+- **Time of what is sent** over the link (`--link` within a machine, `--network` between machines, GB/s a card). A sum
+  within the backward pass is hidden beside it as far as that is long enough;
   what comes after it is not. What is gathered for a pass is hidden beside that pass, and copies of divided weights on several
   machines are summed beside the last backward pass. What is hidden slows what it is hidden beside by the time that it takes
   over the link of a machine, and a step takes 12 ms more: so it was in eight of nine rows
@@ -133,7 +142,7 @@ def planned(size: str, fields: dict, gpus: int) -> Plan:
     if config.quantization:
         quantise_layers(model)
     attach_adapters(model, config, None)
-    return plan(model, config, gpus, Machines())
+    return plan(model, config, gpus, Machines(flops=REACHED))
 
 
 def row(work: str, one: Plan) -> str:

@@ -26,6 +26,7 @@ LEAVES = [
     "data",
     "config",
     "batch",
+    "step_work",
     "model_shape",
     "standard_json",
     "deferred_imports",

@@ -12,10 +12,10 @@ from chronicals.benchmark.arms.weights import (
     load_in_4_bits,
     without_router_loss,
 )
-from chronicals.benchmark.floor import DecoderShape
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Work
 from chronicals.quantization import packed_experts
+from chronicals.step_work import DecoderShape
 
 PEER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
 """Dtype of a peer's weights by the row's ``mixed_precision``."""

@@ -7,22 +7,20 @@ from dataclasses import asdict, replace
 import pytest
 import transformers
 
-from chronicals.benchmark.floor import (
+from chronicals.benchmark.floor import ReferenceStep, mfu, reference_step
+from chronicals.benchmark.shapes import SHAPES
+from chronicals.step_work import (
     DecoderShape,
     Job,
     Product,
-    ReferenceStep,
     attention_flops,
     dequantised_bytes,
     elementwise_bytes,
     loss_bytes,
-    mfu,
     needed_flops,
     optimizer_bytes,
     products,
-    reference_step,
 )
-from chronicals.benchmark.shapes import SHAPES
 
 COPY = 4.27e12
 SMALL = "qwen2.5-0.5b"

@@ -8,7 +8,8 @@ import torch
 
 from chronicals.benchmark import rates
 from chronicals.benchmark.arms.weights import prepare_work
-from chronicals.benchmark.floor import (
+from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
+from chronicals.step_work import (
     DecoderShape,
     Job,
     Product,
@@ -17,7 +18,6 @@ from chronicals.benchmark.floor import (
     loss_bytes,
     products,
 )
-from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
 
 SHAPE = DecoderShape(3, 64, 4, 2, 16, 128, 1024, 0, 10**5)
 

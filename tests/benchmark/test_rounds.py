@@ -14,11 +14,11 @@ from peers import rounds as peer_rounds
 from peers.rounds import PeerSession
 
 from chronicals.benchmark import processes, record, rounds
-from chronicals.benchmark.floor import DecoderShape, Job
 from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess, ArmTimedOut
 from chronicals.benchmark.record import draw_row, to_dict
 from chronicals.benchmark.rounds import Options, measure_row
 from chronicals.config import ConfigurationError
+from chronicals.step_work import DecoderShape, Job
 from process_groups import members, wait_until
 
 SPEEDS = {

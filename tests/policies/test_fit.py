@@ -12,6 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.memory import RESERVE
+from chronicals.models import present
 from chronicals.planning import Machines, plan
 from chronicals.policies import Facts, facts
 from chronicals.policies.fit import (
@@ -216,7 +217,7 @@ def test_every_setting_without_a_price_is_one_of_a_policy_of_memory_or_of_the_ba
 
 def test_a_plan_takes_the_settings_of_the_trainer():
     given = planned(4)
-    settled = fit_settings(given, rates=Rates(flops=Machines().flops))
+    settled = fit_settings(given, rates=Machines().rates_of_settings())
     one = plan(given.model, given.config, 1, Machines(memory=4 * GB))
     assert one.settings == settled.taken.settings and one.held == settled.taken.fitted.held
     assert one.fits and one.words == settled.words
@@ -246,3 +247,11 @@ def test_a_run_with_the_settings_is_the_run_without(
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("fit: the fastest settings that fit: batch_size=") for line in said)
     assert any("activation recomputation costs" in line for line in said)
+
+
+def test_a_run_fills_as_much_of_a_card_as_it_may(tmp_path, let_return):
+    """``gpu_memory`` of a card that has more; of one that has less it changes nothing."""
+    let_return(facts, card_memory=8 * GB)
+    for size, total in (("4GB", 4 * GB), (16, 8 * GB), (None, 8 * GB)):
+        config = runs.config(tmp_path, gpu_memory=size)
+        assert Facts.of(config, present(tiny.llama(), True, True, 128)).total == total

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import DecoderShape, Job, needed_flops
 from chronicals.benchmark.pairs import PAIR_OBJECTIVES, PROMPT_SHARES, PairWork
 from chronicals.benchmark.rounds import BEST_PEERS, Options
 from chronicals.benchmark.shapes import BUILT_IN_DATA, SHAPES
 from chronicals.benchmark.work import DECIDED_FIELDS, DISTILLATION, MODES, DistillationWork, Work
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.model_shape import ModelShape
+from chronicals.step_work import DecoderShape, Job, needed_flops
 
 OUR_FIELDS = (
     "lora_init",

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 from chronicals.attention import choose_backend, document_attention
-from chronicals.benchmark.floor import (
+from chronicals.benchmark.floor import reference_step
+from chronicals.benchmark.measurement import Clock, device
+from chronicals.benchmark.work import Work
+from chronicals.step_work import (
     Job,
     Product,
     dequantised_bytes,
     elementwise_bytes,
     loss_bytes,
     products,
-    reference_step,
 )
-from chronicals.benchmark.measurement import Clock, device
-from chronicals.benchmark.work import Work
 
 # Steps on a card. On a CPU, whose clock changes less, it is one of each, of a single layer.
 WARM_UP_STEPS = 4
@@ -69,21 +69,14 @@ def measure_rates(work: Work) -> dict[str, Any]:
         config.mixed_precision
     ]
     lengths = [len(document) for document in list(work.documents_by_step(work.warm_up + 1))[-1]]
-    # Products have the layouts of linear layers; those of one shape share operands.
-    operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    parts: dict[str, Callable[[], Any]] = {
-        product.key: _product(product, dtype, operands) for product in products(job)
+    seconds, size = timed_step(job, lengths, dtype)
+    by_shape = {
+        product.key: {
+            "seconds": seconds[product.key],
+            "flops_per_second": product.flops / seconds[product.key],
+        }
+        for product in products(job)
     }
-    parts |= _attention(job, lengths, dtype)
-    size = copied_bytes(job)
-    source = torch.randint(0, 255, (size,), device=device(), dtype=torch.uint8)
-    target = torch.empty_like(source)
-    parts[COPY] = partial(target.copy_, source)
-    seconds = seconds_of(parts, order_of_a_step(job, size))
-    by_shape = {}
-    for product in products(job):
-        scaled = seconds[product.key] * product.rows / aligned(product.rows)
-        by_shape[product.key] = {"seconds": scaled, "flops_per_second": product.flops / scaled}
     flops = 2 * job.shape.q * sum(length * (length + 1) for length in lengths)
     scale = job.tokens / sum(lengths)  # lengths are those of one step, tokens of a mean one
     attention = {
@@ -108,6 +101,35 @@ def measure_rates(work: Work) -> dict[str, Any]:
         "attention": attention,
         "floor": asdict(whole),
     }
+
+
+def timed_step(
+    job: Job, lengths: Sequence[int], dtype: torch.dtype
+) -> tuple[dict[str, float], int]:
+    """Run the parts of a step for a few steps, and return the seconds of each by name.
+
+    Args:
+        job: sizes of the step.
+        lengths: of its documents.
+        dtype: of its products.
+
+    Returns:
+        seconds of products (by ``Product.key``), of attention in one layer and of a copy; and the
+        bytes that a copy reads.
+    """
+    # Products have the layouts of linear layers; those of one shape share operands.
+    operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+    parts: dict[str, Callable[[], Any]] = {
+        product.key: _product(product, dtype, operands) for product in products(job)
+    }
+    parts |= _attention(job, lengths, dtype)
+    size = copied_bytes(job)
+    source = torch.randint(0, 255, (size,), device=device(), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    parts[COPY] = partial(target.copy_, source)
+    seconds = seconds_of(parts, order_of_a_step(job, size))
+    ratios = {product.key: product.rows / aligned(product.rows) for product in products(job)}
+    return {name: span * ratios.get(name, 1.0) for name, span in seconds.items()}, size
 
 
 def described_machine() -> dict[str, str | float | int]:

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep, mfu, needed_flops
+from chronicals.benchmark.floor import STEP_PARTS, ReferenceStep, mfu
 from chronicals.benchmark.parity import comparison
 from chronicals.benchmark.rounds import MeasuredRow
 from chronicals.standard_json import to_json
+from chronicals.step_work import needed_flops
 from chronicals.versions import installed
 
 RECORDED_PACKAGES = (

@@ -26,7 +26,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import Job
 from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
 from chronicals.benchmark.processes import (
@@ -40,6 +39,7 @@ from chronicals.benchmark.processes import (
 )
 from chronicals.benchmark.work import Work
 from chronicals.config import ConfigurationError
+from chronicals.step_work import Job
 
 logger = logging.getLogger(__name__)
 

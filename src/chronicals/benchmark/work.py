@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from chronicals.benchmark.floor import PROJECTIONS, DecoderShape, Job, optimizer_bytes
 from chronicals.benchmark.shapes import BUILT_IN_DATA, SHAPES, BuiltIn, random_documents
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.step_work import PROJECTIONS, DecoderShape, Job, optimizer_bytes
 
 if TYPE_CHECKING:
     from chronicals.data.packs.loader import BatchStream

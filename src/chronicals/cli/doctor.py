@@ -15,6 +15,9 @@ def doctor_command(
         bool,
         typer.Option("--self-test/--no-self-test", help="Run each kernel against its definition"),
     ] = True,
+    rates: Annotated[
+        bool, typer.Option("--rates", help="Measure the card's rates for plans, and nothing else")
+    ] = False,
 ) -> None:
     """Show what this machine has and what will run on it.
 
@@ -22,7 +25,15 @@ def doctor_command(
     with the command that installs them, and a self-test of each kernel, which is left out where a
     package is too old for anything to run. The last line is the verdict; exit code 1 if a kernel
     differs from its definition. Attach `chronicals doctor --json` to a bug report.
+
+    With `--rates` it measures instead, in less than a minute, how fast the card multiplies, attends
+    and copies, and keeps that by card and versions in the cache folder, where `chronicals plan`
+    finds it.
     """
+    if rates:
+        _measure_rates(as_json)
+        return
+
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -83,3 +94,27 @@ def doctor_command(
             )
     if failed:
         raise typer.Exit(1)
+
+
+def _measure_rates(as_json: bool) -> None:
+    """Measure the card's rates, keep them, and print them with the file they are in."""
+    from rich.console import Console
+
+    from chronicals.benchmark.card_rates import measure_card
+    from chronicals.planning.rates import Rates, keep
+
+    measured = Rates.from_dict(measure_card())
+    path = keep(measured)
+    if as_json:
+        print(to_json({"file": str(path), "rates": measured.to_dict()}, indent=2))  # noqa: T201
+        return
+    console = Console()
+    speeds = {form: max(rate for _, rate in curve) for form, curve in measured.products.items()}
+    products = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {form}" for form, rate in speeds.items())
+    console.print(
+        f"{measured.card}: products up to {products}; copies {measured.copy / 1e9:.0f} GB/s, to and "
+        f"from the host {measured.host / 1e9:.1f} GB/s; a launch {measured.launch * 1e6:.0f} µs",
+        soft_wrap=True,
+        highlight=False,
+    )
+    console.print(f"[bold green]kept[/] {path}", soft_wrap=True, highlight=False)

@@ -20,6 +20,8 @@ from chronicals.cli.wording import in_users_form
 from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from chronicals.planning import Machines, Plan
 
 GIGA = 1e9
@@ -34,6 +36,12 @@ def plan_command(
         Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")
     ] = None,
     gpus: Annotated[list[str], typer.Option(help="Card counts, with commas or repeated")] = ["1"],  # noqa: B006
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="Card whose rates are taken, as H200 or 'A100 80GB' (default: the one here)"
+        ),
+    ] = None,
     cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
     link: Annotated[
         float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")
@@ -42,8 +50,18 @@ def plan_command(
         float, typer.Option(min=0.001, help="GB/s that a card sends between machines")
     ] = 46.0,
     tflops: Annotated[
-        float, typer.Option(min=0.001, help="TFLOP/s that a card reaches in training")
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=0.001, help="TFLOP/s that a card reaches in training, instead of its rates"
+        ),
+    ] = None,
+    document_length: Annotated[
+        float | None,
+        typer.Option(min=1, help="Tokens of a document (default: as many as a pack has)"),
+    ] = None,
+    labelled: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the tokens that are targets")
+    ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     output: Annotated[
         Path | None,
@@ -58,7 +76,8 @@ def plan_command(
 
     `chronicals plan recipe.yaml` takes what `train` takes; data are not read, and of the models
     their configurations alone. For one card it prints by part what the card holds at the largest
-    moment of a step, and what is in host memory and on the disk.
+    moment of a step, and what is in host memory and on the disk; and the time of a step by part, at
+    the rates of a card (`--card`; `chronicals doctor --rates` measures those of this machine's).
 
     With `--gpus 8,64,1024` it prints for each number of cards what a card holds at most, and
     whether that fits; the bytes that it sends in an optimizer step, counted by running the sums and
@@ -70,11 +89,21 @@ def plan_command(
 
     make_room_for(output)
     in_file = {} if recipe is None else Recipe.read_yaml(recipe)
-    unread = {} if "data" in {**in_file, **flags} else {"data": ["not read"]}
+    unread: dict[str, Any] = {"data": ["not read"]}
+    if "data" in {**in_file, **flags}:
+        unread = {}
     given = with_known_names(Recipe.given(preset, recipe, **unread, **flags))
 
     from chronicals.objectives import build_objective
-    from chronicals.planning import Machines, plan, planned_frozen, planned_model
+    from chronicals.planning import (
+        Documents,
+        Machines,
+        asked_rates,
+        plan,
+        planned_frozen,
+        planned_model,
+        rates_here,
+    )
     from chronicals.planning.ways import card_here, with_way
 
     counts = _counts(gpus)
@@ -83,17 +112,25 @@ def plan_command(
     config = given.config()
     objective = build_objective(config)
     uncounted = objective.unplanned_costs(config)
-    memory = config.card_bytes or Machines().memory
-    machines = Machines(memory, cards, link * GIGA, network * GIGA, tflops * 1e12)
+    rates, whose, memory = rates_here() if card is None else asked_rates(card)
+    machines = Machines(
+        memory=config.card_bytes or memory,
+        cards=cards,
+        link=link * GIGA,
+        network=network * GIGA,
+        rates=rates,
+        flops=None if tflops is None else tflops * 1e12,
+    )
+    documents = Documents(document_length, labelled)
     model = planned_model(given, config)
     frozen = planned_frozen(objective, config)
-    plans = [plan(model, config, count, machines, frozen) for count in counts]
+    plans = [plan(model, config, count, machines, frozen, documents) for count in counts]
     if output is not None:
         given.replace(**plans[0].settings).to_yaml(output, ("fit", "gpu_memory", *unread))
     if as_json:
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
-        _show_plans(plans, machines, uncounted)
+        _show_plans(plans, machines, whose, uncounted)
 
 
 def _counts(texts: Sequence[str]) -> list[int]:
@@ -108,12 +145,13 @@ def _counts(texts: Sequence[str]) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) -> None:
-    """Print the table, and its assumptions below it.
+def _show_plans(plans: list[Plan], machines: Machines, whose: str, uncounted: str | None) -> None:
+    """Print the table, the time of a step by part, and their assumptions below them.
 
     Args:
         plans: one for each number of cards.
         machines: what they assume.
+        whose: why these rates are taken, in words.
         uncounted: passes of the objective that are not in the time, in words.
     """
     from rich import box
@@ -138,17 +176,19 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
             f"{one.exposed:.3f} s",
             f"{one.slowed:.3f} s",
             f"{one.efficiency:.0%}",
-            f"{one.tokens_per_second:,.0f}",
+            _between(one),
         )
     console.print(table)
+    _show_parts(console, plans[0], machines, whose)
     divided = ", ".join(
         f"{one.gpus:,}" for one in plans if one.sharding == "weights" and one.gpus > 1
     )
     beside = f", but divided where there are {divided}" if divided else ""
+    reached = f", {machines.flops / 1e12:g} TFLOP/s reached" if machines.flops else ""
     console.print(
         f"Cards of {machines.memory / GIGA:g} GB, {machines.cards} a machine, "
         f"{machines.link / GIGA:g} GB/s within one and "
-        f"{machines.network / GIGA:g} between machines, {machines.flops / 1e12:g} TFLOP/s reached; "
+        f"{machines.network / GIGA:g} between machines{reached}; "
         f"weights are on every card{beside}.",
         soft_wrap=True,
     )
@@ -165,3 +205,32 @@ def _show_plans(plans: list[Plan], machines: Machines, uncounted: str | None) ->
             "Layers that stay are gathered once for both of their passes, for memory is spare.",
             soft_wrap=True,
         )
+
+
+def _between(one: Plan) -> str:
+    """Return the tokens of a second as an interval, or as a number where a single rate was given."""
+    shortest, longest = one.interval
+    if one.time is None:
+        return f"{one.tokens_per_second:,.0f}"
+    return f"{one.tokens / longest:,.0f} to {one.tokens / shortest:,.0f}"
+
+
+def _show_parts(console: Console, one: Plan, machines: Machines, whose: str) -> None:
+    """Print the seconds of the computation by part, and where the rates come from."""
+    if one.time is None:
+        return
+    total = one.time.seconds
+    parts = ", ".join(
+        f"{name} {seconds:.4g} s ({seconds / total:.0%})"
+        for name, seconds in one.time.parts.items()
+        if seconds >= total / 1000
+    )
+    console.print(f"Computing: {parts}.", soft_wrap=True, highlight=False)
+    rates = machines.rates
+    console.print(
+        f"Rates of {rates.card} ({whose}), {rates.source}: {rates.origin}; a time may be "
+        f"{rates.margin:.0%} off.",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )

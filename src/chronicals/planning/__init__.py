@@ -2,18 +2,26 @@
 
 from chronicals.planning.plan import Machines, Plan, plan, planned_space
 from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.rates import Rates, asked_rates, rates_here, rates_of
 from chronicals.planning.space import Space
+from chronicals.planning.step_time import Documents, StepTime
 from chronicals.planning.traffic import Traffic, traffic
 
 __all__ = [
+    "Documents",
     "Machines",
     "Plan",
+    "Rates",
     "Space",
+    "StepTime",
     "Traffic",
+    "asked_rates",
     "plan",
     "planned_frozen",
     "planned_model",
     "planned_space",
+    "rates_here",
+    "rates_of",
     "traffic",
 ]
 

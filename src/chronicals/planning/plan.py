@@ -19,9 +19,10 @@ backward pass of the last micro-batch. With divided frozen weights, adapters are
 backward pass and gathered after their update, by all ranks, without overlap. The backward pass
 counts as two thirds then too, although it computes no gradients of frozen weights.
 
-Seconds of computation are FLOPs divided by the rate that a GPU reaches: for N weights 2 N a token
-in the forward pass and as many for each of the two gradients, plus 2 · heads · width · length for
-causal attention to a document. Of stacked experts only those count that a token is routed to.
+Seconds of computation are the sum of a step's parts (``step_time``) at the rates of the GPU. If a
+single rate is given instead (``Machines.flops``), they are FLOPs divided by it: for N weights 2 N a
+token in the forward pass and as many for each of the two gradients, plus 2 · heads · width · length
+for causal attention to a document. Of stacked experts only those count that a token is routed to.
 
 Overlapped communication takes multiprocessors and memory bandwidth from the computation. In eight
 of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms took longer by
@@ -34,9 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.distributed import Mesh
@@ -44,7 +44,15 @@ from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.rates import BF16, USUAL_CARD, USUAL_MEMORY, Rates, rates_of
 from chronicals.planning.space import Space, space_of
+from chronicals.planning.step_time import (
+    AS_LONG_AS_PACKS,
+    Documents,
+    StepTime,
+    step_time,
+    weights_met,
+)
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
@@ -52,8 +60,7 @@ from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding
-from chronicals.policies.step_work import Rates
-from chronicals.quantization import packed_modules
+from chronicals.policies.step_work import Rates as RatesOfSettings
 
 _BACKWARD = 2 / 3
 """The backward pass's share of a step's computation."""
@@ -76,14 +83,23 @@ class Machines:
         cards: number of GPUs of a machine.
         link: bytes a second that a GPU sends within its machine.
         network: bytes a second that a GPU sends between machines.
-        flops: FLOPs a second that a GPU reaches in training.
+        rates: of a GPU.
+        flops: FLOPs a second that a GPU reaches in training, instead of ``rates``; None without.
     """
 
-    memory: int = 80 * 10**9
+    memory: int = USUAL_MEMORY
     cards: int = 8
     link: float = 370e9
     network: float = 46e9
-    flops: float = 6e14
+    rates: Rates = field(default_factory=partial(rates_of, USUAL_CARD))
+    flops: float | None = None
+
+    def rates_of_settings(self) -> RatesOfSettings:
+        """Return the rates by which ``fit`` compares settings."""
+        products = max(rate for _, rate in self.rates.products[BF16])
+        return RatesOfSettings(
+            self.flops or products, self.rates.elementwise, self.rates.host, self.link
+        )
 
     def rate(self, ranks: int) -> float:
         """Return the bytes a second of a collective over ``ranks`` ranks, by its slowest link."""
@@ -107,6 +123,7 @@ class Plan:
         exposed: seconds of a step in which nothing is computed.
         slowed: seconds by which overlapped communication slows the computation.
         space: bytes by part, on a card, in host memory and on the disk.
+        time: ``computing`` by part; None if a single rate was given.
         settings: fields that ``fit`` changed, with their new values.
         words: lines on these settings: what each costs and saves.
     """
@@ -124,6 +141,7 @@ class Plan:
     exposed: float
     slowed: float
     space: Space
+    time: StepTime | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
 
@@ -131,6 +149,12 @@ class Plan:
     def seconds(self) -> float:
         """Seconds of a step."""
         return self.computing + self.exposed + self.slowed
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Shortest and longest expected seconds of a step, by the source of the rates."""
+        margin = self.time.margin if self.time else 0.0
+        return self.seconds * (1 - margin), self.seconds * (1 + margin)
 
     @property
     def efficiency(self) -> float:
@@ -144,7 +168,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, with what follows from them."""
-        derived = {"efficiency": self.efficiency, "tokens_per_second": self.tokens_per_second}
+        shortest, longest = self.interval
+        derived = {
+            "time": self.time.to_dict() if self.time else None,
+            "efficiency": self.efficiency,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_between": [self.tokens / longest, self.tokens / shortest],
+        }
         sent = {**vars(self.sent), "total": self.sent.total}
         return {**vars(self), "sent": sent, "space": self.space.to_dict(), **derived}
 
@@ -155,6 +185,7 @@ def plan(
     gpus: int,
     machines: Machines,
     frozen: Mapping[str, int] | None = None,
+    documents: Documents = AS_LONG_AS_PACKS,
 ) -> Plan:
     """Compute the plan of a run.
 
@@ -165,6 +196,7 @@ def plan(
         gpus: their number.
         machines: what the GPUs are in.
         frozen: bytes of the objective's frozen models on each GPU, by name.
+        documents: of the data, for the time.
 
     Raises:
         ConfigurationError: the GPUs cannot share packs as configured.
@@ -187,7 +219,7 @@ def plan(
     facts, sharding = settle_sharding(facts)
     settled = None
     if config.fit != "off":
-        settled = fit_settings(facts, rates=Rates(flops=machines.flops))
+        settled = fit_settings(facts, rates=machines.rates_of_settings())
         facts = settled.facts
     config = facts.config
     frees, memory = expected_memory(facts)
@@ -198,12 +230,13 @@ def plan(
     stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
-    computing = (
-        tokens
-        // context
-        * _flops_a_token(model, config, again / max(memory.layers, 1))
-        / machines.flops
-    )
+    if machines.flops is None:
+        time = step_time(facts, fitted.recomputed, fitted.memory, machines.rates, documents)
+        computing = time.seconds
+    else:
+        time = None
+        flops = _flops_a_token(model, config, again / max(memory.layers, 1))
+        computing = tokens // context * flops / machines.flops
     if config.sharding == DIVIDE_WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
@@ -226,6 +259,7 @@ def plan(
         exposed + sent.attention / machines.rate(context),
         slowed,
         space_of(facts, fitted),
+        time,
         {} if settled is None else settled.taken.settings,
         [] if settled is None else _words_of(settled),
     )
@@ -308,24 +342,6 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
         again: ratio of the layers that are computed twice.
     """
     shape = ModelShape.of(model.config)
-    each = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or shape.experts
-    met = each / max(shape.experts, 1)
-    packed = 0.0
-    codes = set[int]()
-    for _, module in packed_modules(model):
-        packed += module.values * (met if module.routed else 1)
-        codes |= {id(weight.codes) for weight in module.weights.values()}
-    modules = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
-    dense = {
-        id(p): p
-        for m in (*modules, model.get_output_embeddings())
-        for p in m.parameters(recurse=False)
-        if p.ndim > 1 and id(p) not in codes
-    }
-    sizes = {
-        key: p.numel() * (met if p.ndim == 3 and shape.experts else 1) for key, p in dense.items()
-    }
-    trained = sum(sizes[key] for key, p in dense.items() if p.requires_grad)
-    multiplied = packed + sum(sizes.values())
+    multiplied, trained = weights_met(model)
     attention = 2 * shape.layers * shape.heads * shape.head_dim * config.max_seq_length
     return (2 + again) * 2 * multiplied + 2 * trained + (3.5 + again) * attention

@@ -199,7 +199,9 @@ class Policy:
         if not self.only_time or self.asked(config) or given & config.explicit:
             return
         if self.why_not(facts) is None:
-            entries = config.memory or [AUTO, *sorted(config.memory_policies)]
+            entries: list[str] = [AUTO, *sorted(config.memory_policies)]
+            if config.memory is not None:
+                entries = list(config.memory)
             yield Remedy({"memory": [*entries, entry]})
 
     def unloaded(self, facts: Facts) -> int:
