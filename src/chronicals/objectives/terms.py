@@ -243,7 +243,7 @@ class Objective(ABC):
     papers: ClassVar[tuple[Paper, ...]] = ()
     of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
-    head_bytes: ClassVar[Callable[[HeadShape], HeadBytes]] = staticmethod(cross_entropy_bytes)
+    head_bytes: ClassVar[staticmethod[[HeadShape], HeadBytes]] = staticmethod(cross_entropy_bytes)
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4
     router: RouterSettings | None = None
