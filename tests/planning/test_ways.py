@@ -92,7 +92,7 @@ def test_a_recipe_of_a_plan_without_data_names_none(folder, tmp_path):
         (["--gpu-memory", "0"], "--gpu-memory 0: is not above 0 and at most 10 TB"),
         (["--gpu-memory", "-5"], "--gpu-memory -5: is not above 0 and at most 10 TB"),
         (["--gpu-memory", "20TB"], "--gpu-memory 20TB: is not above 0 and at most 10 TB"),
-        (["--fit", "often"], "--fit often: Input should be 'off', 'settings' or 'auto'"),
+        (["--fit", "often"], "--fit often: Input should be 'off', 'settings'"),
         (["--model", "nowhere/at-all"], "--model nowhere/at-all: "),
         (["--max-steps", "3", "--num-epochs", "2"], "--num-epochs 2 and --max-steps 3: give"),
         (["--preset", "auto"], "--preset auto: there is no card here"),

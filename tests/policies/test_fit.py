@@ -217,7 +217,7 @@ def test_every_setting_without_a_price_is_one_of_a_policy_of_memory_or_of_the_ba
 
 def test_a_plan_takes_the_settings_of_the_trainer():
     given = planned(4)
-    settled = fit_settings(given)
+    settled = fit_settings(given, rates=Machines().rates_of_settings())
     one = plan(given.model, given.config, 1, Machines(memory=4 * GB))
     assert one.settings == settled.taken.settings and one.held == settled.taken.fitted.held
     assert one.fits and one.words == settled.words

@@ -25,9 +25,6 @@ from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import Fitted, fit_to_memory, settle_sharding
 from chronicals.policies.step_work import Rates, StepWork
 
-SETTINGS = "settings"
-"""Value of ``fit`` by which this module takes settings before the first step."""
-
 MOST_CARDS = 64
 """Cards up to which a number that would do is looked for."""
 
@@ -351,7 +348,7 @@ def refuse_what_no_setting_fits(settled: Settled) -> None:
     held = taken.fitted.held / GIB
     total = taken.facts.total / GIB
     message = (
-        f"fit={SETTINGS!r}: no settings that change no result fit the card's {total:.1f} GiB; the "
+        f"fit={taken.facts.config.fit!r}: no settings that change no result fit the card's {total:.1f} GiB; the "
         f"leanest hold about {held:.1f}"
     )
     enough = what_would_do(settled.usual.facts)

@@ -253,7 +253,7 @@ def ways_to_take_less(
         shorter_rows: include the last one, a shorter ``max_seq_length``.
         saved: returns what the fields of one of the first ``MEASURED_WAYS`` save, in words.
     """
-    words = []
+    words: list[str] = []
     for fields, price in what_helps(config, ranks):
         if "max_seq_length" in fields and not shorter_rows:
             continue

@@ -64,6 +64,9 @@ class Steps(Protocol):
     def steps(self, state: Any = None, count: int | None = None) -> Iterator[Step]:
         """Yield the steps from ``state`` on; they end after ``count``, if given."""
 
+    def heaviest(self) -> Step:
+        """Return a step of the longest documents, which has no place in the run."""
+
     def epoch(self, state: Any) -> float:
         """Return the passes over the data up to ``state``."""
 
