@@ -1,6 +1,8 @@
-"""Writes docs/planning.md: what an 8B and a 70B take on 8 to 1,024 cards, by `chronicals plan`.
+"""Writes docs/planning.md: what an 8B and a 70B take on 8 to 1,024 cards, by `chronicals plan`,
+and the memory of plans beside that of the recorded rows.
 
-``python benchmarks/plan_table.py [--out docs/planning.md]``; some minutes on a CPU.
+``python benchmarks/plan_table.py [--measured] [--out docs/planning.md]``; some minutes on a CPU.
+With ``--measured`` it prints the comparison alone, with the parts of each row.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import argparse
 from pathlib import Path
 
 import torch
+from measured_rows import RESULTS
+from memory_table import compared, section
 from page_text import laid_out
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,11 +84,11 @@ chronicals plan --model MODEL --gpus 1 --gpu-memory 16GiB --fit settings --outpu
 ```
 
 No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
-largest moment of a step: the loss, the backward pass of the last or of the first layer, or the update. Each is a sum of parts:
-weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in its backward pass, logits
-of a chunk, dequantised weights, frozen models (a teacher, a reference model), the allocator's rounding of weights, and the
-driver's own, which `nvidia-smi` shows beside torch. Host memory (pinned copies, staging of a checkpoint) and disk (checkpoints,
-the model) stand below, then what no part counts.
+largest moment of a step: the loss, the backward pass of the last or of the first layer, or the gradient of the embedding.
+Each is a sum of parts: weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in
+its backward pass, logits of a chunk, dequantised weights, workspaces, frozen models (a teacher, a reference model), the
+allocator's rounding of weights, and the driver's own, which `nvidia-smi` shows beside torch. Host memory (pinned copies,
+staging of a checkpoint) and disk (checkpoints, the model) stand below, then what no part counts.
 
 It is the estimate from which a run decides what it recomputes; `train --check` prints it for the card at hand, an out-of-memory
 names its parts, and a run whose peak differs by more than 5 % logs both. For each of several numbers of cards it prints:
@@ -163,13 +167,20 @@ def row(work: str, one: Plan) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planning.md")
+    parser.add_argument("--measured", action="store_true")
     given = parser.parse_args()
+    measured = list(compared(RESULTS))
+    if given.measured:
+        print(section(measured))
+        for one in measured:
+            print(f"{one.row} {one.changes}: {one.planned.words()}")
+        return
     rows = [
         row(work, planned(size, fields, gpus))
         for work, (size, fields, cards) in WORKS.items()
         for gpus in cards
     ]
-    given.out.write_text(laid_out(INTRODUCTION + "".join(rows)))
+    given.out.write_text(laid_out(INTRODUCTION + "".join(rows) + section(measured)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,13 @@ import tiny
 from chronicals import ChronicalsConfig
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, StepShape, WeightBytes, estimate
+from chronicals.memory.peak import (
+    GRADIENTS,
+    HEAD_GRADIENT,
+    AdapterColumns,
+    TableBytes,
+    _LayerElements,
+)
 from chronicals.models import load_by_bitsandbytes, load_model
 from chronicals.models.four_bits import linear_layers, quantise_layers
 from chronicals.policies import Facts
@@ -100,18 +107,19 @@ def test_what_is_counted():
     model.get_input_embeddings().requires_grad_(False)
     found = estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(2, 14))
     frozen = model.get_input_embeddings().weight.numel()
-    gradient_of_head = 300 * 64 * 4
-    assert (
-        found.fixed
-        == 2 * frozen
-        + 14 * (sum(p.numel() for p in model.parameters()) - frozen)
-        + gradient_of_head
-    )
-    assert found.loss == 2000 * 4 * 64 + 1000 * 300 * 2
+    trained = sum(p.numel() for p in model.parameters()) - frozen
+    assert found.fixed == 2 * frozen + 14 * trained
+    assert found.tables == TableBytes(summed=300 * 64 * 4)
+    # the last norm's input, the loss's states, gradient and rows, and of a chunk an fp32 product
+    # and scaled states
+    of_chunk = 1000 * 64 * (4 + 2)
+    assert found.loss == 2000 * 5 * 64 + of_chunk + 1000 * 300 * 2
+    assert found.logits == 1000 * 300 * 2
     attended = 16 * (2 * 4 + 2 * 2)
+    of_rows = 2 * (4 + 2)
     assert found.kept == {
-        NOTHING: 2000 * (4 * 64 + attended + 3 * 96),
-        CHEAP: 2000 * (2 * 64 + attended + 2 * 96),
+        NOTHING: 2000 * (4 * 64 + attended + 3 * 96 + of_rows),
+        CHEAP: 2000 * (2 * 64 + attended + 2 * 96 + of_rows),
         LAYERS: 2000 * 64,
     }
     assert CHEAP not in estimate(model, StepShape(1000, False, 2, 4352), WeightBytes(2, 14)).kept
@@ -129,16 +137,16 @@ def test_what_is_counted():
     }
     assert scaled.kept[LAYERS] == found.kept[LAYERS]
     wide = estimate(model, StepShape(1000, True, 4, 4352), WeightBytes(2, 14))
-    assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 2 * frozen
-    assert wide.loss == 2 * found.loss
-    assert (
-        found.loss - estimate(model, StepShape(1000, True, 2, 100), WeightBytes(2, 14)).loss
-        == 900 * 300 * 2
-    )
+    assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] - 2000 * of_rows
+    assert wide.fixed - found.fixed == 2 * frozen
+    assert wide.loss == 2 * found.loss - 1000 * 64 * 4
+    few = estimate(model, StepShape(1000, True, 2, 100), WeightBytes(2, 14))
+    assert found.loss - few.loss == 900 * (300 * 2 + 64 * (4 + 2))
     assert found.choice() == (NOTHING, 0) and found.layers == 2
     early = estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(2, 10, 4.0))
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert found.fixed - early.fixed == early.gradients == 4 * weights and not found.gradients
+    assert early.tables == TableBytes(summed=300 * 64 * 4, head=300 * 64 * 4)
     model.get_decoder().layers.requires_grad_(False)
     others = sum(p.numel() for p in model.get_decoder().layers.parameters())
     assert (
@@ -185,10 +193,13 @@ def test_the_largest_moment_counts():
     beside = {NOTHING: kept, CHEAP: found.kept[CHEAP], LAYERS: 2 * width}
     for policy, before in beside.items():
         saved = before + (0 if policy == LAYERS else found.kept[policy])
-        moments = saved + found.loss, before + found.working[policy]
-        assert found.needed(policy) == found.fixed + max(moments)
+        at_loss = saved + found.loss + found.tables.summed
+        assert found.needed(policy) == found.fixed + max(at_loss, before + found.working[policy])
     many_logits = estimate(tiny.llama(), StepShape(1000, True, 2, 1000), WeightBytes(2, 14))
-    assert many_logits.needed(NOTHING) == many_logits.fixed + 2 * kept + many_logits.loss
+    at_loss = 2 * kept + many_logits.loss + many_logits.tables.summed
+    assert many_logits.needed(NOTHING) == many_logits.fixed + at_loss
+    names = [moment.name for moment in many_logits.moments(NOTHING)]
+    assert many_logits.peak(NOTHING).name == names[0] == "the loss" and len(names) == 4
 
 
 def test_tiles_and_host_memory_take_away():
@@ -202,18 +213,77 @@ def test_tiles_and_host_memory_take_away():
     assert tiled.working[LAYERS] >= 200 * 6 * MODEL.inner and tiled.needed(NOTHING) < plain.needed(
         NOTHING
     )
-    assert (
-        away.window[LAYERS] == 7 * 20_000 * MODEL.width
-        and away.window[NOTHING] == 7 * 20_000 * 2 * MODEL.inner
-    )
+    input_of_layer = 20_000 * MODEL.width
+    assert away.window[LAYERS] == 3 * input_of_layer
+    assert away.window[NOTHING] == 3 * 20_000 * 2 * MODEL.inner
     assert not plain.window and away.kept == plain.kept
     deep = replace(away, layers=100)
-    assert deep.needed(LAYERS) == deep.fixed + deep.window[LAYERS] + max(
-        deep.loss, deep.working[LAYERS]
+    at_loss = deep.window[LAYERS] + deep.loss + deep.tables.summed
+    at_last = (3 + 3 + 1) * input_of_layer + deep.working[LAYERS]
+    assert deep.needed(LAYERS) == deep.fixed + max(at_loss, at_last)
+    kept = deep.kept[NOTHING]
+    # two windows and the tensor in use, among them what the layer kept
+    there = (3 + 3 + 1) * 20_000 * 2 * MODEL.inner
+    moments = {moment.name: moment.held - deep.fixed for moment in deep.moments(NOTHING)}
+    last = moments["the backward pass of the last layer"]
+    assert last == there - kept + deep.working[NOTHING]
+    assert moments["the loss"] == deep.window[NOTHING] + deep.loss + deep.tables.summed
+
+
+def test_gradients_of_head_and_embedding_come_first_and_last():
+    """Tied, the second gradient of the table is there beside the first, until it is added."""
+    gradient = 300 * 64 * 2
+    step = StepShape(10, True, 2, 8)
+    apart = estimate(tiny.llama(tie_word_embeddings=False), step, WeightBytes(2, 12, 2.0))
+    tied = estimate(tiny.llama(tie_word_embeddings=True), step, WeightBytes(2, 12, 2.0))
+    assert apart.tables == TableBytes(2 * gradient, head=gradient, embedding=gradient)
+    assert tied.tables == TableBytes(2 * gradient, head=gradient, again=gradient)
+    for found in (apart, tied):
+        _, last, first, end = found.moments(NOTHING)
+        assert last.parts[GRADIENTS] == gradient
+        assert first.parts[GRADIENTS] == found.gradients - found.tables.embedding
+        assert end.parts[GRADIENTS] == found.gradients + found.tables.again
+        assert HEAD_GRADIENT not in last.parts
+
+
+def test_columns_of_adapters_stay_with_the_inputs_that_are_kept():
+    columns = AdapterColumns(queries=128, output=64, gate=64, down=64)
+    plain, adapted = (
+        estimate(tiny.llama(), StepShape(1000, True, 2, 8, columns=given), WeightBytes(2, 14))
+        for given in (AdapterColumns(), columns)
     )
-    assert (
-        replace(plain, layers=100).needed(LAYERS) - deep.needed(LAYERS) == 93 * 20_000 * MODEL.width
+    more = {policy: adapted.kept[policy] - plain.kept[policy] for policy in plain.kept}
+    assert more == {NOTHING: 2000 * 320, CHEAP: 2000 * 64, LAYERS: 0}
+
+
+def test_keys_of_shared_prompts_are_gathered():
+    plain, gathered = (
+        estimate(tiny.llama(), StepShape(1000, True, 2, 8, gathers_keys=g), WeightBytes(2, 14))
+        for g in (False, True)
     )
+    assert gathered.kept[CHEAP] - plain.kept[CHEAP] == 2000 * 2 * MODEL.keys
+    assert gathered.kept[LAYERS] == plain.kept[LAYERS]
+
+
+def test_experts_keep_the_inputs_of_their_units_for_each_pair():
+    config = SimpleNamespace(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=2,
+        intermediate_size=500,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        vocab_size=300,
+    )
+    config.get_text_config = lambda: config
+    found = _LayerElements.of(config, StepShape(1000, True, 2, 8))
+    width, pairs = 64, 3 * 24
+    attended = 16 * (2 * 4 + 2 * 2) + 2 * (4 + 2)
+    assert found.kept[NOTHING] == 4 * width + attended + 2 * pairs
+    assert found.in_mlp[NOTHING] == found.kept[NOTHING] + 2 * pairs + 3 * width
 
 
 def test_the_copy_of_what_attention_returns():

@@ -19,14 +19,18 @@ from chronicals.memory.peak import (
     HEAD_GRADIENT,
     LOGITS,
     OFFLOADED,
+    PADDING,
     STATES,
     TRAINED_WEIGHTS,
+    WORKSPACES,
 )
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
 from chronicals.planning import Machines, plan, planned_frozen
 from chronicals.planning.space import DRIVER_BYTES, rounding_of
 from chronicals.policies.frozen_models import held_by, planned_bytes
+from chronicals.policies.needed_memory import WORKSPACE_BYTES
+from chronicals.policies.policy import GRAPHED_WORKSPACES
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.run.guard import planned_disk_use
 
@@ -57,7 +61,8 @@ def test_the_parts_of_full_fine_tuning(tmp_path):
     assert parts[TRAINED_WEIGHTS] == 2 * count and parts[STATES] == 10 * count
     assert parts[GRADIENTS] == 4 * count
     assert parts[HEAD_GRADIENT] == 4 * model.lm_head.weight.numel()
-    assert FROZEN_WEIGHTS not in parts and OTHERS not in parts
+    assert parts[WORKSPACES] == WORKSPACE_BYTES * GRAPHED_WORKSPACES
+    assert FROZEN_WEIGHTS not in parts and OTHERS not in parts and PADDING not in parts
     assert min(parts[LOGITS], parts[ACTIVATIONS]) > 0
 
 
@@ -66,9 +71,8 @@ def test_gradients_that_stay_are_counted_once(tmp_path):
     made, model = planned(tmp_path, gradient_accumulation_steps=2)
     parts = made.space.peak.parts
     assert parts[GRADIENTS] == 4 * trained(model)
-    assert made.space.moments["the update"] == sum(
-        parts.get(name, 0) for name in (TRAINED_WEIGHTS, STATES, GRADIENTS, HEAD_GRADIENT)
-    )
+    always = (TRAINED_WEIGHTS, STATES, GRADIENTS, WORKSPACES)
+    assert made.space.moments["the gradient of the embedding"] == sum(map(parts.get, always))
 
 
 def test_a_peak_is_the_largest_moment_and_the_sum_of_its_parts(tmp_path):

@@ -22,6 +22,8 @@ from torch import Tensor
 from chronicals.kernels.launch import differentiable_once, operator, runs_triton, tl, triton
 from chronicals.kernels.linear_head import (
     Adapter,
+    HeadBytes,
+    HeadShape,
     LinearHead,
     Rows,
     check_head,
@@ -330,6 +332,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
+
+
+def cross_entropy_bytes(shape: HeadShape) -> HeadBytes:
+    """Return the bytes that ``linear_cross_entropy`` needs at most at a time.
+
+    These are the states and their gradient, the rows of both whose targets are not ignored (a copy
+    where some are), an fp32 product of a chunk with the head, and for a trained head the chunk's
+    scaled states and its gradient's fp32 sum.
+    """
+    of_chunk = shape.rows * shape.width * (4 + shape.element * shape.trained)
+    return HeadBytes(shape.logits, 4 * shape.states + of_chunk, 4 * shape.weights)
 
 
 def linear_cross_entropy(

@@ -42,11 +42,14 @@ from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_cross_entropy import (
     DEFAULT_CHUNK_ROWS,
     add_head_gradients,
+    cross_entropy_bytes,
     empty_results,
     scale_rows,
     write_states_gradient,
 )
 from chronicals.kernels.linear_head import (
+    HeadBytes,
+    HeadShape,
     LinearHead,
     check_head,
     chunk_logits,
@@ -295,6 +298,16 @@ class _LinearDistillation(torch.autograd.Function):
             else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
+
+
+def distillation_bytes(shape: HeadShape) -> HeadBytes:
+    """Return the bytes that ``linear_distillation`` needs at most at a time.
+
+    These are logits of both sides, and what ``cross_entropy_bytes`` has; of the teacher's states,
+    whose width is its own, as many as of the student's.
+    """
+    student = cross_entropy_bytes(shape)
+    return HeadBytes(2 * student.logits, student.states + 2 * shape.states, student.gradient)
 
 
 def linear_distillation(

@@ -9,6 +9,7 @@ that logits are one product: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h, α h Aᵀ] [W, B]
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,56 @@ class Rows(NamedTuple):
     def within(self, weight: Tensor) -> Tensor:
         """Return a copy of ``weight`` ``[V, in]`` with the values put in, differentiable in them."""
         return weight.index_copy(0, self.ids, self.values.to(weight.dtype))
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head and its rows, on which the working bytes of a loss depend.
+
+    Attributes:
+        tokens: rows of hidden states.
+        rows: rows of logits that exist at a time.
+        width: width of the hidden states.
+        vocabulary: rows of the head.
+        element: bytes of an element of states and logits.
+        trained: True if the head is trained.
+    """
+
+    tokens: int
+    rows: int
+    width: int
+    vocabulary: int
+    element: int
+    trained: bool
+
+    @property
+    def logits(self) -> int:
+        """Bytes of a chunk of logits."""
+        return self.rows * self.vocabulary * self.element
+
+    @property
+    def states(self) -> int:
+        """Bytes of the hidden states."""
+        return self.tokens * self.width * self.element
+
+    @property
+    def weights(self) -> int:
+        """Number of the head's weights if it is trained, else 0."""
+        return self.vocabulary * self.width * self.trained
+
+
+class HeadBytes(NamedTuple):
+    """Bytes that a loss needs at most at a time.
+
+    Attributes:
+        logits: of chunks of logits.
+        states: of hidden states, their gradient, and copies of both.
+        gradient: of sums and products of the head's gradient, without the gradient that stays.
+    """
+
+    logits: int
+    states: int
+    gradient: int
 
 
 class LinearHead(NamedTuple):

@@ -21,6 +21,8 @@ from torch import Tensor
 from chronicals.kernels.launch import differentiable_once, operator
 from chronicals.kernels.linear_head import (
     Adapter,
+    HeadBytes,
+    HeadShape,
     LinearHead,
     check_head,
     chunk_logits,
@@ -224,6 +226,16 @@ class _TokenLogProbability(torch.autograd.Function):
             gradient.to(x.dtype) if wants else None
             for gradient, x, wants in zip(gradients, (hidden, weight, more, bias), wanted)
         )
+
+
+def log_probability_bytes(shape: HeadShape) -> HeadBytes:
+    """Return the bytes that ``token_log_probability`` needs at most at a time: its backward pass.
+
+    These are the rows whose targets are not ignored, their gradient and that of all states; for a
+    trained head the fp32 sum of its gradient, and a chunk's product before and after it is cast.
+    """
+    of_head = shape.weights * (4 + shape.element + 4)
+    return HeadBytes(shape.logits, 3 * shape.states, of_head)
 
 
 def token_log_probability(

@@ -9,7 +9,7 @@ moment that it is at, in this order:
                 its own backward pass
     end         gradients of all trained weights if the backward pass allocates them, and
                 the backward pass of the first layer
-    update      these gradients
+    embedding   all gradients, and for a tied embedding two of the same weight
 
 A peak is the largest moment. Each moment is a sum of named parts, so that a plan can say what fills
 a GPU (``Estimate.peak``).
@@ -26,8 +26,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from chronicals.kernels.launch import next_power_of_2
+from chronicals.kernels.linear_cross_entropy import cross_entropy_bytes
+from chronicals.kernels.linear_head import HeadBytes, HeadShape
 from chronicals.memory.offload import WINDOW_TENSORS
 from chronicals.model_shape import ModelShape
 
@@ -55,6 +58,8 @@ ACTIVATIONS = "activations that layers keep"
 HIDDEN_STATES = "hidden states at the loss, and their gradient"
 LOGITS = "logits of a chunk"
 WORKING = "one layer in its backward pass"
+WORKSPACES = "workspaces of products"
+PADDING = "padding of weights for adapters"
 OTHERS = "gathered weights, and buffers of policies"
 OFFLOADED = "offloaded activations"
 """Names of the parts of a moment."""
@@ -105,6 +110,25 @@ class WeightBytes:
 
 
 @dataclass(frozen=True)
+class AdapterColumns:
+    """Columns behind each row of the inputs of a fused layer's products, for adapters.
+
+    An adapter's ``x Aᵀ`` is written there (``lora.merged_linear``), and kept with the input.
+
+    Attributes:
+        queries: of the product that makes queries, keys and values.
+        output: of attention's output product.
+        gate: of the product that makes gate and up.
+        down: of the down product.
+    """
+
+    queries: int = 0
+    output: int = 0
+    gate: int = 0
+    down: int = 0
+
+
+@dataclass(frozen=True)
 class StepShape:
     """The properties of a step that its memory depends on.
 
@@ -121,6 +145,11 @@ class StepShape:
             room for their columns.
         tile: rows of an MLP that are computed at a time; 0 for all.
         offloads: saved tensors are offloaded to host memory.
+        head_bytes: returns the bytes that the loss needs, by its kernel's file.
+        columns: columns for adapters behind the inputs of products.
+        gathers_keys: answers share prompts, so keys and values of a row's prompt and answer are
+            gathered; they are counted once a token, and prompts that several answers share beyond
+            that are not.
     """
 
     tokens: int
@@ -132,6 +161,27 @@ class StepShape:
     copies_attended: bool = False
     tile: int = 0
     offloads: bool = False
+    head_bytes: Callable[[HeadShape], HeadBytes] = cross_entropy_bytes
+    columns: AdapterColumns = AdapterColumns()
+    gathers_keys: bool = False
+
+
+@dataclass(frozen=True)
+class TableBytes:
+    """Bytes of the gradients of head and embedding, which come first and last.
+
+    Attributes:
+        summed: sums of the head's gradient while the loss computes it.
+        head: of the head's gradient from then on, if gradients come in the backward pass.
+        embedding: of the embedding's, which is only made after the first layer; 0 if it is the
+            head.
+        again: a tied embedding's second gradient, until it is added to the head's.
+    """
+
+    summed: int = 0
+    head: int = 0
+    embedding: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,11 +194,12 @@ class Estimate:
         kept: activations of one layer.
         total: memory of the GPU; 0 without one.
         gradients: gradients that the backward pass allocates as it frees activations.
-        loss: hidden states, their gradient and the logits of a chunk.
+        loss: hidden states, their gradient and the logits of a chunk; not the head's gradient.
         working: the layer whose backward pass runs, with the activations it kept.
         window: with offload, saved tensors on the GPU; else empty.
         logits: of ``loss``, the logits of a chunk.
         named: the bytes of ``fixed`` by part; what they leave is ``OTHERS``.
+        tables: gradients of head and embedding.
         away: bytes in host memory by part, without the activations that are offloaded.
     """
 
@@ -163,6 +214,7 @@ class Estimate:
     logits: int = 0
     named: Mapping[str, int] = field(default_factory=dict)
     away: Mapping[str, int] = field(default_factory=dict)
+    tables: TableBytes = TableBytes()
 
     def beside(self, name: str, size: int) -> Estimate:
         """Return the estimate with further bytes that exist all the time."""
@@ -197,22 +249,41 @@ class Estimate:
         # The backward pass goes from the last layer to the first. When it reaches the first layers,
         # the activations of the others are freed, and the gradients are allocated.
         before_first = again * self.kept[LAYERS] if again else 0
-        if self.window:  # with offload, only the window of saved tensors is on the GPU
-            saved = before_last = before_first = min(saved, self.window[cheap])
-        hidden = self.loss - self.logits
-        at_loss = {ACTIVATIONS: saved, HIDDEN_STATES: hidden, LOGITS: self.logits}
-        at_last = {ACTIVATIONS: before_last, WORKING: self._working(last)}
-        at_first = {
-            ACTIVATIONS: before_first,
-            WORKING: self._working(first),
-            GRADIENTS: self.gradients,
+        if self.window:
+            # Of what is copied out a window is on the GPU. It stays there until the first tensor
+            # that was copied back is used; of these a window and the tensor in use are there, and
+            # what the layer kept is among them.
+            window = self.window[cheap]
+            back = window + window // WINDOW_TENSORS
+            before_last = min(saved, window + back)
+            before_first = min(saved, back)
+            if not whole_layers:
+                before_last -= min(before_last, self.kept[cheap])
+            if not (again or whole_layers):
+                before_first -= min(before_first, self.kept[cheap])
+            saved = min(saved, window)
+        tables = self.tables
+        of_layers = self.gradients - tables.embedding
+        moments = {
+            "the loss": {
+                ACTIVATIONS: saved,
+                HIDDEN_STATES: self.loss - self.logits,
+                LOGITS: self.logits,
+                HEAD_GRADIENT: tables.summed,
+            },
+            "the backward pass of the last layer": {
+                ACTIVATIONS: before_last,
+                WORKING: self._working(last),
+                GRADIENTS: tables.head,
+            },
+            "the backward pass of the first layer": {
+                ACTIVATIONS: before_first,
+                WORKING: self._working(first),
+                GRADIENTS: of_layers,
+            },
+            "the gradient of the embedding": {GRADIENTS: self.gradients + tables.again},
         }
-        return [
-            self._moment("the loss", at_loss),
-            self._moment("the backward pass of the last layer", at_last),
-            self._moment("the backward pass of the first layer", at_first),
-            self._moment("the update", {GRADIENTS: self.gradients}),
-        ]
+        return [self._moment(name, parts) for name, parts in moments.items()]
 
     def _moment(self, name: str, parts: Mapping[str, int]) -> Moment:
         """Return a moment with what exists all the time."""
@@ -297,7 +368,8 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
     inputs = model.get_input_embeddings()
     outputs = model.get_output_embeddings()
     head = getattr(outputs, "base_layer", outputs).weight
-    tables = {id(getattr(inputs, "base_layer", inputs).weight), id(head)}
+    table = getattr(inputs, "base_layer", inputs).weight
+    tables = {id(table), id(head)}
     frozen = 0.0
     trained = 0
     for parameter in floats:
@@ -317,13 +389,20 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         DEQUANTISED: dequantised,
         STATES: trained * weights.states,
         GRADIENTS: trained * weights.standing,
-        # The gradient of the head is accumulated over chunks of logits in fp32.
-        HEAD_GRADIENT: 4 * head.numel() * head.requires_grad,
     }
     parts = {name: int(size) for name, size in named.items()}
-    layer = _LayerElements.of(shape, step)
+    layer = _LayerElements.of(model.config, step)
     of_token = step.tokens * step.element
-    chunk = min(step.logit_rows, step.tokens) * len(head) * step.element
+    of_head = step.head_bytes(
+        HeadShape(
+            tokens=step.tokens,
+            rows=min(step.logit_rows, step.tokens),
+            width=shape.width,
+            vocabulary=len(head),
+            element=step.element,
+            trained=head.requires_grad,
+        )
+    )
     tile = step.tile * layer.of_tile * step.element
     return Estimate(
         fixed=sum(parts.values()),
@@ -331,8 +410,8 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         kept={policy: of_token * count for policy, count in layer.kept.items()},
         total=card_memory(device),
         gradients=int(trained * weights.gradient),
-        # The normed states and their gradient, and both again in the backward pass of the norm.
-        loss=of_token * 4 * shape.width + chunk,
+        # The last norm keeps its input beside what the loss needs.
+        loss=of_token * shape.width + of_head.states + of_head.logits,
         working={
             policy: max(of_token * layer.in_attention, of_token * count + tile)
             for policy, count in layer.in_mlp.items()
@@ -340,8 +419,44 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         window={policy: of_token * count for policy, count in layer.window.items()}
         if step.offloads
         else {},
-        logits=chunk,
+        logits=of_head.logits,
         named=parts,
+        tables=_tables(table, head, of_head.gradient, weights.gradient, step.element),
+    )
+
+
+def _experts_of_token(config: Any) -> int:
+    """Return the number of experts that a token is routed to; 0 without experts."""
+    if not ModelShape.of(config).experts:
+        return 0
+    return int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 1)
+
+
+def _routed_width(config: Any) -> int:
+    """Return the width of the hidden activations of a token's experts together; 0 without them."""
+    text = config.get_text_config()
+    each = getattr(text, "moe_intermediate_size", None) or ModelShape.of(config).inner
+    return int(each) * _experts_of_token(config)
+
+
+def _tables(table: Tensor, head: Tensor, summed: int, gradient: float, element: int) -> TableBytes:
+    """Return the bytes of the gradients of an embedding and a head.
+
+    Args:
+        table: weight of the embedding.
+        head: weight of the head; may be the same.
+        summed: what the loss needs for the head's gradient.
+        gradient: bytes of a gradient that comes in the backward pass.
+        element: bytes of an element of a gradient before it is accumulated.
+    """
+    tied = table is head
+    of_head = int(head.numel() * head.requires_grad * gradient)
+    of_table = table.numel() * table.requires_grad
+    return TableBytes(
+        summed=summed,
+        head=of_head,
+        embedding=0 if tied else int(of_table * gradient),
+        again=of_table * element if tied else 0,
     )
 
 
@@ -356,7 +471,7 @@ class _LayerElements:
         in_attention: elements during attention's backward pass, with those that the layer still
             keeps.
         in_mlp: elements during the MLP's backward pass, without those of a tile.
-        window: with offload, most elements on the way to and from host memory.
+        window: with offload, most elements on the way to host memory.
         of_tile: elements of each row in a tile of the MLP.
     """
 
@@ -367,24 +482,35 @@ class _LayerElements:
     of_tile: int
 
     @classmethod
-    def of(cls, shape: ModelShape, step: StepShape) -> _LayerElements:
+    def of(cls, config: Any, step: StepShape) -> _LayerElements:
+        shape = ModelShape.of(config)
         width = shape.width
         inner = shape.inner
         heads = shape.heads or 1
         head_dim = shape.head_dim or width // heads
         queries = head_dim * heads
         keys = head_dim * (shape.kv_heads or heads)
-        in_mlp = 0 if step.tile else inner
+        routed = _routed_width(config)
+        in_mlp = 0 if step.tile else routed or inner
+        columns = step.columns
         # Queries, keys, values and attention's output, and a copy of the output with room for an
         # adapter's columns.
         attended = 2 * queries + 2 * keys + (queries if step.copies_attended else 0)
+        attended += 2 * keys * step.gathers_keys
+        # An fp32 value for each query head (FlashAttention) and for each row of both norms.
+        of_rows = (heads + 2) * 4 // step.element
         # Outputs of matrix products, without gate and up, which are kept anyway.
         products = queries + 2 * keys + 2 * width
         if step.fused:
             kept = {
-                NOTHING: 4 * width + attended + 3 * in_mlp,
-                CHEAP: 2 * width + attended + 2 * in_mlp,
+                # Experts keep the inputs of their gated units, and make the units again.
+                NOTHING: 4 * width + attended + (2 if routed else 3) * in_mlp + of_rows,
+                CHEAP: 2 * width + attended + 2 * in_mlp + of_rows,
             }
+            # Columns stay with an input, and are made again with one that is.
+            with_inputs = columns.queries + columns.gate + columns.down
+            kept[NOTHING] += columns.output + with_inputs
+            kept[CHEAP] += columns.output
         else:
             kept = {NOTHING: 30 * width + 5 * in_mlp}
         if step.fused and step.in_fp8 is not None:
@@ -398,9 +524,11 @@ class _LayerElements:
             kept = {policy: count + returned for policy, count in kept.items()}
         # The gated unit's backward pass: gradients of gate, up, unit and input. The unit and the
         # layer's output are freed by then; recomputed activations are allocated.
+        # Experts make the gradient of their input for each pair of token and expert.
+        of_pairs = _experts_of_token(config) * width
         in_mlp_backward = {
-            NOTHING: kept[NOTHING] + 2 * in_mlp,
-            LAYERS: kept[NOTHING] + 2 * in_mlp + width,
+            NOTHING: kept[NOTHING] + 2 * in_mlp + of_pairs,
+            LAYERS: kept[NOTHING] + 2 * in_mlp + of_pairs + width,
         }
         if CHEAP in kept:
             in_mlp_backward[CHEAP] = kept[CHEAP] + 3 * in_mlp + width
@@ -408,11 +536,9 @@ class _LayerElements:
         # of the queries' gradient, and gradients of keys and values for each query head.
         in_attention_backward = 2 * width + 8 * queries + 4 * keys
         kept[LAYERS] = width  # a recomputed layer keeps its input
-        # A window of copies to the host, one of copies from it, and the tensor in use.
         largest = max(2 * in_mlp, queries + 2 * keys, width)
         window = {
-            policy: (2 * WINDOW_TENSORS + 1) * (width if policy == LAYERS else largest)
-            for policy in kept
+            policy: WINDOW_TENSORS * (width if policy == LAYERS else largest) for policy in kept
         }
         return cls(
             kept, in_attention_backward, in_mlp_backward, window, of_tile=6 * inner + 3 * width

@@ -32,6 +32,7 @@ from chronicals.kernels.linear_distillation import (
     DistillationSums,
     Divergence,
     StoredTokens,
+    distillation_bytes,
     distillation_of_logits,
     linear_distillation,
 )
@@ -81,6 +82,7 @@ class Distill(Objective):
     The teacher sees the same Batch.
     """
 
+    head_bytes = staticmethod(distillation_bytes)
     of_tokens = True
     papers = (
         Paper("knowledge distillation", "Hinton et al., 2015, section 2"),

@@ -26,6 +26,7 @@ from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.kinds.preferences import JUDGED
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
+from chronicals.kernels.token_log_probability import log_probability_bytes
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
@@ -82,6 +83,7 @@ class KTO(WithReference):
     """An objective that raises the probability of good answers and lowers that of bad ones."""
 
     row_kinds = (JUDGED,)
+    head_bytes = staticmethod(log_probability_bytes)
     papers = (Paper("KTO", "Ethayarajh et al., 2024, eq. 8"),)
     full_learning_rate = 1e-6
     adapter_learning_rate = 1e-5

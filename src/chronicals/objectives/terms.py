@@ -19,6 +19,8 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
+from chronicals.kernels.linear_cross_entropy import cross_entropy_bytes
+from chronicals.kernels.linear_head import HeadBytes, HeadShape
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.moe.router_settings import RouterSettings
@@ -227,6 +229,7 @@ class Objective(ABC):
         papers: methods that the class implements; ``docs/papers.md`` has a row for each.
         of_tokens: True if its terms are sums over tokens, each of which counts by itself: then a
             Batch may hold parts of documents (``context_parallel``).
+        head_bytes: returns what its loss needs in memory, as its kernel's file says.
         generates: True if the trained model is still a language model, which answers prompts.
         full_learning_rate, adapter_learning_rate: default of ``learning_rate`` if all weights or
             adapters are trained.
@@ -240,6 +243,7 @@ class Objective(ABC):
     papers: ClassVar[tuple[Paper, ...]] = ()
     of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
+    head_bytes: ClassVar[Callable[[HeadShape], HeadBytes]] = staticmethod(cross_entropy_bytes)
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4
     router: RouterSettings | None = None

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from chronicals.attention import FLASH
 from chronicals.models import unfused_kind
 from chronicals.policies.facts import ONE_BY_ONE, Facts
-from chronicals.policies.policy import MemoryLoad, Switch, register_policy
+from chronicals.policies.policy import (
+    GRAPHED_WORKSPACES,
+    MemoryLoad,
+    Switch,
+    register_policy,
+)
 
 
 class CudaGraphs(Switch):
@@ -41,8 +46,12 @@ class CudaGraphs(Switch):
         return None
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
-        """Return ``load`` with gradients that stay allocated, since graphs write to them."""
-        return replace(load, gradients_stay=True)
+        """Return ``load`` with gradients that stay allocated, since several graphs write to them.
+
+        One graph alone makes them while it frees activations, in the same memory.
+        """
+        load = replace(load, workspaces=GRAPHED_WORKSPACES)
+        return load if facts.alike else replace(load, gradients_stay=True)
 
 
 register_policy(CudaGraphs())

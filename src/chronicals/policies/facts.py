@@ -41,6 +41,7 @@ class Facts:
         here: number of processes on each machine; None for what torchrun says.
         total: bytes of a card; 0 without one.
         packed: True if documents lie in packs, not in padded rows.
+        alike: True if all documents have one length, so that one CUDA graph is captured.
         one_by_one: True if attention runs on one document after the other.
         head_is_read: True if the loss is computed from hidden states, without whole logits.
         records_routers: True if router logits of the layers are recorded for their losses.
@@ -69,6 +70,7 @@ class Facts:
     backend: str = ""
     in_fp8: Callable[[int, int], bool] | None = None
     frozen_models: Mapping[str, int] = field(default_factory=dict)
+    alike: bool = False
 
     @classmethod
     def of(

@@ -16,11 +16,13 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, RECOMPUTE
 from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
-from chronicals.memory.peak import PACKED_WEIGHTS
+from chronicals.memory.peak import PACKED_WEIGHTS, PADDING, WORKSPACES, AdapterColumns
+from chronicals.model_shape import ModelShape
+from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
 from chronicals.policies.policy import MemoryLoad, Remedy, policies
-from chronicals.quantization import Dense, packed_modules
+from chronicals.quantization import Dense, columns_for, packed_modules, packed_words
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,22 @@ LENGTH_STEP = 256
 """Tokens to which the longest length that fits is rounded down."""
 
 GIB = 2**30
+
+WORKSPACE_BYTES = 32 << 20
+"""Bytes of a workspace on Hopper: 4096 · 8 KiB (``parseChosenWorkspaceSize`` of torch's CUDABlas)."""
+
+PRODUCT_OF = {
+    "q_proj": "queries",
+    "k_proj": "queries",
+    "v_proj": "queries",
+    "qkv_proj": "queries",
+    "o_proj": "output",
+    "gate_proj": "gate",
+    "up_proj": "gate",
+    "gate_up_proj": "gate",
+    "down_proj": "down",
+}
+"""Product of a fused layer that a linear layer belongs to, by the layer's name."""
 
 MEASURED_WAYS = 3
 """Remedies whose bytes are named after a card is full; those that cost only time come first."""
@@ -85,6 +103,9 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         logit_rows=config.logits_chunk_size,
         magnitudes=has_magnitudes(facts.model),
         copies_attended=facts.fuses_whole_layers and copies,
+        head_bytes=OBJECTIVES[config.objective].head_bytes,
+        gathers_keys=facts.packed and OBJECTIVES[config.objective].shares_prompts(),
+        columns=adapter_columns(facts.model) if facts.fuses_whole_layers else AdapterColumns(),
     )
     load = MemoryLoad(
         step=step,
@@ -115,12 +136,49 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         total=facts.total,
         away=load.host,
     )
+    if facts.fuses_whole_layers:
+        memory = memory.beside(PADDING, padding_bytes(facts, load.step))
+    memory = memory.beside(WORKSPACES, WORKSPACE_BYTES * load.workspaces)
     formats = sorted({module.format for _, module in packed_modules(facts.model)})
     if formats:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
     for name, size in facts.frozen_models.items():
         memory = memory.beside(f"{name}, frozen", size)
     return memory
+
+
+def adapter_columns(model: Any) -> AdapterColumns:
+    """Return the columns that fused products keep for the adapters of a decoder layer."""
+    ranks = dict.fromkeys(PRODUCT_OF.values(), 0)
+    layers = decoder_layers(model)
+    for path, adapter in adapters(layers[0]) if layers else ():
+        product = PRODUCT_OF.get(path.rpartition(".")[2])
+        if product is not None:
+            ranks[product] += len(adapter.pair[0])
+    return AdapterColumns(**{name: columns_for([rank]) for name, rank in ranks.items()})
+
+
+def padding_bytes(facts: Facts, step: StepShape) -> int:
+    """Return the bytes of rows and columns for adapters around the fused weights (``Dense``).
+
+    Around packed weights they are in the buffers of dequantised ones, of which there is one a
+    shape, and around divided ones in those of gathered ones.
+    """
+    shape = ModelShape.of(facts.model.config)
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    sizes = {
+        "queries": (queries + 2 * keys, shape.width),
+        "output": (shape.width, queries),
+        "gate": (2 * shape.inner, shape.width),
+        "down": (shape.width, shape.inner),
+    }
+    values = 0
+    for name, (outputs, width) in sizes.items():
+        columns = getattr(step.columns, name)
+        values += columns * (outputs + width + columns)
+    copies = 1 if facts.divides_weights or packed_words(facts.model) else shape.layers
+    return values * copies * step.element
 
 
 def adapts_output(model: Any) -> bool:

@@ -15,6 +15,16 @@ from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import Facts
 from chronicals.policies.step_work import StepWork
 
+WORKSPACES = 3
+GRAPHED_WORKSPACES = 5
+"""Workspaces of cuBLAS without and with CUDA graphs. It has one for each thread and stream.
+
+Products run in the threads of the forward and of the backward pass; graphs are captured on a stream
+of their own, and the head's gradient is computed on another one (``kernels.products.at_once``). A
+0.5B with packs of 2,048 tokens holds 0.09 GiB beside all other parts without graphs, and 0.16 with
+them (``benchmarks/results/row-0.5b-full-2k-h200.json``), which are 3 and 5.
+"""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -59,6 +69,7 @@ class MemoryLoad:
         fixed: further bytes that exist all the time.
         gradients: further bytes of gradients that the backward pass makes.
         host: bytes in host memory, by what they are.
+        workspaces: number of workspaces of cuBLAS.
     """
 
     step: StepShape
@@ -70,6 +81,7 @@ class MemoryLoad:
     fixed: int = 0
     gradients: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
+    workspaces: int = WORKSPACES
 
 
 @dataclass(frozen=True)
