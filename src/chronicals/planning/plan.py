@@ -44,7 +44,7 @@ from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_frozen, planned_model
-from chronicals.planning.rates import BF16, USUAL_CARD, USUAL_MEMORY, Rates, rates_of
+from chronicals.planning.rates import USUAL_CARD, USUAL_MEMORY, Rates, rates_of
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.step_time import (
     AS_LONG_AS_PACKS,
@@ -95,11 +95,8 @@ class Machines:
     flops: float | None = None
 
     def rates_of_settings(self) -> RatesOfSettings:
-        """Return the rates by which ``fit`` compares settings."""
-        products = max(rate for _, rate in self.rates.products[BF16])
-        return RatesOfSettings(
-            self.flops or products, self.rates.elementwise, self.rates.host, self.link
-        )
+        """Return the rates by which ``fit`` compares settings: those of a run's own decision."""
+        return RatesOfSettings() if self.flops is None else RatesOfSettings(flops=self.flops)
 
     def rate(self, ranks: int) -> float:
         """Return the bytes a second of a collective over ``ranks`` ranks, by its slowest link."""
