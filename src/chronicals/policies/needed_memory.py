@@ -18,6 +18,7 @@ from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
 from chronicals.memory.peak import PACKED_WEIGHTS, PADDING, WORKSPACES, AdapterColumns
 from chronicals.model_shape import ModelShape
+from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
@@ -138,7 +139,8 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     )
     if facts.fuses_whole_layers:
         memory = memory.beside(PADDING, padding_bytes(facts, load.step))
-    memory = memory.beside(WORKSPACES, WORKSPACE_BYTES * load.workspaces)
+    if input_device(facts.model).type != "cpu":  # a plan's model is on the meta device
+        memory = memory.beside(WORKSPACES, WORKSPACE_BYTES * load.workspaces)
     formats = sorted({module.format for _, module in packed_modules(facts.model)})
     if formats:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
