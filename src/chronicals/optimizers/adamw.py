@@ -118,6 +118,7 @@ class FusedAdamW(torch.optim.Optimizer):
         factor: Tensor | None = None,
         apply: Tensor | None = None,
         used: Mapping[Tensor, Tensor] | None = None,
+        resume: bool = False,
     ) -> float | None:
         """Update all weights from their ``grad``.
 
@@ -127,6 +128,8 @@ class FusedAdamW(torch.optim.Optimizer):
             apply: scalar bool tensor; if False, no weight and no state changes.
             used: scalar bool tensor for each weight; if False, this weight and its states do not
                 change.
+            resume: go on with an update of the same gradients that an error ended (``is_begun``):
+                weights that it has updated stay as they are.
 
         Returns:
             The loss of ``closure``, or None.
@@ -138,7 +141,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self.refresh_rates()
         # Not ``self.weights``: those of a divided optimizer are whole, its groups hold shares.
         members = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.step_of(members, apply, factor=factor, used=used)
+        self.step_of(members, apply, factor=factor, used=used, resume=resume)
         return loss
 
     @torch.no_grad()
@@ -149,11 +152,11 @@ class FusedAdamW(torch.optim.Optimizer):
         *,
         factor: Tensor | None = None,
         used: Mapping[Tensor, Tensor] | None = None,
+        resume: bool = False,
     ) -> None:
         """Update only these weights; the other arguments are those of ``step``.
 
-        Call ``refresh_rates`` once before the parts of a step. After an error (``is_begun``), the
-        same call goes on with the launches that are left.
+        Call ``refresh_rates`` once before the parts of a step.
 
         Raises:
             ValueError: a weight is in no group.
@@ -164,6 +167,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise ValueError(
                     f"a weight {tuple(parameter.shape)} is in no group of the optimizer"
                 )
+        if not resume:
+            self._updated.clear()
         everywhere = apply
         launches = self._launches([p for p in parameters if id(p) not in self._updated])
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -352,27 +352,29 @@ def update(
 
 
 def apply_all(
-    optimizer: FusedAdamW, apply: Callable[[], object], free: Callable[[str], None]
+    optimizer: FusedAdamW, apply: Callable[..., object], free: Callable[[str], None]
 ) -> None:
     """Update the weights; if that runs out of memory, free some, and update those that are left.
 
     Args:
         optimizer: of the weights; it knows which of them an update has changed.
-        apply: updates all weights that have a gradient and are not updated yet.
+        apply: ``optimizer.step`` of the present gradients; takes ``resume``.
         free: as in ``EagerStep``.
 
     Raises:
         torch.OutOfMemoryError: memory is too small again; ``optimizer.is_begun`` says whether
             weights were changed.
     """
+    is_begun = False
     try:
         optimizer.allocate()
+        is_begun = True
         apply()
         return
     except torch.OutOfMemoryError as error:
         words = str(error)
     free(words)  # after the error is gone, whose frames hold tensors
-    apply()
+    apply(resume=is_begun)
 
 
 def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
