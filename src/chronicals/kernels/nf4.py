@@ -167,6 +167,11 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weight is {weight.dtype}; give float32, bfloat16 or float16")
     flat = weight.detach().reshape(-1)
+    if flat.is_meta:  # sizes alone, without an operation a piece
+        return (
+            flat.new_empty(-(-flat.numel() // 2), dtype=torch.uint8),
+            flat.new_empty(-(-flat.numel() // block), dtype=torch.float32),
+        )
     if not runs_triton(flat):
         codes, scales = zip(
             *(quantize_nf4_reference(piece, block) for piece in flat.split(PIECE_ELEMENTS))
