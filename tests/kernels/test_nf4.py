@@ -233,3 +233,10 @@ def test_a_planted_fault_is_found(old, new, device):
         same += [torch.equal(wrong.quantize_nf4(given)[0], packed)]
         same += [torch.equal(wrong.dequantize_4bit(packed, scales, out), expected)]
     assert not all(same)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (5, 33), (7, 1), (129, 65)])
+def test_sizes_on_the_meta_device_are_those_of_values(shape):
+    weight = torch.randn(shape)
+    for made, planned in zip(quantize_nf4(weight), quantize_nf4(weight.to("meta")), strict=True):
+        assert planned.is_meta and (planned.shape, planned.dtype) == (made.shape, made.dtype)

@@ -80,7 +80,7 @@ unit, sums of their gradients and fills; and of adapters. They are those of the 
 
 @dataclass(frozen=True)
 class Documents:
-    """What a plan knows of the data, which it does not read.
+    """Facts on the data that a plan is told, since it reads none.
 
     Attributes:
         length: tokens of the document that a token is in, in the mean over tokens; None for those

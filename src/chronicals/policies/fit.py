@@ -98,7 +98,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Settled:
-    """What ``fit`` found for a run.
+    """Result of ``fit`` for a run.
 
     Attributes:
         taken: the fastest candidate that fits; the leanest where none does.

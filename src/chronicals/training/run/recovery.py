@@ -80,7 +80,7 @@ class Shortage:
 
 
 class Recovery(AbstractContextManager["Recovery"]):
-    """What a run does when a step runs out of memory; a context manager around its steps.
+    """Recovery of a run whose step runs out of memory; a context manager around its steps.
 
     Args:
         session: the session, whose batch and policies change.
