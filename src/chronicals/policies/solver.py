@@ -117,6 +117,9 @@ class Fitted:
         made = self.recomputed
         of_the_model = made.runs and made.how == NOTHING and made.layers == 0
         how = LAYERS if made.layers is None or of_the_model else made.how
+        if how not in self.memory.kept:
+            # Layers of which only parts run fused are estimated as if they kept everything.
+            how = NOTHING
         return how, made.layers or 0
 
     @property
