@@ -80,7 +80,7 @@ INTRODUCTION = """\
 chronicals plan recipe.yaml                                  # one card, by part
 chronicals plan --model MODEL --gpus 2,8,64                  # and any field of train: --use-lora, --batch-size, recipe.yaml
 chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
-chronicals plan --model MODEL --gpus 1 --gpu-memory 16GiB --fit settings --output recipe.yaml
+chronicals plan --model MODEL --gpus 1 --gpu-memory 16GiB --fit settings --output fitted.yaml
 ```
 
 No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
