@@ -11,7 +11,7 @@ from chronicals.lora.loading import stored_config
 from chronicals.models import quantise_layers
 from chronicals.models.loading import load_without_weights, without_field
 from chronicals.objectives import Objective
-from chronicals.policies.frozen_models import planned_bytes
+from chronicals.policies.frozen_models import Held
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import attach_adapters
 
@@ -40,13 +40,13 @@ def planned_model(given: Recipe, config: ChronicalsConfig) -> Any:
     return model
 
 
-def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, int]:
-    """Return the bytes on a card of the models that the objective declares, by name.
+def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, Held]:
+    """Return the models that the objective declares as they will be on a card, by name.
 
     Raises:
         ConfigurationError: one cannot be found; the message names the setting.
     """
-    sizes = {}
+    held = {}
     for declared in objective.frozen_models(config):
         try:
             saved = SavedModel.find(declared.place)
@@ -54,5 +54,5 @@ def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, 
             model = load_without_weights(place, declared.trust_remote_code)
         except (ValueError, OSError) as error:
             raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error
-        sizes[declared.name] = planned_bytes(declared, model)
-    return sizes
+        held[declared.name] = Held.planned(declared, model)
+    return held

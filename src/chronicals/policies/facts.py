@@ -15,6 +15,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching.layer_policies import is_large
 from chronicals.patching.plan import plan_for
+from chronicals.policies.frozen_models import Held
 
 DIVIDE_WEIGHTS = "weights"
 """Value of ``sharding`` where weights are divided."""
@@ -49,7 +50,7 @@ class Facts:
         fuses_whole_layers: True if decoder layers run fused, and no half of one is computed by the
             model's own class.
         backend: name of the attention backend.
-        frozen_models: bytes of the objective's frozen models on the card, by name.
+        frozen_models: the objective's frozen models on the card, by name.
         in_fp8: takes inputs and outputs of a trained product, and returns whether it is in FP8;
             None where none is.
     """
@@ -69,7 +70,7 @@ class Facts:
     fuses_whole_layers: bool = True
     backend: str = ""
     in_fp8: Callable[[int, int], bool] | None = None
-    frozen_models: Mapping[str, int] = field(default_factory=dict)
+    frozen_models: Mapping[str, Held] = field(default_factory=dict)
     alike: bool = False
 
     @classmethod
@@ -81,7 +82,7 @@ class Facts:
         context: int = 1,
         here: int | None = None,
         exchanging: int = 1,
-        frozen_models: Mapping[str, int] | None = None,
+        frozen_models: Mapping[str, Held] | None = None,
     ) -> Facts:
         """Read the facts of a run on this machine; see the attributes."""
         model = presented.model
