@@ -55,7 +55,7 @@ from chronicals.planning.step_time import (
 )
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, NOT_ON_CARD, fillable, trains_layers
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
@@ -285,12 +285,15 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
     """
     model = planned_model(given, config)
     frozen = planned_frozen(build_objective(config), config)
+    on_card = ranks.device.type == "cuda"
     facts = Facts(
         config,
         model,
         ranks.count,
         config.context_parallel,
         total=fillable(card_memory(ranks.device), config),
+        unfused=None if on_card else NOT_ON_CARD,
+        fuses_whole_layers=on_card,
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)
