@@ -35,4 +35,4 @@ def growth(model: str, folder: Path, fields: dict) -> int:
 
 
 if __name__ == "__main__":
-    print(growth(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])))  # noqa: T201
+    print(growth(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])))

@@ -12,7 +12,6 @@ import runs
 import tiny
 from chronicals.config import Recipe
 from chronicals.distributed import Mesh
-from chronicals.memory.peak import ACTIVATIONS, GRADIENTS, STATES, TRAINED_WEIGHTS, UPDATE
 from chronicals.planning import planned_space
 
 pytestmark = [

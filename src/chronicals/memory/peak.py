@@ -546,7 +546,9 @@ class _LayerElements:
             kept[NOTHING] += columns.output + with_inputs
             kept[CHEAP] += columns.output
         elif step.on_host is not None:
-            kept = {NOTHING: _kept_on_host(step.on_host, width, queries, keys, in_mlp, step.element)}
+            kept = {
+                NOTHING: _kept_on_host(step.on_host, width, queries, keys, in_mlp, step.element)
+            }
             kept[NOTHING] += of_rows
         else:
             kept = {NOTHING: 30 * width + 5 * in_mlp}
