@@ -65,5 +65,4 @@ def test_the_resident_set_grows_as_planned(tmp_path, way):
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout.splitlines()[-1])
     expected = sum(space.host.values())
-    print(way, grown / 2**20, expected / 2**20, expected / grown - 1, space.peak.name)
     assert abs(expected / grown - 1) < LARGEST, f"{grown:,} of {expected:,}: {space.peak.words()}"
