@@ -159,14 +159,17 @@ def test_host_memory_holds_what_is_offloaded(tmp_path):
 def test_on_the_cpu_host_memory_holds_the_moments(tmp_path):
     """And the reference's copies of the largest weight in its update, which no card makes."""
     tiny.llama().config.save_pretrained(tmp_path)
-    config = runs.config(tmp_path, use_lora=False)
-    space = planned_space(Recipe(model=str(tmp_path), data=["rows.jsonl"]), config, Mesh())
+    recipe = Recipe(model=str(tmp_path), data=["rows.jsonl"])
+    space = planned_space(recipe, runs.config(tmp_path, use_lora=False), Mesh())
     assert not space.is_on_card and space.on_card == space.driver == space.rounding == 0
     assert sum(space.host.values()) == space.peak.held == max(space.moments.values())
     count = sum(p.numel() for p in tiny.llama().parameters())
     update = 4 * REFERENCE_COPIES * 300 * 64  # its embedding is as large as its head
     assert space.moments["the update"] == 16 * count + update
     assert KEPT_BY_MALLOC in space.uncounted and WORKSPACES not in space.host
+    fields = {"use_lora": False, "gradient_accumulation_steps": 1}
+    single = planned_space(recipe, runs.config(tmp_path, **fields), Mesh())
+    assert space.moments["the loss"] - single.moments["the loss"] == 4 * count
 
 
 def test_disk_holds_checkpoints_and_the_model(tmp_path):
