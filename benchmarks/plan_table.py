@@ -117,7 +117,8 @@ names its parts, and a run whose peak differs by more than 5 % logs both. For ea
   two cards where the plan has 0.87.
 
 With `--fit settings` a plan takes the settings that a run would take ([memory](memory.md#settings-taken-for-you)), and
-`--output` writes its recipe.
+`--output` writes its recipe. Settings are compared by the same times, at the rates of the card of the plan, also with
+`--tflops`, which knows of no bytes and no copies.
 
 The bytes of a teacher and of a reference model are counted, their passes are not in the time: a line under the table names
 what the objective has of these.

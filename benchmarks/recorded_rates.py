@@ -1,6 +1,6 @@
 """Writes the rates of cards for plans, from the results of steps and kernels that ran on them.
 
-    python benchmarks/recorded_rates.py [--out src/chronicals/planning/card_rates.json]
+    python benchmarks/recorded_rates.py [--out src/chronicals/cards/card_rates.json]
 
 Of each card of ``results/row-*.json``: the copy rate, products by arithmetic intensity and
 attention as they were timed within steps; what the elementwise kernels of steps moved in their
@@ -25,14 +25,14 @@ import transformers
 
 from chronicals.benchmark.card_rates import curve_of, intensity_of
 from chronicals.benchmark.shapes import SHAPES
-from chronicals.planning.rates import BF16, FP8, RECORD, AttentionRate, Rates, between
+from chronicals.cards.rates import BF16, FP8, RECORD, AttentionRate, Rates, between
 from chronicals.quantization import NF4
 from chronicals.standard_json import to_json
 from chronicals.step_work import DecoderShape, Job, dequantised_bytes, elementwise_bytes, products
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-OUT = ROOT / "src" / "chronicals" / "planning" / "card_rates.json"
+OUT = ROOT / "src" / "chronicals" / "cards" / "card_rates.json"
 
 CARDS = ("h100", "h200")
 OTHER = {"h100": "h200", "h200": "h100"}

@@ -24,6 +24,7 @@ FLOORS = [
 ]
 LEAVES = [
     "data",
+    "cards",
     "config",
     "batch",
     "step_work",

@@ -16,7 +16,7 @@ token.
 
 Recomputation and padding do not count. The products of experts are one product over the k·T rows of
 all experts, without a cost of routing. The benchmark's reference step (``benchmark.floor``) and the
-planned time of a step (``planning.step_time``) are made of these.
+planned time of a step (``policies.step_time``) are made of these.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from chronicals.benchmark import card_rates
+from chronicals.cards.rates import RECORDED, Rates, rates_folder, rates_of
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
-from chronicals.planning.rates import RECORDED, Rates, rates_folder, rates_of
 from chronicals.step_work import DecoderShape, Product
 
 

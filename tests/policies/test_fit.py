@@ -1,5 +1,6 @@
 """``fit`` takes the fastest settings that fit, among those that change no result."""
 
+import random
 import re
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 import runs
 import tiny
+from chronicals.cards import rates_of
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import apply_lora
 from chronicals.lora.config import LoRAConfig
@@ -17,17 +19,19 @@ from chronicals.planning import Machines, plan
 from chronicals.policies import Facts, facts
 from chronicals.policies.fit import (
     CARDS,
+    Clock,
     candidate,
     combinations,
     fit_settings,
     fits_on,
+    least_seconds,
     offers,
     refuse_what_no_setting_fits,
     what_would_do,
 )
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import policies
-from chronicals.policies.step_work import Rates
+from chronicals.policies.step_time import ModelSizes
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run import length
 
@@ -67,9 +71,10 @@ def test_a_run_that_fits_stays_as_it_is():
 def test_the_fastest_that_fits_is_taken(size, adapters):
     """No combination of settings that fits takes fewer seconds, by trying all."""
     given = planned(size, adapters)
-    taken = fit_settings(given).taken
+    taken = fit_settings(given, rates=rates_of("H100")).taken
+    clock = Clock(rates_of("H100"), ModelSizes.of(given.model))
     others = [
-        candidate(replace(given, config=changes[-1].config), changes, Rates())
+        candidate(replace(given, config=changes[-1].config), changes, clock)
         for changes in combinations(given)
     ]
     fitting = [one.seconds for one in others if one.fits]
@@ -177,6 +182,58 @@ def test_processes_take_what_all_of_them_can():
     assert fit_settings(given, lambda value: [value, value]).taken.settings == alone.settings
 
 
+def random_candidates(given, clock, number):
+    """Some candidates of a run, each with its least seconds."""
+    combined = list(combinations(given))
+    random.Random(number).shuffle(combined)
+    for changes in combined[:number]:
+        changed = replace(given, config=changes[-1].config)
+        yield candidate(changed, changes, clock).seconds, least_seconds(changed, clock)
+
+
+@pytest.mark.parametrize("card", ["H100", "L4"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"adapters": True, "use_fp8": True},
+        {"ranks": 2},
+        {"ranks": 4, "sharding": "weights"},
+        {"use_cuda_graphs": False, "mixed_precision": "fp32"},
+    ],
+    ids=str,
+)
+def test_no_candidate_is_faster_than_its_least_seconds(fields, card):
+    given = planned(3, **fields)
+    clock = Clock(rates_of(card), ModelSizes.of(given.model))
+    found = list(random_candidates(given, clock, 12))
+    assert len(found) > 6
+    assert all(seconds >= least * (1 - 1e-9) for seconds, least in found)
+
+
+def test_the_rates_of_the_card_decide():
+    """States move to host memory where the bus is fast; else micro-batches are smaller."""
+    card = rates_of("H100")
+    given = planned(9)
+    slow = fit_settings(given, rates=card).taken.settings
+    assert slow == {"batch_size": 2, "gradient_accumulation_steps": 8}
+    fast = fit_settings(given, rates=replace(card, host=1000 * card.host)).taken.settings
+    assert fast == {"memory": ["auto", "offload_optimizer_states"]}
+
+
+def test_the_rates_of_the_first_process_decide():
+    card = rates_of("H100")
+    given = planned(9)
+    fast = replace(card, host=1000 * card.host)
+
+    def gather(value):
+        return [fast.to_dict(), value] if isinstance(value, dict) else [value, value]
+
+    together = fit_settings(given, gather, card).taken.settings
+    assert together == fit_settings(given, rates=fast).taken.settings
+    assert together != fit_settings(given, rates=card).taken.settings
+
+
 def test_the_smallest_card_of_several_processes_counts():
     given = planned(80)
     settled = fit_settings(given, lambda value: [value, 4 * GB] if value == 80 * GB else [value])
@@ -222,7 +279,7 @@ def test_every_setting_without_a_price_is_one_of_a_policy_of_memory_or_of_the_ba
 
 def test_a_plan_takes_the_settings_of_the_trainer():
     given = planned(4)
-    settled = fit_settings(given, rates=Machines().rates_of_settings())
+    settled = fit_settings(given, rates=Machines().rates)
     one = plan(given.model, given.config, 1, Machines(memory=4 * GB))
     assert one.settings == settled.taken.settings and one.held == settled.taken.fitted.held
     assert one.fits and one.words == settled.words

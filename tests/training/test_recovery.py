@@ -157,9 +157,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_after_it(reference, tmp_path, caplog
     """With the smaller batches, so that it does not run out of memory again."""
     expected, fields = reference
 
-    class StopAfterThree(Callback):
+    class StopAfterTwo(Callback):
         def step_done(self, metrics):
-            if metrics.step == 3:
+            if metrics.step == 2:  # known when the third is done
                 trainer.stop()
 
     cap = Cap(2, "forward", spared=2)
@@ -167,7 +167,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_after_it(reference, tmp_path, caplog
         cap.on(tiny.llama()),
         tiny.tokenizer(),
         runs.config(tmp_path, **fields),
-        [StopAfterThree()],
+        [StopAfterTwo()],
     )
     with pytest.raises(Interrupted):
         trainer.train(tiny.chat_rows())
@@ -175,6 +175,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_after_it(reference, tmp_path, caplog
     cap = Cap(2, "forward")
     runs.train(tmp_path, model=cap.on(tiny.llama()), resume=True, **fields)
     assert cap.refused == 0 and "gradient_accumulation_steps 4 x batch_size 2" in caplog.text
+    assert cap.tokens == 2 * WIDTH  # of the fourth step
     runs.assert_one_trajectory(runs.trajectory(tmp_path), expected)
 
 

@@ -101,7 +101,7 @@ def _measure_rates(as_json: bool) -> None:
     from rich.console import Console
 
     from chronicals.benchmark.card_rates import measure_card
-    from chronicals.planning.rates import Rates, keep
+    from chronicals.cards.rates import Rates, keep
 
     measured = Rates.from_dict(measure_card())
     path = keep(measured)

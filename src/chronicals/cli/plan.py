@@ -52,7 +52,8 @@ def plan_command(
     tflops: Annotated[
         float | None,
         typer.Option(
-            min=0.001, help="TFLOP/s that a card reaches in training, instead of its rates"
+            min=0.001,
+            help="TFLOP/s that a card reaches in training, for the time instead of its rates",
         ),
     ] = None,
     document_length: Annotated[

@@ -1,11 +1,11 @@
 """Plans for training on several GPUs without having them: memory, bytes sent and efficiency."""
 
+from chronicals.cards import Rates, asked_rates, rates_here, rates_of
 from chronicals.planning.plan import Machines, Plan, plan, planned_space
 from chronicals.planning.planned_models import planned_frozen, planned_model
-from chronicals.planning.rates import Rates, asked_rates, rates_here, rates_of
 from chronicals.planning.space import Space
-from chronicals.planning.step_time import Documents, StepTime
 from chronicals.planning.traffic import Traffic, traffic
+from chronicals.policies.step_time import Documents, StepTime
 
 __all__ = [
     "Documents",

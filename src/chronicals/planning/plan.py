@@ -19,7 +19,7 @@ backward pass of the last micro-batch. With divided frozen weights, adapters are
 backward pass and gathered after their update, by all ranks, without overlap. The backward pass
 counts as two thirds then too, although it computes no gradients of frozen weights.
 
-Seconds of computation are the sum of a step's parts (``step_time``) at the rates of the GPU. If a
+Seconds of computation are the sum of a step's parts (``policies.step_time``) at the rates of the GPU. If a
 single rate is given instead (``Machines.flops``), they are FLOPs divided by it: for N weights 2 N a
 token in the forward pass and as many for each of the two gradients, plus 2 · heads · width · length
 for causal attention to a document. Of stacked experts only those count that a token is routed to.
@@ -38,29 +38,30 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from chronicals.cards import Rates, rates_of
+from chronicals.cards.rates import USUAL_CARD, USUAL_MEMORY
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_frozen, planned_model
-from chronicals.planning.rates import USUAL_CARD, USUAL_MEMORY, Rates, rates_of
 from chronicals.planning.space import Space, space_of
-from chronicals.planning.step_time import (
-    AS_LONG_AS_PACKS,
-    Documents,
-    StepTime,
-    step_time,
-    weights_met,
-)
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
-from chronicals.policies.solver import settle_sharding
-from chronicals.policies.step_work import Rates as RatesOfSettings
+from chronicals.policies.solver import settle_sharding, work_of
+from chronicals.policies.step_time import (
+    AS_LONG_AS_PACKS,
+    LINK,
+    Documents,
+    ModelSizes,
+    StepTime,
+    weights_met,
+)
 
 _BACKWARD = 2 / 3
 """The backward pass's share of a step's computation."""
@@ -84,19 +85,16 @@ class Machines:
         link: bytes a second that a GPU sends within its machine.
         network: bytes a second that a GPU sends between machines.
         rates: of a GPU.
-        flops: FLOPs a second that a GPU reaches in training, instead of ``rates``; None without.
+        flops: FLOPs a second that a GPU reaches in training, for the time instead of ``rates``, by
+            which ``fit`` compares settings all the same; None without.
     """
 
     memory: int = USUAL_MEMORY
     cards: int = 8
-    link: float = 370e9
+    link: float = LINK
     network: float = 46e9
     rates: Rates = field(default_factory=partial(rates_of, USUAL_CARD))
     flops: float | None = None
-
-    def rates_of_settings(self) -> RatesOfSettings:
-        """Return the rates by which ``fit`` compares settings: those of a run's own decision."""
-        return RatesOfSettings() if self.flops is None else RatesOfSettings(flops=self.flops)
 
     def rate(self, ranks: int) -> float:
         """Return the bytes a second of a collective over ``ranks`` ranks, by its slowest link."""
@@ -216,7 +214,9 @@ def plan(
     facts, sharding = settle_sharding(facts)
     settled = None
     if config.fit != "off":
-        settled = fit_settings(facts, rates=machines.rates_of_settings())
+        settled = fit_settings(
+            facts, rates=machines.rates, documents=documents, link=machines.rate(gpus)
+        )
         facts = settled.facts
     config = facts.config
     frees, memory = expected_memory(facts)
@@ -228,7 +228,8 @@ def plan(
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     if machines.flops is None:
-        time = step_time(facts, fitted.recomputed, fitted.memory, machines.rates, documents)
+        work = work_of(facts, frees, fitted, ModelSizes.of(model), documents)
+        time = work.at(machines.rates)
         computing = time.seconds
     else:
         time = None

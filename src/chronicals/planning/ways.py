@@ -15,7 +15,7 @@ from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_frozen, planned_model
 from chronicals.policies import Facts
 from chronicals.policies.facts import fillable
-from chronicals.policies.fit import Settled, fit_settings, what_would_do
+from chronicals.policies.fit import can_fit, what_would_do
 from chronicals.policies.sharding import choose_sharding, smallest_card
 from chronicals.policies.solver import settle_sharding
 
@@ -43,7 +43,7 @@ def with_way(recipe: Recipe, total: int, ranks: int = 1) -> Recipe:
             f"preset={AUTO_PRESET!r}: there is no card here; name one by gpu_memory where a plan "
             "is made, or a way and a card, as preset='qlora-24gb'"
         )
-    leanest: Settled | None = None
+    facts: Facts | None = None
     for way, fields in WAYS.items():
         if any(getattr(recipe, name) != fields[name] for name in recipe.explicit & fields.keys()):
             continue
@@ -51,12 +51,12 @@ def with_way(recipe: Recipe, total: int, ranks: int = 1) -> Recipe:
             changed = recipe.replace(**fields)
         except ConfigurationError:  # another field asks for another way, as load_in_4bit
             continue
-        leanest = fitted(changed, total, ranks)
-        if leanest.taken.fits:
+        facts = planned_facts(changed, total, ranks)
+        if can_fit(facts):
             logger.info("preset auto: %s, the first way that fits the card", way)
             return changed
-    assert leanest is not None, "each combination of the fields of ways is one of them"
-    enough = what_would_do(leanest.usual.facts)
+    assert facts is not None, "each combination of the fields of ways is one of them"
+    enough = what_would_do(facts)
     would = f"; {enough} would do" if enough else ""
     raise ConfigurationError(
         f"preset={AUTO_PRESET!r}: no way to train this model fits {ranks} x {total / GIGA:.3g} GB"
@@ -78,8 +78,8 @@ def card_here() -> int:
     return card_memory(torch.device("cuda", torch.cuda.current_device()))
 
 
-def fitted(recipe: Recipe, total: int, ranks: int) -> Settled:
-    """Return what ``fit`` would take for a recipe on so many cards of ``total`` bytes."""
+def planned_facts(recipe: Recipe, total: int, ranks: int) -> Facts:
+    """Return the facts of a recipe's run on so many cards of ``total`` bytes."""
     config = recipe.config()
     facts = Facts(
         config,
@@ -91,4 +91,4 @@ def fitted(recipe: Recipe, total: int, ranks: int) -> Settled:
         frozen_models=planned_frozen(build_objective(config), config),
     )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
-    return fit_settings(settle_sharding(facts)[0])
+    return settle_sharding(facts)[0]

@@ -10,7 +10,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.memory import ActivationOffload
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
 from chronicals.policies.policy import Decision, MemoryLoad, Policy, register_policy
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import StepWork
 
 
 class OffloadActivations(Policy):
@@ -34,7 +34,7 @@ class OffloadActivations(Policy):
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the copies of all that a forward pass keeps."""
-        return replace(work, copied=work.copied + work.micro_batches * work.kept)
+        return replace(work, offloaded=work.offloaded + work.kept)
 
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context that moves saved tensors of the decoder."""

@@ -11,10 +11,12 @@ from chronicals.models import unfused_kind
 from chronicals.policies.facts import ONE_BY_ONE, Facts
 from chronicals.policies.policy import (
     GRAPHED_WORKSPACES,
+    Decision,
     MemoryLoad,
     Switch,
     register_policy,
 )
+from chronicals.policies.step_time import StepWork
 
 
 class CudaGraphs(Switch):
@@ -37,7 +39,7 @@ class CudaGraphs(Switch):
             return ONE_BY_ONE
         if not facts.head_is_read:
             return "the model's own logits are used"
-        if facts.backend not in FLASH:
+        if facts.backend and facts.backend not in FLASH:  # a plan has none, and takes Flash
             return f"attention by {facts.backend} asks the host"
         if facts.config.mixed_precision == "fp16":
             return "fp16 runs under autocast"
@@ -52,6 +54,10 @@ class CudaGraphs(Switch):
         """
         load = replace(load, workspaces=GRAPHED_WORKSPACES)
         return load if facts.alike else replace(load, gradients_stay=True)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` without waiting for the host, where graphs can run."""
+        return replace(work, replayed=self.why_not(facts) is None)
 
 
 register_policy(CudaGraphs())

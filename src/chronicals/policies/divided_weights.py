@@ -36,7 +36,8 @@ from chronicals.patching.decoder_layer import names_of_products
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts, trains_layers
 from chronicals.policies.needed_memory import adapts_output, master_bytes
-from chronicals.policies.policy import MemoryLoad, policies
+from chronicals.policies.policy import Decision, MemoryLoad, policies
+from chronicals.policies.step_time import StepWork
 from chronicals.quantization import packed_layers
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,36 @@ def load_of_shares(facts: Facts, among: int, load: MemoryLoad) -> MemoryLoad:
         fixed=whole + (summed if stays else 0),
         gradients=0 if stays else summed,
     )
+
+
+def with_gathered_weights(facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+    """Return ``work`` with what divided weights send in each micro-batch.
+
+    Layers are gathered for both passes, but those that stay once; the gradients of trained ones are
+    summed in the backward pass, in the dtype in which weights are gathered.
+
+    Args:
+        facts: of the run.
+        work: without it.
+        decision: on sharding.
+    """
+    config = facts.config
+    others = (decision.among - 1) / decision.among
+    if trains_layers(facts.model):
+        element = GATHERED_TYPES[config.mixed_precision].itemsize
+        whole = others * element * work.trained
+        summed = whole
+    else:
+        element = PRODUCT_TYPES[config.mixed_precision].itemsize
+        sizes = [
+            frozen_bytes(module, element)
+            for layer in decoder_layers(facts.model)
+            for module in layer.modules()
+        ]
+        whole = others * sum(sizes)
+        summed = 0.0
+    twice = 1 - decision.stay / max(work.memory.layers, 1)
+    return replace(work, sent=work.sent + work.micro_batches * (whole + twice * whole + summed))
 
 
 def _beside_frozen_shares(model: Any, element: int, among: int) -> int:

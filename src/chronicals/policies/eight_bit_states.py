@@ -10,7 +10,8 @@ from chronicals.optimizers import moments_in_8_bits
 from chronicals.optimizers.adamw import MIN_8BIT_ELEMENTS
 from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.needed_memory import state_bytes
-from chronicals.policies.policy import MemoryLoad, OwnField, Remedy, register_policy
+from chronicals.policies.policy import Decision, MemoryLoad, OwnField, Remedy, register_policy
+from chronicals.policies.step_time import StepWork, update_bytes
 
 
 class EightBitStates(OwnField):
@@ -43,6 +44,10 @@ class EightBitStates(OwnField):
         trained = facts.trained
         states = state_bytes(facts.config, facts.model, trained)
         return replace(load, states=states / max(sum(p.numel() for p in trained), 1))
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with an update of narrower states."""
+        return replace(work, updated=update_bytes(facts, work.trained, "8bit"))
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield narrower states, where trained weights have enough of them."""

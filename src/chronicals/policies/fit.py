@@ -2,7 +2,8 @@
 
 Every policy says which values of the configuration save memory for nothing but time (``settings``)
 and what it adds to a step (``work``). Their combinations are candidates. Each is asked for the memory
-that the trainer would expect of it, and of those that fit the one with the fewest seconds is taken.
+that the trainer would expect of it, and of those that fit the one with the fewest seconds is taken,
+by the estimate of plans (``policies.step_time``) at the rates of the run's card.
 What would change results is offered in words, never taken.
 """
 
@@ -12,18 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from chronicals.cards import Rates, rates_here
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.presets import CARDS
-from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate
+from chronicals.memory import LAYERS, NOTHING, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import Facts
 from chronicals.policies.needed_memory import FILLED, GIB, asked_for, expected_memory
 from chronicals.policies.policy import Decision, Policy, Remedy, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS
-from chronicals.policies.sharding import choose_sharding
-from chronicals.policies.solver import Fitted, fit_to_memory, settle_sharding
-from chronicals.policies.step_work import Rates, StepWork
+from chronicals.policies.sharding import SHARDING, choose_sharding
+from chronicals.policies.solver import Fitted, fit_to_memory, settle_sharding, work_of
+from chronicals.policies.step_time import AS_LONG_AS_PACKS, LINK, Documents, ModelSizes, StepWork
 
 MOST_CARDS = 64
 """Cards up to which a number that would do is looked for."""
@@ -32,6 +34,35 @@ CARDS_A_MACHINE = 8
 """Cards of a machine, where the run is on one card and does not say it."""
 
 GIGA = 10**9
+
+
+@dataclass(frozen=True)
+class Clock:
+    """All that makes seconds of a step beside its settings.
+
+    Attributes:
+        rates: of the card.
+        sizes: of the model.
+        documents: of the data.
+        link: bytes a second to other cards.
+    """
+
+    rates: Rates
+    sizes: ModelSizes
+    documents: Documents = AS_LONG_AS_PACKS
+    link: float = LINK
+
+    def work(self, facts: Facts, frees: bool, fitted: Fitted) -> StepWork:
+        """Return the work of a step; arguments as for ``solver.work_of``."""
+        return work_of(facts, frees, fitted, self.sizes, self.documents)
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds of a step, with what its settings send to other cards.
+
+        Beside computation that slows down by the time that it takes over the link
+        (``planning.plan``), so nothing of it is hidden.
+        """
+        return work.at(self.rates).seconds + work.sent / self.link
 
 
 class Change(NamedTuple):
@@ -77,8 +108,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """True if it fits into what a run plans to use of its card, or if there is no card."""
-        total = self.fitted.memory.total
-        return not total or self.fitted.held <= RESERVE * total
+        return self.fitted.fits
 
     @property
     def starts(self) -> bool:
@@ -122,7 +152,11 @@ def alone(value: Any) -> list[Any]:
 
 
 def fit_settings(
-    facts: Facts, gather: Callable[[Any], list[Any]] = alone, rates: Rates | None = None
+    facts: Facts,
+    gather: Callable[[Any], list[Any]] = alone,
+    rates: Rates | None = None,
+    documents: Documents = AS_LONG_AS_PACKS,
+    link: float = LINK,
 ) -> Settled:
     """Find the fastest settings of a run that fit its card and change no result.
 
@@ -131,26 +165,28 @@ def fit_settings(
     Args:
         facts: of the run as it is configured, with the decision on sharding in its configuration.
         gather: returns the values of all processes, by rank; all of them call it equally often.
-        rates: of a card; by default about those of an H200.
+        rates: of the card; by default of that of this machine. Those of the first process count, for
+            each machine keeps what it measured.
+        documents: of the data.
+        link: bytes a second to other cards.
     """
-    rates = rates or Rates()
+    of_first = gather((rates or rates_here()[0]).to_dict())[0]
+    clock = Clock(Rates.from_dict(of_first), ModelSizes.of(facts.model), documents, link)
     facts = replace(facts, total=min(gather(facts.total)))
-    usual = candidate(facts, (), rates)
+    usual = candidate(facts, (), clock)
     if not facts.total:
         return Settled(usual, usual, ["fit: settings: there is no card to fit to"])
-    possible = {}
-    for changes in combinations(facts):
-        changed = replace(facts, config=changes[-1].config)
-        if why_impossible(changed, facts) is None:
-            possible[str([str(change.remedy) for change in changes])] = changes
+    possible = {
+        str([str(change.remedy) for change in changes]): changes for changes in combinations(facts)
+    }
     # Host memory may differ between machines, and with it what can be honoured.
     everywhere = set(possible).intersection(*gather(sorted(possible)))
     shared = [changes for name, changes in possible.items() if name in everywhere]
-    taken = fastest(usual, shared, rates)
-    return Settled(taken, usual, words_of(taken, usual, rates))
+    taken = fastest(usual, shared, clock)
+    return Settled(taken, usual, words_of(taken, usual, clock))
 
 
-def fastest(usual: Candidate, combined: list[tuple[Change, ...]], rates: Rates) -> Candidate:
+def fastest(usual: Candidate, combined: list[tuple[Change, ...]], clock: Clock) -> Candidate:
     """Return the candidate with the fewest seconds that fits, else the one that holds least.
 
     Memory is asked for in the order of the seconds that a step takes at least, until no other
@@ -159,11 +195,11 @@ def fastest(usual: Candidate, combined: list[tuple[Change, ...]], rates: Rates) 
     Args:
         usual: the run as it was configured.
         combined: changes of each other candidate.
-        rates: of a card.
+        clock: that makes seconds.
     """
     at_least: list[tuple[float, tuple[Change, ...]]] = [(usual.seconds if usual.fits else 0.0, ())]
     for changes in combined:
-        least = least_seconds(replace(usual.facts, config=changes[-1].config), rates)
+        least = least_seconds(replace(usual.facts, config=changes[-1].config), clock)
         at_least.append((least, changes))
     best = None
     leanest = usual
@@ -173,7 +209,7 @@ def fastest(usual: Candidate, combined: list[tuple[Change, ...]], rates: Rates) 
         one = usual
         if changes:
             config = changes[-1].config
-            one = candidate(replace(usual.facts, config=config), changes, rates)
+            one = candidate(replace(usual.facts, config=config), changes, clock)
         if one.fitted.held < leanest.fitted.held:
             leanest = one
         if one.fits and (best is None or one.seconds < best.seconds):
@@ -181,17 +217,21 @@ def fastest(usual: Candidate, combined: list[tuple[Change, ...]], rates: Rates) 
     return best or leanest
 
 
-def least_seconds(facts: Facts, rates: Rates) -> float:
-    """Return the seconds of a step that recomputes nothing and whose copies are all hidden."""
+def least_seconds(facts: Facts, clock: Clock) -> float:
+    """Return the seconds of a step that recomputes nothing, and whose copies are all hidden.
+
+    Nothing is gathered from other cards, and each of them updates a share.
+    """
     nothing = dict.fromkeys((NOTHING, LAYERS), 0)
     memory = Estimate(0, ModelShape.of(facts.model.config).layers, nothing, facts.total)
     idle = Decision(RECOMPUTE_LAYERS.name, False, "")
+    shared = Decision(SHARDING.name, facts.sharing > 1, "")
     frees = "reduce_in_backward" in facts.config.memory_policies
-    return work_of(facts, frees, Fitted(memory, idle, idle)).seconds(rates)
+    return clock.seconds(clock.work(facts, frees, Fitted(memory, idle, shared)))
 
 
 def combinations(facts: Facts) -> Iterator[tuple[Change, ...]]:
-    """Yield one or several changes that go together and cost only time."""
+    """Yield one or several changes that go together, cost only time, and can run."""
     found: list[tuple[Change, ...]] = [()]
     for policy in policies():
         further = []
@@ -202,7 +242,9 @@ def combinations(facts: Facts) -> Iterator[tuple[Change, ...]]:
                 if not remedy.price and changed is not None:
                     further.append((*before, Change(policy, remedy, changed)))
         found += further
-    yield from found[1:]
+    for changes in found[1:]:
+        if why_impossible(replace(facts, config=changes[-1].config), facts) is None:
+            yield changes
 
 
 def with_fields(config: ChronicalsConfig, remedy: Remedy) -> ChronicalsConfig | None:
@@ -215,38 +257,40 @@ def with_fields(config: ChronicalsConfig, remedy: Remedy) -> ChronicalsConfig | 
     return changed
 
 
-def candidate(facts: Facts, changes: tuple[Change, ...], rates: Rates) -> Candidate:
+def candidate(facts: Facts, changes: tuple[Change, ...], clock: Clock) -> Candidate:
     """Return a run with its memory, and with the work and the seconds of a step.
 
     Args:
         facts: of the run, with ``changes`` in its configuration.
         changes: what was changed.
-        rates: of a card.
+        clock: that makes seconds.
     """
-    settled, sharding = settle_sharding(facts)
-    frees, memory = expected_memory(settled)
-    fitted = fit_to_memory(settled, sharding, memory)
-    work = work_of(settled, frees, fitted)
-    return Candidate(facts, changes, fitted, work, work.seconds(rates))
+    settled, frees, fitted = in_memory(facts)
+    work = clock.work(settled, frees, fitted)
+    return Candidate(facts, changes, fitted, work, clock.seconds(work))
 
 
-def work_of(facts: Facts, frees: bool, fitted: Fitted) -> StepWork:
-    """Return the work of a step with all policies that run.
+def in_memory(facts: Facts, recomputed: Decision | None = None) -> tuple[Facts, bool, Fitted]:
+    """Return the facts of a run with its sharding, whether gradients are freed, and its memory.
 
     Args:
         facts: of the run.
-        frees: True if gradients are summed and freed in the backward pass.
-        fitted: its memory, with the recomputation that it needs.
+        recomputed: the decision on recomputation; None for what its memory needs.
     """
-    names = asked_for(facts, frees)
-    work = StepWork.of(facts, fitted.memory)
-    for policy in policies():
-        if policy.name in names:
-            decision = Decision(policy.name, True, "")
-            if policy is RECOMPUTE_LAYERS:
-                decision = fitted.recomputed
-            work = policy.work(facts, work, decision)
-    return work
+    settled, sharding = settle_sharding(facts)
+    frees, memory = expected_memory(settled)
+    if recomputed is not None:
+        return settled, frees, Fitted(memory, recomputed, sharding)
+    return settled, frees, fit_to_memory(settled, sharding, memory)
+
+
+def can_fit(facts: Facts) -> bool:
+    """Return whether any settings that change no result fit the card; the leanest come first."""
+    changed = [changes[-1].config for changes in combinations(facts)]
+    return any(
+        in_memory(replace(facts, config=config))[2].fits
+        for config in (*reversed(changed), facts.config)
+    )
 
 
 def why_impossible(changed: Facts, facts: Facts) -> str | None:
@@ -271,7 +315,7 @@ def why_impossible(changed: Facts, facts: Facts) -> str | None:
     return None
 
 
-def words_of(taken: Candidate, usual: Candidate, rates: Rates) -> list[str]:
+def words_of(taken: Candidate, usual: Candidate, clock: Clock) -> list[str]:
     """Return lines for the log: what is taken, with costs and savings, and what is offered."""
     state = "the fastest settings that fit" if taken.fits else "none fit, these take least"
     fields = ", ".join(f"{name}={value}" for name, value in taken.settings.items())
@@ -280,36 +324,34 @@ def words_of(taken: Candidate, usual: Candidate, rates: Rates) -> list[str]:
         f"fit: {state}: {fields or 'those of the run'}; {taken.fitted.held / GIB:.1f} of "
         f"{total / GIB:.1f} GiB expected"
     ]
-    lines += each_change(taken, usual, rates)
+    lines += each_change(taken, usual, clock)
     if lines[1:] or not taken.fits:
         lines += [f"fit: not taken, since results change: {words}" for words in offers(taken)]
     return lines
 
 
-def each_change(taken: Candidate, usual: Candidate, rates: Rates) -> Iterator[str]:
+def each_change(taken: Candidate, usual: Candidate, clock: Clock) -> Iterator[str]:
     """Yield each change in words, with the time that it costs and the GiB that it saves.
 
     Changes count one after the other, with the recomputation of the run; then that counts.
     """
     recomputed = taken.fitted.recomputed
-    before = under(usual.facts, recomputed, rates)
+    before = under(usual.facts, recomputed, clock)
     for change in taken.changes:
-        after = under(replace(usual.facts, config=change.config), recomputed, rates)
+        after = under(replace(usual.facts, config=change.config), recomputed, clock)
         yield f"fit: {change} {difference(before, after)}"
         before = after
     if recomputed.runs:
         nothing = replace(recomputed, runs=False, how=NOTHING, layers=0)
-        whole = under(taken.facts, nothing, rates)
+        whole = under(taken.facts, nothing, clock)
         yield f"fit: {RECOMPUTE_LAYERS.title} {difference(whole, taken)}"
 
 
-def under(facts: Facts, recomputed: Decision, rates: Rates) -> Candidate:
+def under(facts: Facts, recomputed: Decision, clock: Clock) -> Candidate:
     """Return the run with this recomputation, whatever its memory needs."""
-    settled, sharding = settle_sharding(facts)
-    frees, memory = expected_memory(settled)
-    fitted = Fitted(memory, recomputed, sharding)
-    work = work_of(settled, frees, fitted)
-    return Candidate(facts, (), fitted, work, work.seconds(rates))
+    settled, frees, fitted = in_memory(facts, recomputed)
+    work = clock.work(settled, frees, fitted)
+    return Candidate(facts, (), fitted, work, clock.seconds(work))
 
 
 def difference(before: Candidate, after: Candidate) -> str:
@@ -328,8 +370,8 @@ def offers(taken: Candidate) -> Iterator[str]:
             config = with_fields(taken.facts.config, remedy)
             if not remedy.price or config is None:
                 continue
-            less = under(replace(taken.facts, config=config), recomputed, Rates())
-            saved = taken.fitted.held - less.fitted.held + policy.unloaded(taken.facts)
+            _, _, less = in_memory(replace(taken.facts, config=config), recomputed)
+            saved = taken.fitted.held - less.held + policy.unloaded(taken.facts)
             if saved > 0:
                 fields = Change(policy, remedy, config).fields
                 yield f"{fields} ({remedy.price}) saves {saved / GIB:.2f} GiB"
@@ -371,7 +413,7 @@ def what_would_do(facts: Facts) -> str:
     found = []
     for size in CARDS:
         larger = replace(facts, total=size * GIGA)
-        if larger.total > facts.total and fit_settings(larger).taken.fits:
+        if larger.total > facts.total and can_fit(larger):
             found.append(f"a card of {size} GB")
             break
     count = 2 * facts.ranks
@@ -389,6 +431,6 @@ def fits_on(facts: Facts, count: int) -> bool:
     try:
         config = several.config.fitted(sharding=choose_sharding(several))
         settled, _ = settle_sharding(replace(several, config=config))
-        return fit_settings(settled).taken.fits
+        return can_fit(settled)
     except ConfigurationError:  # its weights cannot be divided by this number
         return False

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from chronicals.cards import FP8
 from chronicals.config import ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import FP8_MULTIPLE
@@ -13,13 +14,24 @@ from chronicals.models import input_device
 from chronicals.moe.routers import experts_per_token
 from chronicals.patching import experts, run_experts_in_fp8, run_in_fp8
 from chronicals.patching.forms import signature
-from chronicals.patching.layer_policies import MIN_FP8_WIDTH
+from chronicals.patching.layer_policies import MIN_FP8_WIDTH, is_large
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, MemoryLoad, OwnField, Stage, register_policy
+from chronicals.policies.step_time import Pass, StepWork
 from chronicals.quantization import FP8Base
 
 logger = logging.getLogger(__name__)
+
+FP8_BYTES = 6
+"""Bytes moved to quantise a value for both products that read it: 2 to find the tensor's largest,
+2 to quantise, 1 for each of two layouts (``kernels.fp8``).
+"""
+
+ADDED_BYTES = 4
+"""Bytes moved for an output and for an input's gradient of a product in FP8 that has adapters: they
+are read and written once more to add the adapters' products (``lora.merged_linear``).
+"""
 
 
 class ProductsInFP8(OwnField):
@@ -62,6 +74,15 @@ class ProductsInFP8(OwnField):
         """Frozen weights are there in FP8 too; trained products keep their inputs in 8 bits."""
         step = replace(load.step, in_fp8=facts.in_fp8)
         return replace(load, step=step, frozen=FP8Base.bytes_a_value(load.step.element))
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with large products in FP8, and with what quantises their operands."""
+        adapted = work.job.rank > 0
+        return replace(
+            work,
+            forward=with_products_in_fp8(work.forward, adapted),
+            backward=with_products_in_fp8(work.backward, adapted),
+        )
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Choose the products that run in FP8, by their size.
@@ -109,3 +130,31 @@ class ProductsInFP8(OwnField):
 
 
 register_policy(ProductsInFP8())
+
+
+def with_products_in_fp8(made: Pass, adapted: bool) -> Pass:
+    """Return a pass whose large products are in FP8.
+
+    Forward and for the gradient of inputs an activation is quantised, or its gradient; frozen
+    weights are quantised once, and those that are trained in the product for their gradient.
+
+    Args:
+        made: the pass in 16 bits.
+        adapted: True if products have adapters, which are added in 16 bits.
+    """
+    products = []
+    moved = made.moved
+    for each in made.products:
+        one = each.product
+        if is_large(one.inputs, one.outputs):
+            each = replace(each, form=FP8)
+            read = {
+                "forward": one.rows * one.inputs,
+                "dX": one.rows * one.outputs,
+                "dW": one.inputs * one.outputs,
+            }
+            added = {"forward": one.rows * one.outputs, "dX": one.rows * one.inputs, "dW": 0}
+            moved += each.times * FP8_BYTES * read[one.kind]
+            moved += each.times * ADDED_BYTES * added[one.kind] * adapted
+        products.append(each)
+    return replace(made, products=tuple(products), moved=moved)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from chronicals.cards import FP8
 from chronicals.config import ConfigurationError
 from chronicals.patching import offload_frozen_experts, offload_frozen_weights
 from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.policy import Decision, MemoryLoad, Policy, Remedy, Stage, register_policy
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import StepWork
 from chronicals.quantization import FP8InHost
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,12 @@ class OffloadFrozenWeights(Policy):
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the transposing of FP8 copies, a byte read and one written."""
-        values = sum(p.numel() for p in facts.model.parameters() if not p.requires_grad)
-        return replace(work, moved=work.moved + work.micro_batches * 2 * values)
+        values = 0.0
+        for each in work.forward.products:
+            if each.form == FP8:
+                values += each.times * each.product.inputs * each.product.outputs
+        backward = replace(work.backward, moved=work.backward.moved + 2 * values)
+        return replace(work, backward=backward)
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` where weights of products in FP8 are frozen."""

@@ -11,7 +11,7 @@ from chronicals.optimizers import buffer_bytes, host_states, states_in_host_memo
 from chronicals.policies.facts import Facts
 from chronicals.policies.needed_memory import agreeing_switches, leanest_memory, state_bytes
 from chronicals.policies.policy import Decision, MemoryLoad, Policy, Remedy, register_policy
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import StepWork
 
 
 class OffloadOptimizerStates(Policy):
@@ -65,7 +65,7 @@ class OffloadOptimizerStates(Policy):
         """Return ``work`` with the states that come and go in an update, both ways at once."""
         moved = states_in_host_memory(facts.model)
         size = state_bytes(facts.config, facts.model, moved)
-        return replace(work, waited=work.waited + size / facts.sharing)
+        return replace(work, exchanged=work.exchanged + size / facts.sharing)
 
     def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
         """Yield all that costs only time together with this policy."""

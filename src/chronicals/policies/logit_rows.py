@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig
-from chronicals.model_shape import ModelShape
-from chronicals.policies.facts import PRODUCT_TYPES, Facts
+from chronicals.policies.facts import Facts
 from chronicals.policies.needed_memory import LEAN_LOGIT_ROWS
 from chronicals.policies.policy import Course, Decision, Policy, Remedy, register_policy
-from chronicals.policies.step_work import GRADIENT_BYTES, StepWork
+from chronicals.policies.step_time import StepWork
 
-HEAD_READS = 3
-"""Times that a chunk reads the head: for its logits, their gradient's product, and its gradient."""
+GRADIENT_BYTES = 8
+"""Bytes moved to add a chunk's gradient of a value of the head to its fp32 sum: read and written."""
 
 
 class LogitRows(Policy):
@@ -31,16 +30,12 @@ class LogitRows(Policy):
         return Decision(self.name, True, f"{facts.config.logits_chunk_size} rows at a time")
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with the bytes of the head, which every chunk reads."""
-        config = facts.config
-        shape = ModelShape.of(facts.model.config)
-        chunks = -(-facts.tokens // config.logits_chunk_size)
-        head = facts.model.get_output_embeddings()
-        trained = any(p.requires_grad for p in head.parameters())
-        each = HEAD_READS * PRODUCT_TYPES[config.mixed_precision].itemsize
-        each += GRADIENT_BYTES * trained
-        size = shape.width * shape.vocabulary * each
-        return replace(work, moved=work.moved + work.micro_batches * chunks * size)
+        """Return ``work`` with the sums of a trained head's gradient over the chunks."""
+        job = work.job
+        if job.rank:  # beside adapters the head is frozen
+            return work
+        chunks = -(-job.tokens // facts.config.logits_chunk_size)
+        return replace(work, loss=work.loss + chunks * GRADIENT_BYTES * job.shape.head)
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield fewer rows, if their number was not set and a batch has as many."""

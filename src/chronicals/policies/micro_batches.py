@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from chronicals.config import ChronicalsConfig
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Remedy, register_policy
+from chronicals.policies.step_time import StepWork
+
+GRADIENT_BYTES = 8
+"""Bytes moved to add a micro-batch's gradient of a value to its fp32 sum: it is read and written."""
 
 FULL_TOKENS = 8192
 """Tokens of a forward pass from which more are hardly faster.
@@ -31,6 +36,13 @@ class MicroBatches(Policy):
         config = facts.config
         words = f"{config.gradient_accumulation_steps} a step, of {config.batch_size} packs"
         return Decision(self.name, self.asked(config), words)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the sums of gradients over the micro-batches."""
+        backward = work.backward
+        shares = facts.sharing if facts.divides_weights else 1
+        summed = backward.moved + GRADIENT_BYTES * work.trained / shares
+        return replace(work, backward=replace(backward, moved=summed))
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield other divisions of a step's packs, if none was set: smaller, or large enough."""

@@ -13,7 +13,7 @@ from chronicals.config.config import ALIASES, AUTO
 from chronicals.memory import NOTHING, Estimate, StepShape
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.facts import Facts
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import StepWork
 
 WORKSPACES = 3
 GRAPHED_WORKSPACES = 5

@@ -20,7 +20,7 @@ from chronicals.memory import (
 from chronicals.patching import recompute_norms_and_units
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Stage, register_policy
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import OTHER_KERNELS, SKIPPED, StepWork
 
 CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed; this run may not need it."""
@@ -91,17 +91,42 @@ class RecomputeLayers(Policy):
         return Decision(self.name, bool(layers) or cheap != NOTHING, words, cheap, layers)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with layers computed twice, and with norms and units written again."""
+        """Return ``work`` with what is computed again.
+
+        Whole layers are, without the last product, whose output their backward pass does not read
+        (``memory.recompute``); and norms and gated units of the others, if all recompute them.
+        """
         memory = work.memory
-        again = memory.layers if decision.layers is None else decision.layers
-        others = memory.layers - again
+        shape = work.job.shape
+        layers = decision.layers
+        if layers is None or is_of_the_model(decision):
+            layers = memory.layers
+        again = layers / max(memory.layers, 1)
+        others = memory.layers - layers
         kept = memory.kept.get(decision.how, memory.kept[NOTHING])
-        written = 2 * others * (memory.kept[NOTHING] - kept)  # read once, and written
+        forward = work.forward
+        backward = work.backward
+        moved = backward.moved + again * forward.moved
+        if decision.how == CHEAP:
+            # two norms that read and write D values, and units of three F
+            units = 3 * shape.inner * shape.each
+            moved += work.job.tokens * others * 2 * (4 * shape.width + units)
+        products = list(backward.products)
+        for each in forward.products:
+            if again and each.product.name != SKIPPED:
+                products.append(replace(each, times=again * each.times))
+        kernels = again * shape.layers * (len(forward.products) + OTHER_KERNELS / 3)
         return replace(
             work,
-            backward=work.backward + again / max(memory.layers, 1) * work.layers,
-            moved=work.moved + work.micro_batches * written,
-            kept=again * memory.kept[LAYERS] + others * kept,
+            backward=replace(
+                backward,
+                products=tuple(products),
+                scores=backward.scores + again * forward.scores,
+                moved=moved,
+            ),
+            kept=layers * memory.kept[LAYERS] + others * kept,
+            kernels=work.kernels + kernels,
+            again=again,
         )
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
@@ -122,9 +147,13 @@ RECOMPUTE_LAYERS = register_policy(RecomputeLayers())
 
 def stop_other_recomputation(model: Any, decision: Decision) -> None:
     """Switch off the model's own recomputation, unless the decision relies on it."""
-    own = decision.runs and decision.layers == 0 and decision.how != CHEAP
-    if recomputes(model) and not own:
+    if recomputes(model) and not is_of_the_model(decision):
         disable_gradient_checkpointing(model)
+
+
+def is_of_the_model(decision: Decision) -> bool:
+    """Return whether the model recomputes its layers by itself, and the run leaves it so."""
+    return decision.runs and decision.layers == 0 and decision.how != CHEAP
 
 
 def asked_recomputation(config: ChronicalsConfig) -> str | None:

@@ -16,7 +16,7 @@ from chronicals.policies.policy import (
     Remedy,
     register_policy,
 )
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import StepWork
 
 
 class ReduceInBackward(Policy):
@@ -72,9 +72,8 @@ class ReduceInBackward(Policy):
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with fp32 gradients that are sent for each micro-batch, not once."""
-        trained = sum(p.numel() for p in facts.trained)
         again = work.micro_batches - 1
-        return replace(work, sent=work.sent + 4 * again * trained)
+        return replace(work, sent=work.sent + 4 * again * work.trained)
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` where processes share the optimizer's states."""

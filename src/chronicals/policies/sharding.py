@@ -25,11 +25,13 @@ from chronicals.policies.divided_weights import (
     load_of_shares,
     why_not_cut,
     why_not_divisible,
+    with_gathered_weights,
 )
 from chronicals.policies.exclusions import EXCLUSIONS, GATHERED
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, fillable, trains_layers
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Remedy, register_policy
+from chronicals.policies.step_time import StepWork
 
 
 class Sharding(Policy):
@@ -94,6 +96,13 @@ class Sharding(Policy):
         if facts.divides_weights:
             return load_of_shares(facts, ranks_per_copy(facts), load)
         return replace(load, states=(load.states + load.weight + 4) / facts.ranks)
+
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the update of a share, and the weights that are gathered for it."""
+        if decision.how != DIVIDE_WEIGHTS:
+            return replace(work, updated=work.updated / facts.ranks)
+        work = replace(work, updated=work.updated / decision.among)
+        return with_gathered_weights(facts, work, decision)
 
     def divide(self, model: Any, facts: Facts, decision: Decision, ranks: Mesh) -> None:
         """Divide the weights, or make whole weights the same in every process.

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from chronicals.memory import LAYERS, NOTHING, OTHERS, Estimate, Moment, recomputes
-from chronicals.policies.exclusions import conditions
+from chronicals.memory import LAYERS, NOTHING, OTHERS, RESERVE, Estimate, Moment, recomputes
+from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
 from chronicals.policies.needed_memory import (
     asked_for,
@@ -19,6 +19,7 @@ from chronicals.policies.needed_memory import (
 from chronicals.policies.policy import POLICIES, Course, Decision, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, asked_recomputation
 from chronicals.policies.sharding import SHARDING, why_stays_whole
+from chronicals.policies.step_time import AS_LONG_AS_PACKS, Documents, ModelSizes, StepWork
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,11 @@ class Fitted:
         """Bytes that the run holds at most."""
         return self.peak.held
 
+    @property
+    def fits(self) -> bool:
+        """True if it fits into what a run plans to use of its card, or if there is no card."""
+        return not self.memory.total or self.held <= RESERVE * self.memory.total
+
 
 def planned_peak(facts: Facts, decisions: Mapping[str, Decision]) -> Moment:
     """Return the largest moment of a run's steps, as expected under what was decided.
@@ -177,6 +183,36 @@ def fit_to_memory(
         )
         sharding = replace(sharding, reason=sharding.reason + words, stay=stay)
     return Fitted(memory, recomputed, sharding)
+
+
+def work_of(
+    facts: Facts,
+    frees: bool,
+    fitted: Fitted,
+    sizes: ModelSizes,
+    documents: Documents = AS_LONG_AS_PACKS,
+) -> StepWork:
+    """Return the work of a step with all policies that run.
+
+    Args:
+        facts: of the run.
+        frees: True if gradients are summed and freed in the backward pass.
+        fitted: its memory, with the recomputation that it needs.
+        sizes: of its model.
+        documents: of its data.
+    """
+    made = {RECOMPUTE_LAYERS.name: fitted.recomputed, SHARDING.name: fitted.sharding}
+    standing = asked_for(facts, frees) | conditions(facts)
+    work = StepWork.of(facts, fitted.memory, sizes, documents)
+    for policy in policies():
+        if policy.name not in standing:
+            continue
+        decision = made.get(policy.name, Decision(policy.name, True, ""))
+        if decision.runs and why_excluded(policy.name, standing, facts) is None:
+            work = policy.work(facts, work, decision)
+        else:
+            standing.discard(policy.name)
+    return work
 
 
 def summary(decisions: Iterable[Decision]) -> list[str]:

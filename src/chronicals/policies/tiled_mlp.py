@@ -20,7 +20,7 @@ from chronicals.policies.policy import (
     Stage,
     register_policy,
 )
-from chronicals.policies.step_work import StepWork
+from chronicals.policies.step_time import SKIPPED, StepWork
 
 
 class TiledMLP(Policy):
@@ -54,10 +54,24 @@ class TiledMLP(Policy):
         return replace(load, step=replace(load.step, tile=TILE), gradient=4)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with the MLPs once more, where there are more rows than a tile."""
+        """Return ``work`` with the MLPs once more, where there are more rows than a tile.
+
+        What layers that are recomputed whole compute again is not counted twice.
+        """
         if not makes_tiles(facts.tokens):
             return work
-        return replace(work, backward=work.backward + work.mlps)
+        backward = work.backward
+        others = 1 - work.again
+        products = list(backward.products)
+        for each in work.forward.products:
+            if each.product.name == "gate_up" and others:
+                products.append(replace(each, times=others * each.times))
+            if each.product.name == SKIPPED:  # by layers, not by tiles
+                products.append(each)
+        shape = work.job.shape
+        moved = others * work.job.tokens * shape.layers * 2 * 3 * shape.inner
+        backward = replace(backward, products=tuple(products), moved=backward.moved + moved)
+        return replace(work, backward=backward)
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` for batches of more rows than a tile."""

@@ -1,4 +1,4 @@
-"""Seconds of a step by part, against sums worked out by hand and against measured steps."""
+"""Seconds of a step by part, against sums worked out by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,11 +8,11 @@ import torch
 
 import runs
 import tiny
+from chronicals.cards.rates import AttentionRate, Rates
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import quantise_layers
 from chronicals.planning import Documents, Machines, plan
-from chronicals.planning.rates import AttentionRate, Rates
-from chronicals.planning.step_time import weights_met
+from chronicals.policies.step_time import weights_met
 
 SIZES = {
     "hidden_size": 2048,
@@ -143,10 +143,14 @@ def test_frozen_weights_have_no_product_for_their_gradient(timed):
 
 
 def test_micro_batches_repeat_all_but_the_update(timed):
+    """And each adds its gradients to fp32 sums, which are read and written."""
     one = timed()
     four = timed(gradient_accumulation_steps=4)
-    for name in ("products", "attention", "elementwise", "loss", "launches"):
+    for name in ("products", "attention", "loss", "launches"):
         assert four.parts[name] == pytest.approx(4 * one.parts[name]), name
+    met, head = weights()
+    trained = met + head + (2 * 4 + 1) * 2048
+    assert four.elementwise - 4 * one.elementwise == pytest.approx(4 * 8 * trained / 1e12)
     assert four.optimizer == one.optimizer
 
 
@@ -197,8 +201,8 @@ def test_a_slow_host_is_waited_for_unless_the_card_replays(timed):
     ],
 )
 def test_what_a_policy_costs_is_in_its_part(fields, part, timed):
-    plain = timed(rank=fields.get("rank", 0), lora_dropout=0.0)
-    assert timed(**{"lora_dropout": 0.0, **fields}).parts[part] > plain.parts[part]
+    plain = timed(rank=fields.get("rank", 0), lora_dropout=0.0, batch_size=8)
+    assert timed(**{"lora_dropout": 0.0, "batch_size": 8, **fields}).parts[part] > plain.parts[part]
 
 
 def test_products_in_fp8_are_faster(timed):

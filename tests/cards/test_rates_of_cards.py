@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from chronicals.config import ConfigurationError
-from chronicals.planning import rates as rates_module
-from chronicals.planning.data_sheets import DATA_SHEETS
-from chronicals.planning.rates import (
+from chronicals.cards import rates as rates_module
+from chronicals.cards.data_sheets import DATA_SHEETS
+from chronicals.cards.rates import (
     BF16,
     DATA_SHEET,
     FP8,
@@ -23,6 +22,7 @@ from chronicals.planning.rates import (
     rates_here,
     rates_of,
 )
+from chronicals.config import ConfigurationError
 from chronicals.step_work import Product
 
 

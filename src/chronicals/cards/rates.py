@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from chronicals.cards.data_sheets import DATA_SHEETS, DataSheet
 from chronicals.config import ConfigurationError
-from chronicals.planning.data_sheets import DATA_SHEETS, DataSheet
 from chronicals.standard_json import to_json
 from chronicals.step_work import Product
 

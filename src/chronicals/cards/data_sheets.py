@@ -158,4 +158,4 @@ DATA_SHEETS = (
         "NVIDIA RTX Blackwell GPU architecture, version 1.1, appendix A",
     ),
 )
-"""Data sheets by card; their words are matched by ``planning.rates.is_named``."""
+"""Data sheets by card; their words are matched by ``cards.rates.is_named``."""
