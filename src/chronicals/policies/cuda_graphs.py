@@ -55,10 +55,9 @@ class CudaGraphs(Switch):
         """
         if facts.on_host:
             return load
-        load = replace(load, workspaces=GRAPHED_WORKSPACES)
-        if facts.alike:
-            return load
-        return replace(load, gradients_stay=True, pooled=self._run(facts))
+        pooled = not facts.alike and self._run(facts)
+        load = replace(load, workspaces=GRAPHED_WORKSPACES, pooled=pooled)
+        return load if facts.alike else replace(load, gradients_stay=True)
 
     def _run(self, facts: Facts) -> bool:
         """Return whether graphs run, by what is known before other policies are decided."""
