@@ -50,7 +50,7 @@ from chronicals.planning.planned_models import planned_frozen, planned_model
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
+from chronicals.policies.facts import DIVIDE_WEIGHTS, NOT_ON_CARD, fillable, trains_layers
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.frozen_models import Held
 from chronicals.policies.model_sizes import ModelSizes, weights_met
@@ -288,12 +288,15 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
     """
     model = planned_model(given, config)
     frozen = planned_frozen(build_objective(config), config)
+    on_card = ranks.device.type == "cuda"
     facts = Facts(
         config,
         model,
         ranks.count,
         config.context_parallel,
         total=fillable(card_memory(ranks.device), config),
+        unfused=None if on_card else NOT_ON_CARD,
+        fuses_whole_layers=on_card,
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)

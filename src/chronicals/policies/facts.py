@@ -26,6 +26,9 @@ GATHERED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.f
 PRODUCT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtype of products, activations and frozen weights, by ``mixed_precision``."""
 
+NOT_ON_CARD = "not on a card"
+"""Reason of a run on the CPU."""
+
 ONE_BY_ONE = "attention runs on one document after the other"
 
 
@@ -131,6 +134,11 @@ class Facts:
         return input_device(self.model).type == "cuda" or (self.planned and self.total > 0)
 
     @property
+    def on_host(self) -> bool:
+        """True if the model runs on the CPU, or is planned to."""
+        return not self.on_card and self.unfused == NOT_ON_CARD
+
+    @property
     def sharing(self) -> int:
         """Number of processes that share the optimizer's states."""
         return 1 if self.config.sharding == "none" else self.ranks
@@ -173,7 +181,7 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
     """
     asks_to_compile = config.use_torch_compile and "use_torch_compile" in config.explicit
     obstacles = {
-        "not on a card": input_device(presented.model).type != "cuda",
+        NOT_ON_CARD: input_device(presented.model).type != "cuda",
         "use_fused_kernels=False": not config.use_fused_kernels,
         "use_torch_compile=True": asks_to_compile,
         "mixed_precision=fp16": config.mixed_precision == "fp16",
