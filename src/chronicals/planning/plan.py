@@ -209,6 +209,7 @@ def plan(
         here=machines.cards,
         total=machines.memory,
         frozen_models=frozen or {},
+        alike=documents.fill_packs(config.max_seq_length),
     )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)

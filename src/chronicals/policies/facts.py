@@ -41,13 +41,14 @@ class Facts:
         here: number of processes on each machine; None for what torchrun says.
         total: bytes of a card; 0 without one.
         packed: True if documents lie in packs, not in padded rows.
-        alike: True if all documents have one length, so that one CUDA graph is captured.
+        alike: True if all documents have as many tokens and targets, so that one CUDA graph is
+            captured.
         one_by_one: True if attention runs on one document after the other.
         head_is_read: True if the loss is computed from hidden states, without whole logits.
         records_routers: True if router logits of the layers are recorded for their losses.
         unfused: reason why decoder layers do not run fused; None where they do.
-        fuses_whole_layers: True if decoder layers run fused, and no half of one is computed by the
-            model's own class.
+        fuses_halves: True if decoder layers run fused, in one piece or as attention and experts, and
+            no half of one is computed by the model's own class.
         backend: name of the attention backend.
         frozen_models: bytes of the objective's frozen models on the card, by name.
         in_fp8: takes inputs and outputs of a trained product, and returns whether it is in FP8;
@@ -66,7 +67,7 @@ class Facts:
     head_is_read: bool = True
     records_routers: bool = False
     unfused: str | None = None
-    fuses_whole_layers: bool = True
+    fuses_halves: bool = True
     backend: str = ""
     in_fp8: Callable[[int, int], bool] | None = None
     frozen_models: Mapping[str, int] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class Facts:
         here: int | None = None,
         exchanging: int = 1,
         frozen_models: Mapping[str, int] | None = None,
+        alike: bool = False,
     ) -> Facts:
         """Read the facts of a run on this machine; see the attributes."""
         model = presented.model
@@ -108,10 +110,11 @@ class Facts:
             head_is_read=presented.head_is_read,
             records_routers=presented.records_routers,
             unfused=unfused,
-            fuses_whole_layers=unfused is None and plan_for(model).fuses_whole_layers,
+            fuses_halves=unfused is None and plan_for(model).fuses_halves,
             backend=backend,
             in_fp8=is_large if config.use_fp8 and trains_all else None,
             frozen_models=frozen_models or {},
+            alike=alike,
         )
 
     @property

@@ -99,14 +99,14 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     copies = adapts_output(facts.model) and facts.backend != "flash-attn-4"
     step = StepShape(
         tokens=config.batch_size * config.max_seq_length,
-        fused=facts.fuses_whole_layers,
+        fused=facts.fuses_halves,
         element=element,
         logit_rows=config.logits_chunk_size,
         magnitudes=has_magnitudes(facts.model),
-        copies_attended=facts.fuses_whole_layers and copies,
+        copies_attended=facts.fuses_halves and copies,
         head_bytes=OBJECTIVES[config.objective].head_bytes,
         gathers_keys=facts.packed and OBJECTIVES[config.objective].shares_prompts(),
-        columns=adapter_columns(facts.model) if facts.fuses_whole_layers else AdapterColumns(),
+        columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
     )
     load = MemoryLoad(
         step=step,
@@ -137,7 +137,7 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         total=facts.total,
         away=load.host,
     )
-    if facts.fuses_whole_layers:
+    if facts.fuses_halves:
         memory = memory.beside(PADDING, padding_bytes(facts, load.step))
     if input_device(facts.model).type != "cpu":  # a plan's model is on the meta device
         memory = memory.beside(WORKSPACES, WORKSPACE_BYTES * load.workspaces)

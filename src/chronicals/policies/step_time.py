@@ -82,6 +82,10 @@ class Documents:
     length: float | None = None
     labelled: float = 1.0
 
+    def fill_packs(self, length: int) -> bool:
+        """Return whether it is known that each fills a pack of ``length`` tokens."""
+        return self.length is not None and self.length >= length
+
 
 AS_LONG_AS_PACKS = Documents()
 """Documents of which nothing is known."""
