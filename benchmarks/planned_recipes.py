@@ -126,10 +126,8 @@ def planned(result: dict[str, Any], rates: Rates) -> Plan | None:
     fields = dict(result["fields"])
     if "teacher" in result:
         fields["sections"] = {"distill": {"divergence": "jsd", "beta": 0.5, "teacher": "teacher"}}
-    if result["preset"]:
-        config = preset(result["preset"], **fields)
-    else:
-        config = ChronicalsConfig(**fields)
+    name = result["preset"]
+    config = preset(name, **fields) if name else ChronicalsConfig(**fields)
     model = shape_on_meta(result["config_class"], result["sizes"])
     if config.quantization is not None:
         quantise_layers(model)

@@ -40,8 +40,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import chronicals.benchmark.card_rates
 import chronicals.kernels.triton_kernels  # imported once, before all recipes fork
-from chronicals.benchmark.pairs import random_pairs
-from chronicals.benchmark.shapes import SHAPES, byte_tokenizer, random_documents, word_tokenizer
+from chronicals.benchmark.shapes import (
+    SHAPES,
+    byte_tokenizer,
+    random_documents,
+    word_tokenizer,
+    zipf_ids,
+)
 from chronicals.config import ChronicalsConfig, preset
 from chronicals.config.presets import CARDS
 from chronicals.models import load_model, quantise_layers
@@ -314,24 +319,32 @@ def from_gguf(recipe: Recipe, folder: Path, tiny: bool) -> Any:
 
 
 def rows_of(recipe: Recipe, config: ChronicalsConfig, vocabulary: int, steps: int) -> list[dict]:
-    """Return random rows for the steps of a recipe."""
+    """Return random rows for the steps of a recipe.
+
+    Pairs and answers have all one length, so that the graphs of the first steps are replayed in the
+    few others.
+    """
     width = config.max_seq_length
     packs = config.batch_size * config.gradient_accumulation_steps
     tokens = packs * width * steps
     if recipe.kind == "documents":
         kind = "ragged" if recipe.ragged else "fixed"
         return [{"input_ids": ids} for ids in random_documents(kind, tokens, width, vocabulary)]
-    pairs = random_pairs(0.5, tokens, width, vocabulary)
+    generator = np.random.default_rng(1)
+    prompt, answer = width // 10, width // 14
+
+    def words(count: int) -> str:
+        return " ".join(f"t{id}" for id in zipf_ids(generator.random(count), vocabulary))
+
+    count = tokens // (prompt + 2 * answer)
     if recipe.kind == "pairs":
-        return pairs
-    labels = np.arange(len(pairs)) % 2 == 0
+        return [
+            {"prompt": words(prompt), "chosen": words(answer), "rejected": words(answer)}
+            for _ in range(count)
+        ]
     return [
-        {
-            "prompt": pair["prompt"],
-            "completion": pair["chosen" if good else "rejected"],
-            "label": bool(good),
-        }
-        for pair, good in zip(pairs, labels)
+        {"prompt": words(prompt), "completion": words(answer), "label": number % 2 == 0}
+        for number in range(count)
     ]
 
 

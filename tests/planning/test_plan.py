@@ -350,6 +350,7 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
 def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, plant):
     fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
+    fields["use_cuda_graphs"] = False  # the trainer's model is on the CPU
     config = runs.config(tmp_path, **fields)
     found = []
     models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 import runs
 import tiny
 from chronicals.cli.app import app
-from chronicals.config import ConfigurationError
+from chronicals.config import ConfigurationError, Recipe
+from chronicals.distributed import Mesh
+from chronicals.kernels.adamw import REFERENCE_COPIES
 from chronicals.memory import OTHERS
 from chronicals.memory.peak import (
     ACTIVATIONS,
@@ -26,8 +28,8 @@ from chronicals.memory.peak import (
 )
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
-from chronicals.planning import Machines, plan, planned_frozen
-from chronicals.planning.space import DRIVER_BYTES, rounding_of
+from chronicals.planning import Machines, plan, planned_frozen, planned_space
+from chronicals.planning.space import DRIVER_BYTES, KEPT_BY_MALLOC, rounding_of
 from chronicals.policies.frozen_models import held_by, planned_bytes
 from chronicals.policies.needed_memory import WORKSPACE_BYTES
 from chronicals.policies.policy import GRAPHED_WORKSPACES
@@ -148,9 +150,26 @@ def test_host_memory_holds_what_is_offloaded(tmp_path):
     host = made.space.host
     assert host[OFFLOADED] == 2 * 2**23  # 3 · 1024 rows of 1024 values are 6 MiB
     assert 9.9 < host["optimizer states in host memory"] / trained(model) <= 10
-    plain, _ = planned(tmp_path)
+    plain, _ = planned(tmp_path, save_steps=2)
     assert set(plain.space.host) == {"staging of a checkpoint"}
+    assert not planned(tmp_path)[0].space.host  # its only checkpoint waits for the last step
     assert plain.space.host["staging of a checkpoint"] == 12 * trained(model)
+
+
+def test_on_the_cpu_host_memory_holds_the_moments(tmp_path):
+    """And the reference's copies of the largest weight in its update, which no card makes."""
+    tiny.llama().config.save_pretrained(tmp_path)
+    recipe = Recipe(model=str(tmp_path), data=["rows.jsonl"])
+    space = planned_space(recipe, runs.config(tmp_path, use_lora=False), Mesh())
+    assert not space.is_on_card and space.on_card == space.driver == space.rounding == 0
+    assert sum(space.host.values()) == space.peak.held == max(space.moments.values())
+    count = sum(p.numel() for p in tiny.llama().parameters())
+    update = 4 * REFERENCE_COPIES * 300 * 64  # its embedding is as large as its head
+    assert space.moments["the update"] == 16 * count + update
+    assert KEPT_BY_MALLOC in space.uncounted and WORKSPACES not in space.host
+    fields = {"use_lora": False, "gradient_accumulation_steps": 1}
+    single = planned_space(recipe, runs.config(tmp_path, **fields), Mesh())
+    assert space.moments["the loss"] - single.moments["the loss"] == 4 * count
 
 
 def test_disk_holds_checkpoints_and_the_model(tmp_path):

@@ -1,8 +1,24 @@
 """Generate answers with a trained model."""
 
 from chronicals.generation.answer import Chat, Trained, generate, generate_answer, load_trained
+from chronicals.generation.engine import Engine, EngineSettings, why_not_served
+from chronicals.generation.requests import Answer, Ending, Request
+from chronicals.generation.sampling import Sampling
 
-__all__ = ["Chat", "Trained", "generate", "generate_answer", "load_trained"]
+__all__ = [
+    "Answer",
+    "Chat",
+    "Ending",
+    "Engine",
+    "EngineSettings",
+    "Request",
+    "Sampling",
+    "Trained",
+    "generate",
+    "generate_answer",
+    "load_trained",
+    "why_not_served",
+]
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +20,16 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
+from chronicals.generation.engine import Engine, why_not_served
+from chronicals.generation.requests import Ending, Request, new_tokens_within
 from chronicals.generation.sampling import Sampling
-from chronicals.models import in_evaluation, input_device, last_position
+from chronicals.models import in_evaluation, input_device
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """Output of a decoder for an incomplete character, whose last bytes are in the next token."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Tokens and strings that end an answer.
-
-    Attributes:
-        tokenizer: tokenizer of transformers.
-        tokens: ids of stop tokens, special or not.
-        strings: stop strings.
-    """
-
-    tokenizer: Any
-    tokens: list[int]
-    strings: list[str]
-
-    def text(self, produced: list[int]) -> str:
-        """Return the text of token ids up to the first stop token or stop string, stripped."""
-        stops = (place for place, token in enumerate(produced) if token in self.tokens)
-        last = next(stops, len(produced))
-        text = self.tokenizer.decode(produced[:last], skip_special_tokens=True)
-        end = min(
-            (text.find(string) for string in self.strings if string in text), default=len(text)
-        )
-        return text[:end].strip()
-
-    def has_string(self, produced: list[int]) -> bool:
-        """Return whether the last tokens contain a stop string, perhaps one of special tokens."""
-        if not self.strings:
-            return False
-        # a character has at most 4 bytes, a token at least one
-        count = 4 * max(map(len, self.strings)) + 8
-        text = self.tokenizer.decode(produced[-count:], skip_special_tokens=False)
-        return any(string in text for string in self.strings)
 
 
 class Stream:
@@ -145,6 +114,11 @@ class Trained:
         strings = [configured] if isinstance(configured, str) else configured or []
         return Ending(self.tokenizer, self.stops, [string for string in strings if string])
 
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine, whose pages of keys and values stay for the next answers."""
+        return Engine(self.model)
+
 
 def load_trained(
     folder: str | Path,
@@ -207,7 +181,7 @@ def generate_answer(
         temperature: 0 always takes the likeliest token.
         seed: seed of the random numbers.
         say: called with each new part of the text; the parts, joined, are the answer.
-        sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
+        sampling: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` of ``Sampling``.
     """
     tokenizer = Tokenizer(trained.tokenizer)
     if trained.chats:
@@ -257,7 +231,7 @@ def generate(
         seed: seed of the random numbers.
         each: called with all new token ids after each token.
         seconds: time limit, after which no further token is begun; at least one is generated.
-        sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
+        sampling: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` of ``Sampling``.
 
     Raises:
         ValueError: ``ids`` is empty or as long as the model's positions, a setting is out of its
@@ -269,15 +243,54 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     model = trained.model
+    limit = new_tokens_within(model, len(ids), max_new_tokens, "ids")
+    if served_by_engine(model, choice, len(ids) + limit):
+        own = choice.with_own(model.generation_config)
+        request = Request(ids, limit, own, ending=trained.ending)
+        on_tokens = None if each is None else lambda _request, _answer, so_far: each([*so_far])
+        ((answer,),) = trained.engine.generate([request], on_tokens, seconds)
+        produced = answer.tokens
+    else:
+        produced = _by_transformers(trained, ids, limit, choice, each, seconds)
+    if len(produced) == limit < max_new_tokens and produced[-1] not in trained.stops:
+        last = len(ids) + limit
+        logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
+    return produced
+
+
+said = set[str]()
+"""Classes and reasons for which it was said that transformers generates."""
+
+
+def served_by_engine(model: Any, choice: Sampling, longest: int) -> bool:
+    """Return whether the engine generates; if not, the reason is logged once a class.
+
+    Args:
+        model: a causal language model.
+        choice: how tokens are chosen.
+        longest: tokens of the longest sequence.
+    """
+    reason = choice.only_in_transformers(model.generation_config)
+    reason = f"the engine does not know {reason}" if reason else why_not_served(model, longest)
+    words = f"{type(model).__name__} generates by transformers, an answer at a time: {reason}"
+    if reason and words not in said:
+        said.add(words)
+        logger.info("%s", words)
+    return not reason
+
+
+def _by_transformers(
+    trained: Trained,
+    ids: list[int],
+    limit: int,
+    choice: Sampling,
+    each: Callable[[list[int]], None] | None,
+    seconds: float | None,
+) -> list[int]:
+    """Return the token ids that follow ``ids`` by transformers' ``generate``."""
+    model = trained.model
     ending = trained.ending
     stops = ending.tokens
-    last = last_position(model, len(ids) + max_new_tokens)
-    limit = max_new_tokens if last is None else last - len(ids)
-    if limit < 1:
-        raise ValueError(
-            f"ids has {len(ids):,} tokens, {type(model).__name__} {last:,} positions: ask "
-            "something shorter"
-        )
     padding = trained.tokenizer.pad_token_id
     config = choice.config(
         model.generation_config,
@@ -301,7 +314,7 @@ def generate(
         _empty_generation_config(model),
         torch.random.fork_rng(devices=devices),
     ):
-        torch.manual_seed(seed)
+        torch.manual_seed(choice.seed)
         out = model.generate(
             inputs,
             generation_config=config,
@@ -309,10 +322,8 @@ def generate(
             logits_processor=[_refuse_non_finite],
             stopping_criteria=[ends] if ending.strings or each is not None else [],
         )
-    produced = out[0, len(ids) :].tolist()
-    if len(produced) == limit < max_new_tokens and produced[-1] not in stops:
-        logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
-    return produced
+    found: list[int] = out[0, len(ids) :].tolist()
+    return found
 
 
 def _refuse_non_finite(_: Tensor, scores: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ SEGMENT_BYTES = 2 << 20
 LARGE_BYTES = 10 << 20
 """Bytes from which a tensor gets a block of its own (``kMinLargeAlloc``)."""
 
+KEPT_BY_MALLOC = "blocks of host memory that the C library keeps after they were freed"
+
 UNCOUNTED = (
     "blocks that torch's allocator keeps after they were freed, which nvidia-smi shows and which "
     "it gives back when memory is short",
@@ -55,6 +57,7 @@ class Space:
         host: bytes in host memory.
         disk: bytes on the disk.
         uncounted: what is not counted, in words.
+        is_on_card: False if the run is on the CPU; moments are then of host memory.
     """
 
     peak: Moment
@@ -65,11 +68,12 @@ class Space:
     host: Mapping[str, int]
     disk: Mapping[str, int]
     uncounted: tuple[str, ...] = UNCOUNTED
+    is_on_card: bool = True
 
     @property
     def on_card(self) -> int:
-        """Bytes of a card that the run takes, with what is not in tensors."""
-        return self.peak.held + self.rounding + self.driver
+        """Bytes of a card that the run takes, with what is not in tensors; 0 on the CPU."""
+        return self.peak.held + self.rounding + self.driver if self.is_on_card else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the space as plain JSON values, with the sums."""
@@ -96,10 +100,11 @@ def space_of(facts: Facts, fitted: Fitted) -> Space:
         fitted: result of ``fit_to_memory``.
     """
     disk = planned_disk_use(facts.model, facts.config)
-    host = {
-        **fitted.memory.in_host_memory(*fitted.plan),
-        "staging of a checkpoint": disk.checkpoint,
-    }
+    host = fitted.memory.in_host_memory(*fitted.plan)
+    if facts.on_host:
+        host |= fitted.peak.parts
+    if disk.at_a_time > 1:  # the last one is written while nothing changes
+        host["staging of a checkpoint"] = disk.checkpoint
     written = {
         f"{disk.at_a_time} checkpoints": disk.checkpoint * disk.at_a_time,
         "the trained model": disk.model,
@@ -108,11 +113,13 @@ def space_of(facts: Facts, fitted: Fitted) -> Space:
     return Space(
         peak=fitted.peak,
         moments={moment.name: moment.held for moment in moments},
-        rounding=rounding_of(facts.model, facts.config),
-        driver=DRIVER_BYTES,
+        rounding=0 if facts.on_host else rounding_of(facts.model, facts.config),
+        driver=0 if facts.on_host else DRIVER_BYTES,
         total=facts.total,
         host=host,
         disk=written,
+        uncounted=(KEPT_BY_MALLOC, *UNCOUNTED[1:]) if facts.on_host else UNCOUNTED,
+        is_on_card=not facts.on_host,
     )
 
 

@@ -52,6 +52,8 @@ class CudaGraphs(Switch):
 
         One graph alone makes them while it frees activations, in the same memory.
         """
+        if facts.on_host:
+            return load
         load = replace(load, workspaces=GRAPHED_WORKSPACES)
         return load if facts.alike else replace(load, gradients_stay=True)
 

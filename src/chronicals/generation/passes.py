@@ -1,0 +1,392 @@
+"""Forward passes of a model's own modules that read and write pages of keys and values.
+
+The attention function of transformers' interface is replaced by a seam, as in training on packs.
+The function gets the new tokens' queries, keys and values from the attention module, writes keys
+and values to the module's pages, and attends over the pages. The pass itself travels to the modules
+as an argument, ``PASS``. The first pass over a model, ``Probe``, finds its attention modules and
+what they store.
+
+Latent attention (DeepSeek-V2, arXiv 2405.04434) stores the latent c and one rotary key for all
+heads. Their products with W_UK and W_UV go to the query and the output ("absorbed"), so a latent
+layer attends like one with a single key head, whose key is [c; k^R] and whose value is c.
+
+Shapes: T new tokens, H query heads, K key heads, D and V widths of a key and a value, R width of a
+latent, N and P widths of the plain and the rotary part of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from chronicals.attention import document_attention, paged_attention_reference
+from chronicals.generation.pages import LayerPages, LayerSizes
+from chronicals.models import attention_seam
+from chronicals.models.attention_seam import Attention, Seam
+
+PASS = "pass_over_pages"
+"""Argument by which a pass travels through a model's modules to the attention function."""
+
+_ATTENTION = "chronicals_pages"
+"""Name in transformers' table of attention functions; no mask function has it, so none is made."""
+
+EXPANSION = "kv_b_proj"
+"""The layer of latent attention that makes keys and values from the latent (W_UK and W_UV)."""
+
+PROBED_TOKENS = 3
+"""Tokens of a probe: more than one, so that heads and tokens are not mistaken for each other."""
+
+LATENT_TOLERANCE = 0.05
+"""Allowed error of keys and values that are computed again from latents, relative to the largest.
+
+Rounding in bf16 gives up to 1e-2, another formula 1.
+"""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is done to the scores of one attention layer.
+
+    Attributes:
+        scale: factor.
+        window: a token attends to itself and the ``window - 1`` before it; None for all.
+        softcap: bound, or None.
+        sinks: ``[H]``, the logit of an extra key, or None.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Pass(Protocol):
+    """One forward pass over pages."""
+
+    def attend(
+        self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
+    ) -> Tensor:
+        """Return the output ``[T, H, V]`` of one attention module."""
+
+
+def _over_pages(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend over pages, by transformers' interface.
+
+    Queries are ``[1, H, T, D]``, keys and values ``[1, K, T, D]``, the output is ``[1, T, H, D]``.
+    """
+    over: Pass | None = options.get(PASS)
+    if over is None or attention_mask is not None or dropout:
+        name = type(module).__name__
+        raise ValueError(f"{name} passes no pages on to its attention, or a mask, or drops out")
+    q_THD, k_TKD, v_TKV = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = Scores(scale, sliding_window, softcap, s_aux)
+    return over.attend(module, q_THD, k_TKD, v_TKV, scores)[None], None
+
+
+AttentionInterface.register(_ATTENTION, _over_pages)
+
+
+class OverPages(Seam):
+    """A seam whose attention runs over pages; no masks are made."""
+
+    def attend(self, name: str, own: Attention) -> Attention:
+        """Return attention over pages, whatever function the configuration names."""
+        return _over_pages
+
+    def name(self, name: str) -> str:
+        """Return the name of attention over pages, by which no mask is made."""
+        return _ATTENTION
+
+
+OVER_PAGES = OverPages("pages")
+
+
+class Latents:
+    """The latents of the current pass, and the weights that make keys and values of them.
+
+    Attributes:
+        current: ``[T, R]`` by attention module, as its expansion was given them.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.current: dict[nn.Module, Tensor] = {}
+        self._weights: dict[nn.Module, Tensor] = {}
+        self._modules = [module for module in model.modules() if hasattr(module, EXPANSION)]
+        self._hooks: list[Any] = []
+
+    def install(self) -> None:
+        """Keep what the expansions are given from now on."""
+        for module in self._modules:
+
+            def keep(_: nn.Module, given: tuple, module: nn.Module = module) -> None:
+                self.current[module] = given[0].reshape(-1, given[0].shape[-1])
+
+            self._hooks.append(getattr(module, EXPANSION).register_forward_pre_hook(keep))
+
+    def remove(self) -> None:
+        """Undo ``install`` and forget latents and weights."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.current.clear()
+        self._weights.clear()
+
+    def weight(self, module: nn.Module, heads: int) -> Tensor:
+        """Return [W_UK; W_UV] ``[H, N + V, R]`` of a module with its adapters; made once."""
+        if module not in self._weights:
+            layer = getattr(module, EXPANSION)
+            if type(layer) is nn.Linear:
+                weight = layer.weight
+            else:
+                latent = self.current[module]
+                one = torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device)
+                weight = layer.forward(one).mT  # past the hooks, which keep latents
+            self._weights[module] = weight
+        return self._weights[module].unflatten(0, (heads, -1))
+
+    def absorbed(
+        self, module: nn.Module, q_THD: Tensor, k_THD: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``[T, H, R + P]`` and keys ``[T, 1, R + P]`` of latents, and W_UV.
+
+        Args:
+            module: the attention module.
+            q_THD: its queries, ``[q^C; q^R]``.
+            k_THD: its keys, ``[k^C; k^R]``; the rotary part is the same in all heads.
+            width: V.
+        """
+        w_HXR = self.weight(module, q_THD.shape[1]).to(q_THD.dtype)
+        plain = w_HXR.shape[1] - width
+        w_HNR, w_HVR = w_HXR.split([plain, width], dim=1)
+        q_THR = torch.einsum("thn,hnr->thr", q_THD[..., :plain], w_HNR)
+        queries = torch.cat((q_THR, q_THD[..., plain:]), -1)
+        latent = self.current[module].to(k_THD.dtype)
+        keys = torch.cat((latent, k_THD[:, 0, plain:]), -1)
+        return queries, keys[:, None], w_HVR
+
+    def explain(self, module: nn.Module, k_THD: Tensor, v_THV: Tensor) -> bool:
+        """Return whether keys and values are those of the module's latents and one rotary key."""
+        latent = self.current.get(module)
+        if latent is None or len(latent) != len(k_THD):
+            return False
+        w_HXR = self.weight(module, k_THD.shape[1])
+        plain = w_HXR.shape[1] - v_THV.shape[2]
+        if plain < 0 or plain > k_THD.shape[2] or w_HXR.shape[2] != latent.shape[1]:
+            return False
+        made = torch.einsum("tr,hxr->thx", latent.float(), w_HXR.float())
+        rotary = k_THD[:, :1, plain:].expand(-1, k_THD.shape[1], -1).float()
+        expected = torch.cat((made[..., :plain], rotary, made[..., plain:]), -1)
+        got = torch.cat((k_THD, v_THV), -1).float()
+        return bool((got - expected).abs().max() <= LATENT_TOLERANCE * got.abs().max())
+
+
+class Probe:
+    """A pass that stores nothing and finds what each attention module would store.
+
+    Attributes:
+        sizes: by attention module, in the order of the layers.
+        devices: devices of the keys.
+    """
+
+    def __init__(self, latents: Latents):
+        self.sizes: dict[nn.Module, LayerSizes] = {}
+        self.devices: set[torch.device] = set()
+        self._latents = latents
+
+    def attend(
+        self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
+    ) -> Tensor:
+        """Return the attention within one document, after noting the sizes."""
+        heads, width = k_TKD.shape[1:]
+        value = v_TKV.shape[2]
+        sizes = LayerSizes(heads, width, value, k_TKD.dtype)
+        if heads == q_THD.shape[1] and self._latents.explain(module, k_TKD, v_TKV):
+            latent = self._latents.current[module].shape[1]
+            plain = self._latents.weight(module, heads).shape[1] - value
+            sizes = LayerSizes(1, latent + width - plain, latent, k_TKD.dtype, latent)
+        self.sizes[module] = sizes
+        self.devices.add(k_TKD.device)
+        bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
+        return _attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
+
+
+@dataclass(frozen=True)
+class PagedPass:
+    """What passes over pages share.
+
+    Attributes:
+        layers: pages of each attention module.
+        latents: latents of the pass.
+        places: int64 ``[T]``, where the new tokens are written: page · S + place within the page.
+    """
+
+    layers: dict[nn.Module, LayerPages]
+    latents: Latents
+    places: Tensor
+
+    def attend(
+        self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
+    ) -> Tensor:
+        """Write keys and values to the module's pages, and attend over its pages."""
+        pages = self.layers[module]
+        if not pages.is_latent:
+            pages.write(self.places, k_TKD, v_TKV)
+            return self.over(pages, q_THD, k_TKD, v_TKV, scores)
+        q_THX, k_T1X, w_HVR = self.latents.absorbed(module, q_THD, k_TKD, v_TKV.shape[2])
+        pages.write(self.places, k_T1X, k_T1X)
+        if self.alone:
+            return self.over(pages, q_THD, k_TKD, v_TKV, scores)
+        o_THR = self.over(pages, q_THX, k_T1X, k_T1X[..., : w_HVR.shape[2]], scores)
+        return torch.einsum("thr,hvr->thv", o_THR, w_HVR)
+
+    @property
+    def alone(self) -> bool:
+        """True if the new tokens attend to each other only, without earlier ones in pages."""
+        return False
+
+    def over(
+        self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
+    ) -> Tensor:
+        """Return the attention over pages, to which the new keys and values have been written."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PrefillPass(PagedPass):
+    """A pass over a pack of chunks: several new tokens of each sequence.
+
+    Attributes:
+        cu_q, longest_q: bounds of the new tokens, int32, and the most of a sequence.
+        cu_k, longest_k: the same of their keys, with those of earlier chunks.
+        keys: int64, where all keys are; None if no sequence has earlier ones.
+    """
+
+    cu_q: Tensor
+    longest_q: int
+    cu_k: Tensor
+    longest_k: int
+    keys: Tensor | None
+
+    @property
+    def alone(self) -> bool:
+        """True if every chunk is the first of its sequence."""
+        return self.keys is None
+
+    def over(
+        self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
+    ) -> Tensor:
+        """Return the attention of the chunks to their sequences."""
+        if self.keys is None:
+            return _attend_documents(q_THD, k_TKD, v_TKV, scores, self.cu_q, self.longest_q)
+        k_TKD, v_TKV = pages.read(self.keys)
+        bounds = self.cu_q, self.longest_q, self.cu_k, self.longest_k
+        return _attend_documents(q_THD, k_TKD, v_TKV, scores, *bounds)
+
+
+@dataclass(frozen=True)
+class DecodePass(PagedPass):
+    """A pass over one new token of each sequence; all its tensors have static shapes.
+
+    Attributes:
+        pages: int64 ``[N, L]``, the block table.
+        lengths: int64 ``[N]``, keys of each sequence, the new one included.
+    """
+
+    pages: Tensor
+    lengths: Tensor
+
+    def over(
+        self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
+    ) -> Tensor:
+        """Return the attention of each token to its sequence."""
+        return paged_attention_reference(
+            q_THD,
+            pages.keys,
+            pages.values,
+            self.pages,
+            self.lengths,
+            scores.sinks,
+            scale=scores.scale,
+            window=scores.window,
+            softcap=scores.softcap,
+        )
+
+
+def _attend_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    cu_q: Tensor,
+    longest_q: int,
+    cu_k: Tensor | None = None,
+    longest_k: int | None = None,
+) -> Tensor:
+    return document_attention(
+        q,
+        k,
+        v,
+        cu_q,
+        longest_q,
+        cu_k,
+        longest_k,
+        scores.sinks,
+        scale=scores.scale,
+        window=scores.window,
+        softcap=scores.softcap,
+    )
+
+
+@contextmanager
+def attending_pages(model: nn.Module) -> Iterator[Latents]:
+    """A context in which the model's attention runs over pages; yields its latents.
+
+    Raises:
+        RuntimeError: a module would attend in another way.
+    """
+    latents = Latents(model)
+    attention_seam.install_seam(model, OVER_PAGES)
+    try:
+        without = attention_seam.module_without(model, OVER_PAGES)
+        if without:
+            raise RuntimeError(f"the attention of {without} cannot be replaced")
+        latents.install()
+        yield latents
+    finally:
+        latents.remove()
+        attention_seam.remove_seam(model, OVER_PAGES)
+
+
+def run_pass(model: Any, ids: Tensor, positions: Tensor, over: Pass) -> Tensor:
+    """Return the last hidden states ``[T, D]`` of the new tokens.
+
+    Args:
+        model: a causal language model within ``attending_pages``.
+        ids: int64 ``[T]``, the tokens.
+        positions: int64 ``[T]``, their positions in their sequences.
+        over: where keys and values are.
+    """
+    arguments: dict[str, Any] = {PASS: over}
+    out = model.get_decoder()(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments
+    )
+    states: Tensor = out.last_hidden_state[0]
+    return states

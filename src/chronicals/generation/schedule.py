@@ -1,0 +1,265 @@
+"""Which sequences have pages, and what is computed next.
+
+A request's prompt is computed and stored once; its answers share the pages, and each copies the
+last one if it is not full. Answers run in the order of the requests. When pages run out the
+youngest one gives its own back and waits; later its tokens are computed again in a prefill pass,
+and it goes on where it was. Random numbers depend on positions only, so nothing else changes.
+
+The oldest answer never gives its pages to another, so each answer ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from chronicals.generation.pages import PagePool
+from chronicals.generation.requests import Answer, Request
+
+
+@dataclass(eq=False)
+class Prompt:
+    """The prompt of a request.
+
+    Attributes:
+        request: the request.
+        order: its place among the requests.
+        limit: most new tokens of an answer.
+        pages: its pages; empty if it is not stored.
+        computed: number of its tokens whose keys and values are in the pages.
+        state: hidden state ``[D]`` of its last token, from which each answer's first token is
+            drawn; None until it is computed.
+        unfinished: number of its answers that have not ended.
+        running: number of its answers that have pages.
+    """
+
+    request: Request
+    order: int
+    limit: int
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    state: Tensor | None = None
+    unfinished: int = 0
+    running: int = 0
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Tokens to compute."""
+        return self.request.prompt
+
+    @property
+    def wanted(self) -> int:
+        """Number of tokens whose keys and values must be in pages."""
+        return len(self.request.prompt)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Place in the order of sequences; older ones are smaller."""
+        return self.order, -1
+
+
+@dataclass(eq=False)
+class Sample:
+    """An answer that is being generated, or waits for pages.
+
+    Attributes:
+        prompt: its prompt.
+        number: its number within the request.
+        key: key of its random numbers.
+        answer: what is generated so far.
+        pages: pages of the prompt's and its own tokens; empty while it waits.
+        computed: number of tokens, the prompt's included, whose keys and values are in the pages.
+    """
+
+    prompt: Prompt
+    number: int
+    key: int
+    answer: Answer = field(default_factory=Answer)
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Tokens of the prompt and of the answer."""
+        return [*self.prompt.request.prompt, *self.answer.tokens]
+
+    @property
+    def wanted(self) -> int:
+        """Number of tokens whose keys and values must be in pages before the next step.
+
+        The last token's are made in that step.
+        """
+        return len(self.prompt.request.prompt) + max(len(self.answer.tokens) - 1, 0)
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that may still be generated."""
+        return self.prompt.limit - len(self.answer.tokens)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Place in the order of sequences; older ones are smaller."""
+        return self.prompt.order, self.number
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start`` to ``end`` of a sequence, which are computed in one prefill pass."""
+
+    of: Prompt | Sample
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A page that is copied to another before the next pass."""
+
+    source: int
+    target: int
+
+
+class Schedule:
+    """The sequences of a call of the engine.
+
+    Args:
+        answers: all answers, the oldest first.
+        pool: the pages.
+        page_size: tokens of a page.
+        slots: most answers that run at once.
+        chunk_tokens: most tokens of a prefill pass.
+
+    Attributes:
+        waiting, running: answers without and with pages, the oldest first.
+        copies: pages to copy before the next pass.
+        evictions: number of answers that gave their pages back and had to be computed again.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Sample],
+        pool: PagePool,
+        page_size: int,
+        slots: int,
+        chunk_tokens: int,
+    ):
+        self.waiting = [*answers]
+        self.running = list[Sample]()
+        self.copies = list[Copy]()
+        self.evictions = 0
+        self._prompts = list(dict.fromkeys(one.prompt for one in answers))
+        self._pool = pool
+        self._page_size = page_size
+        self._slots = slots
+        self._chunk_tokens = chunk_tokens
+        for one in answers:
+            one.prompt.unfinished += 1
+
+    def pages_of(self, tokens: int) -> int:
+        """Return how many pages ``tokens`` tokens take."""
+        return -(-tokens // self._page_size)
+
+    def admit(self) -> None:
+        """Give pages to waiting prompts and answers in order, as long as there is room."""
+        slots = self._slots - len(self.running)
+        for one in [*self.waiting][: max(slots, 0)]:
+            prompt = one.prompt
+            if not prompt.pages:
+                count = self.pages_of(prompt.wanted)
+                if not self._has_room(count):
+                    return
+                prompt.pages = self._pool.take(count)
+            if prompt.computed == prompt.wanted and not self._begin(one):
+                return
+
+    def _has_room(self, count: int) -> bool:
+        """Return whether pages are left for the running answers' next tokens, too.
+
+        Without these, what is given pages now would soon have to give them back.
+        """
+        return len(self._pool.free) >= count + len(self.running)
+
+    def _begin(self, one: Sample) -> bool:
+        """Let an answer run on its prompt's pages, if there is room for its own tokens."""
+        prompt = one.prompt
+        whole, partly = divmod(prompt.wanted, self._page_size)
+        alone = prompt.unfinished == 1
+        own = self.pages_of(one.wanted) - whole
+        if alone:
+            own -= bool(partly)
+        if not self._has_room(own):
+            return False
+        fresh = self._pool.take(own)
+        if alone:  # nobody else will need the prompt's pages, so none is copied
+            one.pages = [*prompt.pages, *fresh]
+            prompt.pages = []
+            prompt.computed = 0
+        else:
+            one.pages = [*self._pool.share(prompt.pages[:whole]), *fresh]
+            if partly:
+                self.copies.append(Copy(prompt.pages[whole], fresh[0]))
+        one.computed = prompt.wanted
+        prompt.running += 1
+        self.waiting.remove(one)
+        self.running.append(one)
+        return True
+
+    def chunks(self) -> list[Chunk]:
+        """Return what the next prefill pass computes, the oldest sequences first."""
+        found = list[Chunk]()
+        room = self._chunk_tokens
+        stored: list[Prompt | Sample] = [one for one in self._prompts if one.pages]
+        for one in sorted([*stored, *self.running], key=lambda one: one.age):
+            end = min(one.wanted, one.computed + room)
+            if end > one.computed:
+                found.append(Chunk(one, one.computed, end))
+                room -= end - one.computed
+        return found
+
+    def beginning(self) -> list[Sample]:
+        """Return answers that run and have no token yet."""
+        return [one for one in self.running if not one.answer.tokens]
+
+    def decoding(self) -> list[Sample]:
+        """Return answers that can take a step: all their tokens but the last are in pages."""
+        return [one for one in self.running if one.answer.tokens and one.computed == one.wanted]
+
+    def make_room(self, steps: int) -> None:
+        """Give pages for ``steps`` further tokens to all that decode; the youngest may lose theirs."""
+        for one in sorted(self.decoding(), key=lambda one: one.age):
+            while one.pages:
+                missing = self.pages_of(one.computed + steps) - len(one.pages)
+                if missing <= len(self._pool.free):
+                    one.pages += self._pool.take(max(missing, 0))
+                    break
+                self.evict_youngest()
+
+    def evict_youngest(self) -> None:
+        """Take the pages of the youngest answer, or of a younger prompt that no answer runs on."""
+        unused = [one for one in self._prompts if one.pages and not one.running]
+        holders: list[Prompt | Sample] = [*unused, *self.running]
+        youngest = max(holders, key=lambda one: one.age)
+        if isinstance(youngest, Sample):
+            self.running.remove(youngest)
+            self.waiting.append(youngest)
+            self.waiting.sort(key=lambda one: one.age)
+            youngest.prompt.running -= 1
+            self.evictions += 1
+        self._forget(youngest)
+
+    def finish(self, one: Sample) -> None:
+        """Take the pages of an answer that has ended, and its prompt's after the last one."""
+        self.running.remove(one)
+        self._forget(one)
+        one.prompt.running -= 1
+        one.prompt.unfinished -= 1
+        if not one.prompt.unfinished:
+            self._forget(one.prompt)
+
+    def _forget(self, one: Prompt | Sample) -> None:
+        self._pool.release(one.pages)
+        one.computed = 0
+        if isinstance(one, Prompt):
+            one.state = None
