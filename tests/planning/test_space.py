@@ -83,7 +83,7 @@ def test_a_peak_is_the_largest_moment_and_the_sum_of_its_parts(tmp_path):
     assert made.held == space.peak.held == sum(space.peak.parts.values())
     assert made.held == max(space.moments.values()) == space.moments[space.peak.name]
     assert len(space.moments) == 4
-    assert space.on_card == made.held + space.rounding + space.driver
+    assert space.on_card == made.held + space.rounding + space.graphs + space.driver
     assert space.driver == DRIVER_BYTES
 
 
@@ -191,6 +191,26 @@ def test_only_large_weights_are_rounded_to_blocks(tmp_path):
     assert rounding_of(layers[0].half().float(), config) == 12 * 2**20 - 12_000_000
     small = torch.nn.Linear(1000, 1000, device="meta")
     assert rounding_of(small, config) == 0
+
+
+def test_graphs_keep_a_pool_where_they_run(tmp_path):
+    """What a step makes beside weights, states and gradients, once more."""
+    fields = {"gradient_accumulation_steps": 2}
+    made, model = planned(tmp_path, **fields)
+    standing = (TRAINED_WEIGHTS, STATES, GRADIENTS, WORKSPACES)
+    made_by_step = made.held - sum(made.space.peak.parts[part] for part in standing)
+    assert made.space.graphs == made_by_step > 0
+    for without in ({"use_cuda_graphs": False}, {"mixed_precision": "fp16"}):
+        assert planned(tmp_path, **{**fields, **without})[0].space.graphs == 0
+
+
+def test_frozen_weights_with_copies_in_fp8_are_in_host_memory(tmp_path):
+    """In 16 bits, those of the layers' products; the table, the head and adapters stay."""
+    fields = {"use_lora": True, "use_fp8": True, "memory": ["offload_frozen_weights"]}
+    made, model = planned(tmp_path, **fields)
+    layer = model.model.layers[0]
+    values = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.requires_grad)
+    assert made.space.host["frozen weights in host memory"] == 2 * 2 * values
 
 
 @pytest.mark.slow

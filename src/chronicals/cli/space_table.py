@@ -34,6 +34,8 @@ def show_space(space: Space, console: Console) -> None:
         table.add_section()
         table.add_row("tensors, at most", f"{space.peak.held / GIB:.2f}")
         table.add_row("allocator's rounding of weights", f"{space.rounding / GIB:.2f}")
+        if space.graphs:
+            table.add_row("pool of CUDA graphs", f"{space.graphs / GIB:.2f}")
         table.add_row("the driver's own", f"{space.driver / GIB:.2f}")
         of_card = f" of {space.total / GIB:.2f}" if space.total else ""
         table.add_row("[bold]in all[/]", f"[bold]{space.on_card / GIB:.2f}[/]{of_card}")

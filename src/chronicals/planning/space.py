@@ -40,6 +40,8 @@ UNCOUNTED = (
     "it gives back when memory is short",
     "host memory of Python and its libraries, and of the model while it is read",
     "the token store, which is read through the page cache",
+    "what chronicals merge and export write, which are commands of their own: merged weights in 16 "
+    "bits take 2 bytes a weight of the model",
 )
 """Space that no part counts, in words."""
 
@@ -52,6 +54,7 @@ class Space:
         peak: largest moment of a step on a card.
         moments: bytes of each moment of a step, by name, in their order.
         rounding: bytes by which the allocator rounds weights up to whole blocks.
+        graphs: bytes of the pool of CUDA graphs, beside a micro-step that no graph has.
         driver: bytes of the driver on a card.
         total: bytes of the card.
         host: bytes in host memory.
@@ -63,6 +66,7 @@ class Space:
     peak: Moment
     moments: Mapping[str, int]
     rounding: int
+    graphs: int
     driver: int
     total: int
     host: Mapping[str, int]
@@ -73,7 +77,8 @@ class Space:
     @property
     def on_card(self) -> int:
         """Bytes of a card that the run takes, with what is not in tensors; 0 on the CPU."""
-        return self.peak.held + self.rounding + self.driver if self.is_on_card else 0
+        beside = self.rounding + self.graphs + self.driver
+        return self.peak.held + beside if self.is_on_card else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the space as plain JSON values, with the sums."""
@@ -83,6 +88,7 @@ class Space:
             "held": self.peak.held,
             "moments": dict(self.moments),
             "rounding": self.rounding,
+            "graphs": self.graphs,
             "driver": self.driver,
             "on_card": self.on_card,
             "total": self.total,
@@ -114,6 +120,7 @@ def space_of(facts: Facts, fitted: Fitted) -> Space:
         peak=fitted.peak,
         moments={moment.name: moment.held for moment in moments},
         rounding=0 if facts.on_host else rounding_of(facts.model, facts.config),
+        graphs=fitted.memory.pool(*fitted.plan),
         driver=0 if facts.on_host else DRIVER_BYTES,
         total=facts.total,
         host=host,

@@ -147,6 +147,7 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         gradients=gradients,
         total=facts.total,
         away=load.host,
+        pooled=load.pooled,
     )
     if facts.fuses_halves:
         memory = memory.beside(PADDING, padding_bytes(facts, load.step))
