@@ -45,6 +45,7 @@ ROUND = Rates(
     host=1e10,
     launch=1e-12,
     gap=1e-12,
+    backend="",
 )
 
 
@@ -249,6 +250,15 @@ def test_a_reference_takes_a_forward_pass_without_adapters(timed):
     assert 2 * added < judged.products - odds.products < 2.05 * added
     eight = timed(rank=8, objective="dpo", use_fp8=True).products
     assert eight < timed(rank=8, objective="orpo", use_fp8=True).products + 0.8 * added
+
+
+def test_the_host_launches_what_comes_before_a_step(timed):
+    """Both passes of KTO; the reference of DPO and a teacher are in what the card replays."""
+    slow = replace(ROUND, launch=1e-2, gap=1e-6)
+    judged = timed(slow, rank=8, objective="kto")
+    assert judged.seconds == pytest.approx(1e-2 * 4 * (4 + 8 + 2 * 22 / 3), rel=0.01)
+    assert timed(slow, rank=8, objective="dpo").launches < 1e-3
+    assert timed(slow, **TEACHER, frozen=teacher(4)).launches < 1e-3
 
 
 def test_what_the_loss_of_answers_computes_again_is_counted(timed):

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from chronicals.cards import BF16, Rates
+from chronicals.cards import BF16, FP32, Rates
 from chronicals.memory import NOTHING, Estimate
-from chronicals.objectives import OBJECTIVES, build_objective
+from chronicals.objectives import OBJECTIVES, Objective, build_objective
 from chronicals.objectives.terms import ADAPTERS_OFF, TRAINED_MODEL
 from chronicals.policies.facts import PRODUCT_TYPES, Facts
 from chronicals.policies.model_sizes import ModelSizes
@@ -55,6 +55,9 @@ DROPOUT_BYTES = 6
 the input is read once more, and its gradient read and written once more
 (``kernels.dropped_products``).
 """
+
+WIDER = {BF16: 1, FP32: 2}
+"""Bytes of an element over those in 16 bits, by the format of products."""
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products for two."""
@@ -94,6 +97,10 @@ class Documents:
 
     length: float | None = None
     labelled: float = 1.0
+
+    def fill_packs(self, length: int) -> bool:
+        """Return whether it is known that each fills a pack of ``length`` tokens."""
+        return self.length is not None and self.length >= length
 
 
 AS_LONG_AS_PACKS = Documents()
@@ -195,6 +202,8 @@ class ForwardOnly:
         head: products of the head.
         loss: bytes of the logits.
         kernels: number of kernels.
+        replayed: True if it is part of what the card replays; False if the host launches it before
+            (``Objective.before_step``).
     """
 
     name: str
@@ -203,17 +212,19 @@ class ForwardOnly:
     head: tuple[Multiplied, ...]
     loss: float
     kernels: float
+    replayed: bool = True
 
     @classmethod
-    def of(cls, name: str, job: Job, scale: float) -> ForwardOnly:
+    def of(cls, name: str, job: Job, scale: float, form: str) -> ForwardOnly:
         """Return the pass of a model whose logits are made once and read.
 
         Args:
             name: whose it is.
             job: sizes of the micro-batch.
             scale: weights of the model's layers over those of its shape.
+            form: format of operands.
         """
-        layers = forward_pass(job, scale)
+        layers = forward_pass(job, scale, form)
         kernels = (
             len(layers.products)
             + OTHER_KERNELS / 3
@@ -223,8 +234,8 @@ class ForwardOnly:
             name=name,
             job=job,
             layers=layers,
-            head=tuple(each for each in head_products(job) if each.product.kind == "forward"),
-            loss=2 * job.shape.vocabulary * job.labelled * job.tokens,
+            head=tuple(each for each in head_products(job, form) if each.product.kind == "forward"),
+            loss=2 * WIDER[form] * job.shape.vocabulary * job.labelled * job.tokens,
             kernels=job.shape.layers * kernels,
         )
 
@@ -298,13 +309,15 @@ class StepWork:
         """
         job = job_of(facts, sizes, documents)
         objective = OBJECTIVES[facts.config.objective]
-        forward = forward_pass(job, sizes.scale)
+        form = form_of(facts)
+        wider = WIDER[form]
+        forward = forward_pass(job, sizes.scale, form)
         gradients = [each for each in products(job) if each.kind != "forward"]
-        moved = job.tokens * elementwise_bytes(job.shape) - forward.moved
+        moved = wider * job.tokens * elementwise_bytes(job.shape) - forward.moved
         dropped = job.tokens * dropout_bytes(facts, job)
         kernels = kernels_of(job)
         if facts.packed and objective.shares_prompts():
-            gathered = 2 * job.tokens * job.shape.layers * job.shape.kv
+            gathered = 2 * wider * job.tokens * job.shape.layers * job.shape.kv
             forward = replace(forward, moved=forward.moved + SHARED_FORWARD_BYTES * gathered)
             moved += SHARED_BACKWARD_BYTES * gathered
             kernels += SHARED_KERNELS * job.shape.layers
@@ -315,19 +328,22 @@ class StepWork:
             micro_batches=facts.config.gradient_accumulation_steps,
             forward=replace(forward, moved=forward.moved + dropped / 3),
             backward=Pass(
-                products=of_layers(gradients, sizes.scale),
+                products=of_layers(gradients, sizes.scale, form),
                 scores=0.0,
                 score_gradients=ATTENTION_BACKWARD * forward.scores,
                 moved=moved + 2 * dropped / 3 + magnitude_bytes(job, sizes),
                 dequantised=forward.dequantised,
             ),
-            head=head_products(job, logits.logits) if logits.logits else (),
-            loss=logits.moved * job.shape.vocabulary * job.labelled * job.tokens,
+            head=head_products(job, form, logits.logits) if logits.logits else (),
+            loss=wider * logits.moved * job.shape.vocabulary * job.labelled * job.tokens,
             updated=update_bytes(facts, sizes.trained, facts.config.optimizer_state_dtype),
             trained=sizes.trained,
             kept=memory.layers * memory.kept[NOTHING],
             kernels=kernels,
-            forwards=tuple(forward_passes(facts, job, sizes)),
+            forwards=tuple(
+                replace(each, replayed=objective.before_step is Objective.before_step)
+                for each in forward_passes(facts, job, sizes)
+            ),
         )
 
     def at(self, rates: Rates) -> StepTime:
@@ -347,9 +363,10 @@ class StepWork:
         loss = rounds * (self.loss + sum(each.loss for each in self.forwards)) / rates.copy
         busy = multiplied + attended + elementwise + loss + optimizer + copies
         launches = rounds * (self.kernels + sum(each.kernels for each in self.forwards))
-        waiting = launches * rates.gap
-        if not self.replayed:
-            waiting = max(waiting, launches * rates.launch - busy)
+        by_host = launches
+        if self.replayed:
+            by_host = rounds * sum(each.kernels for each in self.forwards if not each.replayed)
+        waiting = max(launches * rates.gap, by_host * rates.launch - busy)
         return StepTime(
             products=multiplied,
             attention=attended,
@@ -387,11 +404,12 @@ def forward_passes(facts: Facts, job: Job, sizes: ModelSizes) -> Iterator[Forwar
         job: sizes of a micro-batch.
         sizes: of the trained model.
     """
+    form = form_of(facts)
     for name in build_objective(facts.config).forward_passes(facts.config):
         if name == TRAINED_MODEL:
-            yield ForwardOnly.of(name, job, sizes.scale)
+            yield ForwardOnly.of(name, job, sizes.scale, form)
         elif name == ADAPTERS_OFF:
-            yield ForwardOnly.of(name, replace(job, rank=0), sizes.scale)
+            yield ForwardOnly.of(name, replace(job, rank=0), sizes.scale, form)
         elif name in facts.frozen_models:
             other = facts.frozen_models[name].sizes
             dense = PRODUCT_TYPES[facts.config.mixed_precision].itemsize
@@ -401,32 +419,40 @@ def forward_passes(facts: Facts, job: Job, sizes: ModelSizes) -> Iterator[Forwar
                 rank=0,
                 dequantised_bytes=NF4.bytes_a_value(dense) + dense if other.packed else 0.0,
             )
-            yield ForwardOnly.of(name, its_job, other.scale)
+            yield ForwardOnly.of(name, its_job, other.scale, form)
 
 
-def forward_pass(job: Job, scale: float) -> Pass:
-    """Return the forward pass of a micro-batch through the layers; arguments as ``ForwardOnly``."""
+def form_of(facts: Facts) -> str:
+    """Return the format of the operands of a run's products; fp16 is as fast as bf16."""
+    return FP32 if facts.config.mixed_precision == "fp32" else BF16
+
+
+def forward_pass(job: Job, scale: float, form: str) -> Pass:
+    """Return the forward pass of a micro-batch through the layers; see ``ForwardOnly.of``."""
+    made = [each for each in products(job) if each.kind == "forward"]
     return Pass(
-        products=of_layers([each for each in products(job) if each.kind == "forward"], scale),
+        products=of_layers(made, scale, form),
         scores=attention_flops(job) * job.tokens,
         score_gradients=0.0,
-        moved=job.tokens * forward_bytes(job.shape),
+        moved=WIDER[form] * job.tokens * forward_bytes(job.shape),
         dequantised=dequantised_bytes(job) / 2,
     )
 
 
-def of_layers(made: Iterable[Product], scale: float) -> tuple[Multiplied, ...]:
+def of_layers(made: Iterable[Product], scale: float, form: str) -> tuple[Multiplied, ...]:
     """Return those of the products that are of layers; a size that differs between them is 0."""
     return tuple(
-        Multiplied(each, scale * each.count) for each in made if each.name != "head" and each.flops
+        Multiplied(each, scale * each.count, form)
+        for each in made
+        if each.name != "head" and each.flops
     )
 
 
-def head_products(job: Job, logits: int = 1) -> tuple[Multiplied, ...]:
+def head_products(job: Job, form: str, logits: int = 1) -> tuple[Multiplied, ...]:
     """Return the products of the head, of which those for the logits are made ``logits`` times."""
     times = {"forward": logits, "dX": 1, "dW": 1}
     return tuple(
-        Multiplied(each, times[each.kind] * each.count)
+        Multiplied(each, times[each.kind] * each.count, form)
         for each in products(job)
         if each.name == "head"
     )
