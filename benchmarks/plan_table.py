@@ -87,9 +87,9 @@ No card is needed, data are not read, and of the models their configurations alo
 largest moment of a step: the loss, the backward pass of the last or of the first layer, or the gradient of the embedding.
 Each is a sum of parts: weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in
 its backward pass, logits of a chunk, dequantised weights, workspaces, frozen models (a teacher, a reference model), the
-allocator's rounding of weights, the pool of CUDA graphs, and the driver's own, which `nvidia-smi` shows beside torch. Host memory
-(pinned copies, frozen weights that left the card, staging of a checkpoint) and disk (checkpoints, the model) stand below, then
-what no part counts.
+allocator's rounding of weights, the pool of CUDA graphs, and the driver's own, which `nvidia-smi` shows beside torch. Host
+memory (pinned copies, frozen weights that left the card, staging of a checkpoint) and disk (checkpoints, the model) stand
+below, then what no part counts.
 
 All graphs share one pool with what a micro-step makes, and it stays while a micro-step of a shape that no graph has makes the
 same outside of it. Where all documents have one length there is one shape, and no second time.

@@ -196,7 +196,7 @@ def test_only_large_weights_are_rounded_to_blocks(tmp_path):
 def test_graphs_keep_a_pool_where_they_run(tmp_path):
     """What a step makes beside weights, states and gradients, once more."""
     fields = {"gradient_accumulation_steps": 2}
-    made, model = planned(tmp_path, **fields)
+    made, _ = planned(tmp_path, **fields)
     standing = (TRAINED_WEIGHTS, STATES, GRADIENTS, WORKSPACES)
     made_by_step = made.held - sum(made.space.peak.parts[part] for part in standing)
     assert made.space.graphs == made_by_step > 0

@@ -45,12 +45,13 @@ from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
-from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.planned_models import planned_model
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.facts import DIVIDE_WEIGHTS, NOT_ON_CARD, fillable, trains_layers
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
+from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding, work_of
