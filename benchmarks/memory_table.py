@@ -25,7 +25,6 @@ from chronicals.config import ChronicalsConfig
 from chronicals.memory import Moment
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel
-from chronicals.patching.layer_policies import is_large
 from chronicals.policies import Facts, fit_to_memory
 from chronicals.policies.frozen_models import planned_bytes
 from chronicals.policies.needed_memory import expected_memory
@@ -112,7 +111,6 @@ def planned(row: dict, arm: str, total: int) -> Moment:
         model,
         total=total,
         backend="flash-attn-4",
-        in_fp8=is_large if config.use_fp8 and not config.use_lora else None,
         frozen_models=frozen,
         alike=row["data"] == "fixed",
     )

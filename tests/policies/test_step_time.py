@@ -43,6 +43,7 @@ ROUND = Rates(
     host=1e10,
     launch=1e-12,
     gap=1e-12,
+    backend="",
 )
 
 

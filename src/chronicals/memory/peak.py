@@ -547,15 +547,15 @@ class _LayerElements:
         # Outputs of matrix products, without gate and up, which are kept anyway.
         products = queries + 2 * keys + 2 * width
         if step.fused:
-            kept = {
-                # Experts keep the inputs of their gated units, and make the units again.
-                NOTHING: 4 * width + attended + (2 if routed else 3) * in_mlp + of_rows,
-                CHEAP: 2 * width + attended + 2 * in_mlp + of_rows,
-            }
+            # Experts keep the inputs of their gated units, and make the units again.
+            kept = {NOTHING: 4 * width + attended + (2 if routed else 3) * in_mlp + of_rows}
+            if not routed:  # layers with experts never run in one piece, which makes norms again
+                kept[CHEAP] = 2 * width + attended + 2 * in_mlp + of_rows
             # Columns stay with an input, and are made again with one that is.
             with_inputs = columns.queries + columns.gate + columns.down
             kept[NOTHING] += columns.output + with_inputs
-            kept[CHEAP] += columns.output
+            if CHEAP in kept:
+                kept[CHEAP] += columns.output
         elif step.on_host is not None:
             kept = {
                 NOTHING: _kept_on_host(step.on_host, width, queries, keys, in_mlp, step.element)

@@ -49,7 +49,14 @@ from chronicals.planning.planned_models import planned_model
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, NOT_ON_CARD, fillable, trains_layers
+from chronicals.policies.facts import (
+    DIVIDE_WEIGHTS,
+    NOT_ON_CARD,
+    backend_on,
+    expected_backend,
+    fillable,
+    trains_layers,
+)
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
 from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.needed_memory import expected_memory
@@ -210,6 +217,8 @@ def plan(
         here=machines.cards,
         total=machines.memory,
         frozen_models=frozen or {},
+        backend=expected_backend(config, machines.rates.backend),
+        alike=documents.fill_packs(config.max_seq_length),
     )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
@@ -295,7 +304,8 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
         config.context_parallel,
         total=fillable(card_memory(ranks.device), config),
         unfused=None if on_card else NOT_ON_CARD,
-        fuses_whole_layers=on_card,
+        fuses_halves=on_card,
+        backend=backend_on(ranks.device, config, model),
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)

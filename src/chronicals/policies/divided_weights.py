@@ -138,7 +138,7 @@ def load_of_shares(facts: Facts, among: int, load: MemoryLoad) -> MemoryLoad:
     config = facts.config
     model = facts.model
     # The copy of attention's output is counted for every backend, needed or not.
-    copies = facts.fuses_whole_layers and adapts_output(model)
+    copies = facts.fuses_halves and adapts_output(model)
     load = replace(load, step=replace(load.step, copies_attended=copies))
     if not trains_layers(facts.model):
         extra = _beside_frozen_shares(model, load.step.element, among)

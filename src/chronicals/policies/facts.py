@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chronicals.attention import choose_backend
+from chronicals.attention.backends import EXACT_ORDER
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import card_memory, decoder_layers
 from chronicals.model_shape import ModelShape
@@ -44,17 +45,16 @@ class Facts:
         here: number of processes on each machine; None for what torchrun says.
         total: bytes of a card; 0 without one.
         packed: True if documents lie in packs, not in padded rows.
-        alike: True if all documents have one length, so that one CUDA graph is captured.
+        alike: True if all documents have as many tokens and targets, so that one CUDA graph is
+            captured.
         one_by_one: True if attention runs on one document after the other.
         head_is_read: True if the loss is computed from hidden states, without whole logits.
         records_routers: True if router logits of the layers are recorded for their losses.
         unfused: reason why decoder layers do not run fused; None where they do.
-        fuses_whole_layers: True if decoder layers run fused, and no half of one is computed by the
-            model's own class.
+        fuses_halves: True if decoder layers run fused, in one piece or as attention and experts, and
+            no half of one is computed by the model's own class.
         backend: name of the attention backend.
         frozen_models: bytes of the objective's frozen models on the card, by name.
-        in_fp8: takes inputs and outputs of a trained product, and returns whether it is in FP8;
-            None where none is.
     """
 
     config: ChronicalsConfig
@@ -69,9 +69,8 @@ class Facts:
     head_is_read: bool = True
     records_routers: bool = False
     unfused: str | None = None
-    fuses_whole_layers: bool = True
+    fuses_halves: bool = True
     backend: str = ""
-    in_fp8: Callable[[int, int], bool] | None = None
     frozen_models: Mapping[str, int] = field(default_factory=dict)
     alike: bool = False
 
@@ -85,19 +84,11 @@ class Facts:
         here: int | None = None,
         exchanging: int = 1,
         frozen_models: Mapping[str, int] | None = None,
+        alike: bool = False,
     ) -> Facts:
         """Read the facts of a run on this machine; see the attributes."""
         model = presented.model
         unfused = why_not_fused(config, presented)
-        trains_all = all(p.requires_grad for p in model.get_decoder().parameters())
-        text = model.config.get_text_config()
-        backend = choose_backend(
-            input_device(model),
-            PRODUCT_TYPES[config.mixed_precision],
-            ModelShape.of(model.config).head_dim or 128,  # 128 if layers have different ones
-            softcap=getattr(text, "attn_logit_softcapping", None) is not None,
-            flash=config.use_flash_attention,
-        )
         return cls(
             config=config,
             model=model,
@@ -111,11 +102,17 @@ class Facts:
             head_is_read=presented.head_is_read,
             records_routers=presented.records_routers,
             unfused=unfused,
-            fuses_whole_layers=unfused is None and plan_for(model).fuses_whole_layers,
-            backend=backend,
-            in_fp8=is_large if config.use_fp8 and trains_all else None,
+            fuses_halves=unfused is None and plan_for(model).fuses_halves,
+            backend=backend_on(input_device(model), config, model),
             frozen_models=frozen_models or {},
+            alike=alike,
         )
+
+    @property
+    def in_fp8(self) -> Callable[[int, int], bool] | None:
+        """Function of a trained product's inputs and outputs: is it in FP8? None where none is."""
+        trains_all = all(p.requires_grad for p in self.model.get_decoder().parameters())
+        return is_large if self.config.use_fp8 and trains_all else None
 
     @property
     def tokens(self) -> int:
@@ -157,6 +154,28 @@ class Facts:
     def trained(self) -> list[torch.nn.Parameter]:
         """Parameters that require a gradient."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def backend_on(device: torch.device, config: ChronicalsConfig, model: Any) -> str:
+    """Return the name of the attention backend that a run of a model takes on a device."""
+    text = model.config.get_text_config()
+    return choose_backend(
+        device,
+        PRODUCT_TYPES[config.mixed_precision],
+        ModelShape.of(model.config).head_dim or 128,  # 128 if layers have different ones
+        softcap=getattr(text, "attn_logit_softcapping", None) is not None,
+        flash=config.use_flash_attention,
+    )
+
+
+def expected_backend(config: ChronicalsConfig, usual: str) -> str:
+    """Return the attention backend that a run is expected to take on a card that is not here.
+
+    Args:
+        config: of the run.
+        usual: backend of runs in 16 bits on that card; empty if it is not known.
+    """
+    return EXACT_ORDER[0] if config.mixed_precision == "fp32" else usual
 
 
 def fillable(size: int, config: ChronicalsConfig) -> int:

@@ -109,14 +109,14 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     copies = adapts_output(facts.model) and facts.backend != "flash-attn-4"
     step = StepShape(
         tokens=config.batch_size * config.max_seq_length,
-        fused=facts.fuses_whole_layers,
+        fused=facts.fuses_halves,
         element=element,
         logit_rows=config.logits_chunk_size,
         magnitudes=has_magnitudes(facts.model),
-        copies_attended=facts.fuses_whole_layers and copies,
+        copies_attended=facts.fuses_halves and copies,
         head_bytes=OBJECTIVES[config.objective].head_bytes,
         gathers_keys=facts.packed and OBJECTIVES[config.objective].shares_prompts(),
-        columns=adapter_columns(facts.model) if facts.fuses_whole_layers else AdapterColumns(),
+        columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
         on_host=host_layers(facts.model) if facts.on_host else None,
     )
     load = MemoryLoad(
@@ -149,7 +149,7 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         away=load.host,
         pooled=load.pooled,
     )
-    if facts.fuses_whole_layers:
+    if facts.fuses_halves:
         memory = memory.beside(PADDING, padding_bytes(facts, load.step))
     if facts.on_host:
         memory = replace(memory, update=host_update_bytes(facts))

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from chronicals.cards import BF16, Rates
+from chronicals.cards import BF16, FP32, Rates
 from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import NOTHING, Estimate
 from chronicals.model_shape import ModelShape
@@ -81,6 +81,10 @@ class Documents:
 
     length: float | None = None
     labelled: float = 1.0
+
+    def fill_packs(self, length: int) -> bool:
+        """Return whether it is known that each fills a pack of ``length`` tokens."""
+        return self.length is not None and self.length >= length
 
 
 AS_LONG_AS_PACKS = Documents()
@@ -265,17 +269,20 @@ class StepWork:
             documents: of its data.
         """
         job = job_of(facts, sizes, documents)
+        single = facts.config.mixed_precision == "fp32"
+        form = FP32 if single else BF16
+        wider = 2 if single else 1  # elements have as many times the bytes of those in 16 bits
         layers = []
         head = []
         for each in products(job):
             if not each.flops:  # a size that differs between layers is 0
                 continue
             if each.name == "head":
-                head.append(Multiplied(each, each.count))
+                head.append(Multiplied(each, each.count, form))
             else:
-                layers.append(Multiplied(each, sizes.scale * each.count))
-        moved = job.tokens * forward_bytes(job.shape)
-        both = job.tokens * elementwise_bytes(job.shape)
+                layers.append(Multiplied(each, sizes.scale * each.count, form))
+        moved = wider * job.tokens * forward_bytes(job.shape)
+        both = wider * job.tokens * elementwise_bytes(job.shape)
         dropped = job.tokens * dropout_bytes(facts, job)
         scores = attention_flops(job) * job.tokens
         dequantised = dequantised_bytes(job) / 2
@@ -298,7 +305,7 @@ class StepWork:
                 dequantised=dequantised,
             ),
             head=tuple(head),
-            loss=loss_bytes(job) * job.tokens,
+            loss=wider * loss_bytes(job) * job.tokens,
             updated=update_bytes(facts, sizes.trained, facts.config.optimizer_state_dtype),
             trained=sizes.trained,
             kept=memory.layers * memory.kept[NOTHING],
