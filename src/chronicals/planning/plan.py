@@ -46,7 +46,7 @@ from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
-from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.planned_models import planned_model
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
@@ -59,7 +59,7 @@ from chronicals.policies.facts import (
     trains_layers,
 )
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
-from chronicals.policies.frozen_models import Held
+from chronicals.policies.frozen_models import Held, planned_frozen
 from chronicals.policies.model_sizes import ModelSizes, weights_met
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import PresentedModel, quantise_layers
 from chronicals.models.four_bits import linear_layers
-from chronicals.objectives import FrozenModel
+from chronicals.models.loading import load_without_weights, without_field
+from chronicals.objectives import FrozenModel, Objective
 from chronicals.policies.model_sizes import ModelSizes
+from chronicals.saving import SavedModel
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "nf4": 2}
 """Bytes of a value that is not packed, by the precision of a frozen model."""
@@ -75,3 +78,21 @@ def planned_bytes(declared: FrozenModel, model: Any) -> int:
         for layer in linear_layers(model).values():
             size += 4 * layer.out_features - (item_bytes - 1) * layer.weight.numel()
     return size
+
+
+def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, Held]:
+    """Return the models that the objective declares as they will be on a card, by name.
+
+    Raises:
+        ConfigurationError: one cannot be found; the message names the setting.
+    """
+    held = {}
+    for declared in objective.frozen_models(config):
+        try:
+            saved = SavedModel.find(declared.place)
+            place = saved.place if saved.base is None else saved.base
+            model = load_without_weights(place, declared.trust_remote_code)
+        except (ValueError, OSError) as error:
+            raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error
+        held[declared.name] = Held.planned(declared, model)
+    return held
