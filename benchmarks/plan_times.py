@@ -40,12 +40,12 @@ so prompts that answers share count once, as they are computed.
 
 {summary}
 
-What is further off, by the profiles in the records: of OLMoE the recorded run recomputed 11 of its 16 layers, by an estimate of
-memory that was higher than today's, which has 4 recomputed (it expects 68.1 GiB for those 11, and 66.8 were measured);
-and its grouped products reach 580 TFLOP/s where dense ones of their size reach 700, which no rate here tells apart, nor what
-routing costs beside the bytes of its rows. Short steps of pairs wait up to a tenth of their time for the host, which reads the
-lengths of the documents; a step with other lengths than any before is not in the median. A teacher's divergence takes 27 ms of
-exponentials, its bytes 3.
+What is further off, by the profiles in the records: the recorded run of OLMoE recomputed 11 of its 16 layers, since a
+run of that day expected all gradients beside the activations of its first graph; a plan, and a run of today, recompute
+none and expect 65.4 GiB, where 66.8 were measured. Its grouped products reach 580 TFLOP/s where dense ones of their
+size reach 700, which no rate here tells apart, and routing costs more than the bytes of its rows. Short steps of pairs
+wait for the host, which reads the lengths of documents, up to a tenth of their time. A teacher's divergence takes 27 ms
+of exponentials, and its bytes 3.
 
 The rates are those of records of the same cards, taken in the rows that train documents. So the table shows that a step is
 the sum of its parts, and what is in them, not how well another card is met. Data sheets were compared with no measurement.

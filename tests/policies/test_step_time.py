@@ -147,6 +147,18 @@ def test_frozen_weights_have_no_product_for_their_gradient(timed):
     assert lora.optimizer < 0.02 * full.optimizer
 
 
+def test_fewer_rows_of_logits_are_slower_products_and_more_sums(timed):
+    """Where few rows are slow the head is: its logits, and the gradient of its inputs."""
+    bent = replace(ROUND, products={"bf16": ((1.0, 1e11), (1000.0, 1e14))})
+    usual = timed(bent, logits_chunk_size=2048)
+    fewer = timed(bent, logits_chunk_size=512)
+    _, head = weights()
+    intensity = [1 / (1 / rows + 1 / 2048 + 1 / 32000) for rows in (2048, 512)]
+    seconds = [2 * 2 * head * 2048 / (1e11 * each) for each in intensity]
+    assert fewer.products - usual.products == pytest.approx(seconds[1] - seconds[0], rel=1e-6)
+    assert fewer.loss - usual.loss == pytest.approx(3 * 8 * head / 1e12)
+
+
 def test_micro_batches_repeat_all_but_the_update(timed):
     """And each adds its gradients to fp32 sums, which are read and written."""
     one = timed()
