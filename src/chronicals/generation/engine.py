@@ -190,10 +190,9 @@ class Engine:
                 self.model, len(request.prompt), request.max_new_tokens, str(request)
             )
             prompt = Prompt(request, order, limit)
-            seeds = torch.full((request.answers,), request.sampling.seed)
-            numbers = torch.full((request.answers,), request.number)
-            keys = stream_keys(seeds, numbers, torch.arange(request.answers))
-            found += [Sample(prompt, number, key) for number, key in enumerate(keys.tolist())]
+            found += [
+                Sample(prompt, number, key) for number, key in enumerate(answer_keys(request))
+            ]
         return found
 
     def _lay_out(self, samples: Sequence[Sample], latents: Latents) -> None:
@@ -244,6 +243,14 @@ class Engine:
         # the last token's keys are never needed; a shared page that is not full exists twice
         pages = -(-(tokens + prompt.limit - 1) // size)
         return pages + (prompt.request.answers > 1 and tokens % size > 0)
+
+
+def answer_keys(request: Request) -> list[int]:
+    """Return the key of the random numbers of each answer of a request."""
+    seeds = torch.full((request.answers,), request.sampling.seed)
+    numbers = torch.full((request.answers,), request.number)
+    keys: list[int] = stream_keys(seeds, numbers, torch.arange(request.answers)).tolist()
+    return keys
 
 
 def _free_memory(device: torch.device) -> int:
