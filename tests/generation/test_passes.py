@@ -128,6 +128,8 @@ def adapted(name):
 @pytest.mark.parametrize("name", ["llama", "DeepseekV3", "native"])
 def test_a_model_that_is_trained_with_adapters_is_served_as_it_is(name):
     model = adapted(name)
+    stores_latents = any(sizes.latent for sizes in probed(build(name)))
+    assert any(sizes.latent for sizes in probed(model)) == stores_latents
     plain = by_transformers(build(name).eval(), prompts()[:2])
     asked = prompts()
     assert_like_transformers(model, asked)
@@ -160,3 +162,12 @@ def test_positions_that_change_with_the_longest_of_a_batch_are_not_served():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = families.build("llama", rope_parameters=rope, max_position_embeddings=64)
     assert not why_not_served(model, 64) and "rope_type dynamic" in why_not_served(model, 65)
+
+
+def test_an_instance_whose_head_or_layers_cannot_be_reached_is_told():
+    model = build("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    assert "output layer of LlamaForCausalLM is Sequential" in why_not_served(model, 10)
+    spread = build("llama")
+    spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    assert why_not_served(spread, 10) == "its layers lie on several devices"

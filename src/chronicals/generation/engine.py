@@ -37,6 +37,7 @@ from chronicals.generation.schedule import Chunk, Prompt, Sample, Schedule
 from chronicals.kernels.host_memory import available_memory
 from chronicals.models import (
     Head,
+    UnknownHead,
     in_evaluation,
     input_device,
     prove_packability,
@@ -99,15 +100,27 @@ def why_not_served(model: Any, longest: int) -> str:
         return "it has an encoder"
     if hasattr(model, AS_FORWARD):
         return "its weights are gathered for each forward pass"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "its layers lie on several devices"
     proof = prove_packability(model)
     reason = proof.reason
     if not reason and proof.one_by_one:
         reason = "its attention chooses among the keys of a whole row"
     if not reason and not proof.sees_prompts:
         reason = "its attention does not take keys from elsewhere"
-    if not reason and not proof.head_proved:
-        reason = "its head could not be read"
+    if not reason:
+        reason = _why_not_read(model)
     return reason or why_neighbours_matter(model.config, longest)
+
+
+def _why_not_read(model: Any) -> str:
+    """Explain why this instance's attention cannot be replaced or its head read; empty if both can."""
+    try:
+        with attending_pages(model):
+            read_head(model)
+    except (RuntimeError, UnknownHead) as error:
+        return str(error)
+    return "" if prove_packability(model).head_proved else "its head could not be proved"
 
 
 @dataclass(frozen=True)
@@ -201,11 +214,6 @@ class Engine:
         probe = Probe(latents)
         ids = torch.zeros(PROBED_TOKENS, dtype=torch.int64, device=device)
         run_pass(self.model, ids, torch.arange(PROBED_TOKENS, device=device), probe)
-        if probe.devices != {device}:
-            raise ValueError(
-                f"{type(self.model).__name__}: its layers lie on several devices; the engine "
-                "needs them on one"
-            )
         size = self.settings.page_size
         page_bytes = size * sum(sizes.bytes for sizes in probe.sizes.values())
         needed = [self._pages_of(one.prompt) for one in samples]
