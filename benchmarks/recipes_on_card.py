@@ -40,8 +40,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import chronicals.benchmark.card_rates
 import chronicals.kernels.triton_kernels  # imported once, before all recipes fork
-from chronicals.benchmark.pairs import random_pairs
-from chronicals.benchmark.shapes import SHAPES, byte_tokenizer, random_documents, word_tokenizer
+from chronicals.benchmark.shapes import (
+    SHAPES,
+    byte_tokenizer,
+    random_documents,
+    word_tokenizer,
+    zipf_ids,
+)
 from chronicals.config import ChronicalsConfig, preset
 from chronicals.config.presets import CARDS
 from chronicals.models import load_model, quantise_layers
@@ -51,7 +56,10 @@ from chronicals.training import Callback, ChronicalsTrainer, Interrupted
 GIB = 2**30
 GIGA = 10**9
 WARM_UP = 4
+FEWEST_STEPS = 7
 MOST_STEPS = 12
+"""Steps of a recipe, in which graphs are captured, and fewest and most of all."""
+
 SPARE = 6
 """Steps beyond those measured, so that a run is stopped before its end, at which it would save."""
 
@@ -311,25 +319,48 @@ def from_gguf(recipe: Recipe, folder: Path, tiny: bool) -> Any:
 
 
 def rows_of(recipe: Recipe, config: ChronicalsConfig, vocabulary: int, steps: int) -> list[dict]:
-    """Return random rows for the steps of a recipe."""
+    """Return random rows for the steps of a recipe.
+
+    Pairs and answers have all one length, so that the graphs of the first steps are replayed in the
+    few others.
+    """
     width = config.max_seq_length
     packs = config.batch_size * config.gradient_accumulation_steps
     tokens = packs * width * steps
     if recipe.kind == "documents":
         kind = "ragged" if recipe.ragged else "fixed"
         return [{"input_ids": ids} for ids in random_documents(kind, tokens, width, vocabulary)]
-    pairs = random_pairs(0.5, tokens, width, vocabulary)
+    generator = np.random.default_rng(1)
+    prompt, answer = width // 10, width // 14
+
+    def words(count: int) -> str:
+        return " ".join(f"t{id}" for id in zipf_ids(generator.random(count), vocabulary))
+
+    count = tokens // (prompt + 2 * answer)
     if recipe.kind == "pairs":
-        return pairs
-    labels = np.arange(len(pairs)) % 2 == 0
+        return [
+            {"prompt": words(prompt), "chosen": words(answer), "rejected": words(answer)}
+            for _ in range(count)
+        ]
     return [
-        {
-            "prompt": pair["prompt"],
-            "completion": pair["chosen" if good else "rejected"],
-            "label": bool(good),
-        }
-        for pair, good in zip(pairs, labels)
+        {"prompt": words(prompt), "completion": words(answer), "label": number % 2 == 0}
+        for number in range(count)
     ]
+
+
+def mean_length(rows: list[dict]) -> float:
+    """Return the tokens of the document that a token is in, in the mean over all tokens.
+
+    A text of ``word_tokenizer`` has a token a word.
+    """
+    lengths = []
+    for row in rows:
+        if "input_ids" in row:
+            lengths.append(len(row["input_ids"]))
+            continue
+        answers = [row[name] for name in ("chosen", "rejected", "completion") if name in row]
+        lengths += [len(f"{row['prompt']} {answer}".split()) for answer in answers]
+    return sum(length**2 for length in lengths) / sum(lengths)
 
 
 class Watch(Callback):
@@ -337,7 +368,7 @@ class Watch(Callback):
 
     Args:
         steps: to be trained.
-        seconds: after which no other step begins.
+        seconds: after the first step from which on the fewest steps are enough.
     """
 
     def __init__(self, steps: int, seconds: float):
@@ -352,7 +383,6 @@ class Watch(Callback):
         """Note what was decided, and measure peaks from here on."""
         assert self.trainer is not None and self.trainer._session is not None
         session = self.trainer._session
-        self.begun = time.perf_counter()
         if session.planned is not None:
             self.planned = {
                 "held": session.planned.held,
@@ -377,8 +407,10 @@ class Watch(Callback):
     def step_done(self, metrics: Any) -> None:
         """Keep the metrics, and stop the run when enough was seen."""
         self.steps.append(metrics)
+        if len(self.steps) == 1:
+            self.begun = time.perf_counter()  # kernels are compiled
         late = time.perf_counter() - self.begun > self.seconds
-        if len(self.steps) >= self.most or late:
+        if len(self.steps) >= self.most or (late and len(self.steps) >= FEWEST_STEPS):
             assert self.trainer is not None
             self.trainer.stop(save=False)
 
@@ -408,7 +440,8 @@ def measured(recipe: Recipe, seconds: float, tiny: bool) -> dict[str, Any]:
         watch.trainer = trainer
         with contextlib.suppress(Interrupted):
             trainer.train(rows)
-        return described(recipe, config, watch, tiny, time.perf_counter() - began)
+        result = described(recipe, config, watch, tiny, time.perf_counter() - began)
+        return {**result, "mean_length": mean_length(rows)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -678,8 +711,9 @@ def main() -> None:
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
     if given.rates is not None:
         rates = forked(chronicals.benchmark.card_rates.measure_card, 120)
+        rates["seconds"] = time.perf_counter() - begun
         given.rates.write_text(json.dumps(rates, indent=1))
-        print(f"rates: {time.perf_counter() - begun:.0f} s {rates.get('error', '')}", flush=True)
+        print(f"rates: {rates['seconds']:.0f} s {rates.get('error', '')}", flush=True)
     results["machine"] = forked(machine, 60)
     for name, run in jobs(given):
         left = given.limit - (time.perf_counter() - begun)

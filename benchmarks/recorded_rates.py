@@ -7,7 +7,8 @@ attention as they were timed within steps; what the elementwise kernels of steps
 time; dequantisation, copies to the host and gaps between kernels by the profiles of steps; products
 in FP8 by ``fp8-CARD.json``; other lengths of documents by ``attention-CARD.json``. What one card has
 no record of is another's: the host's launches are those of the H200's machine, and attention at
-other lengths is to the measured one as on the H200.
+other lengths is to the measured one as on the H200. Products in fp32 are those of
+``rates-h200.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import transformers
 
 from chronicals.benchmark.card_rates import curve_of, intensity_of
 from chronicals.benchmark.shapes import SHAPES
-from chronicals.cards.rates import BF16, FP8, RECORD, AttentionRate, Rates, between
+from chronicals.cards.rates import BF16, FP8, FP32, RECORD, AttentionRate, Rates, between
 from chronicals.quantization import NF4
 from chronicals.standard_json import to_json
 from chronicals.step_work import DecoderShape, Job, dequantised_bytes, elementwise_bytes, products
@@ -248,6 +249,8 @@ def rates(card: str) -> Rates:
     """All of a card."""
     results = rows_of(card)
     newest = results[-1]
+    # both cards have the same units for fp32
+    measured = json.loads((RESULTS / "rates-h200.json").read_text())
     other = OTHER[card]
     curve = tuple(product_curve(card))
     within = share_of_fp8(card, curve) or share_of_fp8(other, product_curve(other))
@@ -265,11 +268,16 @@ def rates(card: str) -> Rates:
         copy=copy,
         elementwise=elementwise(card),
         dequantise=copy * (dequantise(card) or dequantise(other) or 0.0),
-        products={BF16: curve, FP8: tuple(fp8_curve(card, within or 1.0))},
+        products={
+            BF16: curve,
+            FP8: tuple(fp8_curve(card, within or 1.0)),
+            FP32: tuple((x, rate) for x, rate in measured["products"][FP32]),
+        },
         attention=tuple(attention_rates(card)),
         host=host(card) or host(other) or 0.0,
         launch=launch(card) or launch(other) or 0.0,
         gap=gap(card),
+        backend=newest["rates"]["attention"]["backend"],
     )
 
 

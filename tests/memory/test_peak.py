@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import runs
 import tiny
 from chronicals import ChronicalsConfig
 from chronicals.lora import LoRAConfig, apply_lora
@@ -27,6 +28,9 @@ from chronicals.policies import Facts
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.recompute_layers import asked_recomputation
 from chronicals.quantization import Linear4bit, Packed
+from chronicals.training import session
+from chronicals.training.session import prepare_session
+from chronicals.training.step.training_step import EagerStep
 
 GIB = 2**30
 
@@ -339,3 +343,52 @@ def test_long_documents_are_expected_as_they_were_measured(row):
     """Within 5 %, of layers of an 8B in NF4 with adapters of rank 32."""
     expected = estimated_of_8b(row["length"], row["layers"], row["fields"])
     assert expected == pytest.approx(row["held_gib"], rel=0.05)
+
+
+ON_HOST = {
+    "full": {},
+    "full in bf16": {"mixed_precision": "bf16"},
+    "LoRA": {"use_lora": True, "lora_dropout": 0.0},
+    "LoRA with dropout": {"use_lora": True, "lora_dropout": 0.05},
+    "LoRA of attention": {"use_lora": True, "lora_target_modules": ["q_proj", "v_proj"]},
+    "DoRA": {"use_lora": True, "use_dora": True, "lora_dropout": 0.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ON_HOST)
+def test_layers_on_the_cpu_keep_what_autograd_saves_there(way, tmp_path, monkeypatch):
+    """By the tensors that a micro-batch saves: a third layer keeps as much as is expected."""
+    kept = {}
+    sessions = []
+    micro_step = EagerStep.micro
+
+    def saving(step, *given):
+        own = {p.untyped_storage().data_ptr() for p in sessions[-1].model.parameters()}
+        seen = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = tensor  # so that no other one gets its place
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made = micro_step(step, *given)
+        layers = sessions[-1].model.config.num_hidden_layers
+        kept[layers] = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+        return made
+
+    def prepared(*given, **named):
+        sessions.append(prepare_session(*given, **named))
+        return sessions[-1]
+
+    monkeypatch.setattr(EagerStep, "micro", saving)
+    monkeypatch.setattr(session, "prepare_session", prepared)
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "head_dim": 34}
+    for layers in (2, 3):
+        model = tiny.llama(num_hidden_layers=layers, **sizes)
+        fields = {"max_steps": 1, "use_lora": False, "lora_rank": 8, **ON_HOST[way]}
+        runs.train(tmp_path / str(layers), model=model, **fields)
+    expected = expected_memory(sessions[-1].facts)[1].kept[NOTHING]
+    assert expected == pytest.approx(kept[3] - kept[2], rel=0.03)

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 import runs
 import tiny
 from chronicals.cli.app import app
-from chronicals.config import ConfigurationError
+from chronicals.config import ConfigurationError, Recipe
+from chronicals.distributed import Mesh
+from chronicals.kernels.adamw import REFERENCE_COPIES
 from chronicals.memory import OTHERS
 from chronicals.memory.peak import (
     ACTIVATIONS,
@@ -26,9 +28,10 @@ from chronicals.memory.peak import (
 )
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
-from chronicals.planning import Machines, plan, planned_frozen
-from chronicals.planning.space import DRIVER_BYTES, rounding_of
-from chronicals.policies.frozen_models import held_by, planned_bytes
+from chronicals.planning import Machines, plan, planned_frozen, planned_space
+from chronicals.planning.space import DRIVER_BYTES, KEPT_BY_MALLOC, rounding_of
+from chronicals.policies.frozen_models import Held, held_by, planned_bytes
+from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import WORKSPACE_BYTES
 from chronicals.policies.policy import GRAPHED_WORKSPACES
 from chronicals.training.adapters import attach_adapters
@@ -81,7 +84,7 @@ def test_a_peak_is_the_largest_moment_and_the_sum_of_its_parts(tmp_path):
     assert made.held == space.peak.held == sum(space.peak.parts.values())
     assert made.held == max(space.moments.values()) == space.moments[space.peak.name]
     assert len(space.moments) == 4
-    assert space.on_card == made.held + space.rounding + space.driver
+    assert space.on_card == made.held + space.rounding + space.graphs + space.driver
     assert space.driver == DRIVER_BYTES
 
 
@@ -95,8 +98,9 @@ def test_weights_are_named_by_their_format(tmp_path):
 
 
 def test_frozen_models_are_on_the_card(tmp_path):
+    teacher = ModelSizes.of(tiny.llama())
     alone, _ = planned(tmp_path)
-    taught, _ = planned(tmp_path, frozen={"teacher": 10**9})
+    taught, _ = planned(tmp_path, frozen={"teacher": Held(10**9, teacher)})
     assert taught.held - alone.held == 10**9
     assert taught.space.peak.parts["teacher, frozen"] == 10**9
 
@@ -127,7 +131,7 @@ def test_an_objective_declares_what_it_loads(tmp_path):
             tmp_path, mixed_precision="bf16", objective=objective, **{objective: settings}
         )
         (found,) = planned_frozen(build_objective(config), config).values()
-        assert found == size
+        assert found.size == size
     stored = runs.config(
         tmp_path, objective="distill", distill={"teacher": "big", "stored_tokens": 8}
     )
@@ -148,9 +152,26 @@ def test_host_memory_holds_what_is_offloaded(tmp_path):
     host = made.space.host
     assert host[OFFLOADED] == 2 * 2**23  # 3 · 1024 rows of 1024 values are 6 MiB
     assert 9.9 < host["optimizer states in host memory"] / trained(model) <= 10
-    plain, _ = planned(tmp_path)
+    plain, _ = planned(tmp_path, save_steps=2)
     assert set(plain.space.host) == {"staging of a checkpoint"}
+    assert not planned(tmp_path)[0].space.host  # its only checkpoint waits for the last step
     assert plain.space.host["staging of a checkpoint"] == 12 * trained(model)
+
+
+def test_on_the_cpu_host_memory_holds_the_moments(tmp_path):
+    """And the reference's copies of the largest weight in its update, which no card makes."""
+    tiny.llama().config.save_pretrained(tmp_path)
+    recipe = Recipe(model=str(tmp_path), data=["rows.jsonl"])
+    space = planned_space(recipe, runs.config(tmp_path, use_lora=False), Mesh())
+    assert not space.is_on_card and space.on_card == space.driver == space.rounding == 0
+    assert sum(space.host.values()) == space.peak.held == max(space.moments.values())
+    count = sum(p.numel() for p in tiny.llama().parameters())
+    update = 4 * REFERENCE_COPIES * 300 * 64  # its embedding is as large as its head
+    assert space.moments["the update"] == 16 * count + update
+    assert KEPT_BY_MALLOC in space.uncounted and WORKSPACES not in space.host
+    fields = {"use_lora": False, "gradient_accumulation_steps": 1}
+    single = planned_space(recipe, runs.config(tmp_path, **fields), Mesh())
+    assert space.moments["the loss"] - single.moments["the loss"] == 4 * count
 
 
 def test_disk_holds_checkpoints_and_the_model(tmp_path):
@@ -172,6 +193,26 @@ def test_only_large_weights_are_rounded_to_blocks(tmp_path):
     assert rounding_of(layers[0].half().float(), config) == 12 * 2**20 - 12_000_000
     small = torch.nn.Linear(1000, 1000, device="meta")
     assert rounding_of(small, config) == 0
+
+
+def test_graphs_keep_a_pool_where_they_run(tmp_path):
+    """What a step makes beside weights, states and gradients, once more."""
+    fields = {"gradient_accumulation_steps": 2}
+    made, _ = planned(tmp_path, **fields)
+    standing = (TRAINED_WEIGHTS, STATES, GRADIENTS, WORKSPACES)
+    made_by_step = made.held - sum(made.space.peak.parts[part] for part in standing)
+    assert made.space.graphs == made_by_step > 0
+    for without in ({"use_cuda_graphs": False}, {"mixed_precision": "fp16"}):
+        assert planned(tmp_path, **{**fields, **without})[0].space.graphs == 0
+
+
+def test_frozen_weights_with_copies_in_fp8_are_in_host_memory(tmp_path):
+    """In 16 bits, those of the layers' products; the table, the head and adapters stay."""
+    fields = {"use_lora": True, "use_fp8": True, "memory": ["offload_frozen_weights"]}
+    made, model = planned(tmp_path, **fields)
+    layer = model.model.layers[0]
+    values = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.requires_grad)
+    assert made.space.host["frozen weights in host memory"] == 2 * 2 * values
 
 
 @pytest.mark.slow

@@ -12,8 +12,12 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh, on_each_machine
+from chronicals.memory import RESERVE
 from chronicals.models import present
+from chronicals.objectives import build_objective
 from chronicals.policies import Facts, facts, sharding
+from chronicals.policies.frozen_models import planned_frozen
+from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import ranks_per_copy, with_sharding
 from chronicals.training import session
 
@@ -109,3 +113,21 @@ def test_the_smallest_card_decides(tmp_path, monkeypatch, let_return):
     assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
     ranks.told[1] = 1 << 40
     assert with_sharding(free, tiny.llama(), ranks).sharding == "optimizer"
+
+
+def test_a_teacher_on_each_card_leaves_less_for_whole_weights(tmp_path, monkeypatch, let_return):
+    """A card that holds the run alone does not hold it beside its teacher."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    tiny.llama(**sizes).config.save_pretrained(tmp_path / "teacher")
+    alone = runs.config(tmp_path)
+    fields = {"objective": "distill", "distill": {"teacher": str(tmp_path / "teacher")}}
+    taught = runs.config(tmp_path, **fields)
+    (teacher,) = planned_frozen(build_objective(taught), taught).values()
+    needed = expected_memory(Facts(taught, tiny.llama(), 2))[1].needed("nothing")
+    assert teacher.size > needed / 10
+    size = int((needed + 1) / RESERVE)
+    monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
+    let_return(sharding, card_memory=size, on_each_machine=2)
+    ranks = Told(0, 2, told=[size, size])
+    assert with_sharding(alone, tiny.llama(), ranks).sharding == "optimizer"
+    assert with_sharding(taught, tiny.llama(), ranks).sharding == "weights"

@@ -75,7 +75,7 @@ def decided(folder, let_return, cards, room, **fields):
         "sharding": "weights",
     }
     config = runs.config(folder, **usual, **fields)
-    alone = Facts(config, model, 2, total=1, fuses_whole_layers=False)
+    alone = Facts(config, model, 2, total=1, fuses_halves=False)
     needed = expected_memory(alone)[1].needed(NOTHING)
     total = int((needed + (room + 0.5) * gathered_bytes(alone)) / 0.9)
     let_return(facts, card_memory=total)

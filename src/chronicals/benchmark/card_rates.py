@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from chronicals.attention import choose_backend
 from chronicals.benchmark.measurement import Clock
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD, timed_step
+from chronicals.cards import BF16, FP8, FP32
 from chronicals.config import ConfigurationError
 from chronicals.kernels import fused_rmsnorm, fused_swiglu
 from chronicals.kernels.fp8 import fp8_quantize, lacks_fp8
@@ -46,11 +48,14 @@ ADAPTER_RANK = 32
 BINS_PER_OCTAVE = 2
 """Points of a curve of products for each doubling of the arithmetic intensity."""
 
-TOKENS = 8192
-"""Tokens of a step, which fill a card."""
+TOKENS = 16384
+"""Tokens of a step, which fill a card: at half of them products of narrow models are 20 % slower."""
 
-SPACE = 12 * 2**30
+SPACE = 20 * 2**30
 """Bytes of a card from which steps have ``TOKENS`` tokens; on smaller ones they have half."""
+
+LEADING = 16
+"""Products before a timed call, so that the host queues it ahead of the card."""
 
 SAMPLES = 15
 
@@ -58,6 +63,10 @@ TIMED_BYTES = 2**28
 """Bytes of a tensor that is timed by itself, larger than any L2 cache."""
 
 TIMED_LAUNCHES = 200
+
+CHAINED = 32
+TIMED_CHAINS = 8
+"""Norms of a chain whose launches are timed, and chains."""
 
 
 def measure_card() -> dict[str, Any]:
@@ -76,7 +85,9 @@ def measure_card() -> dict[str, Any]:
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
     measured = measure_steps(tokens, dtype)
     eight = fp8_curve(tokens) if not lacks_fp8(torch.device("cuda")) else []
-    curves = {"bf16": measured.pop("products")} | ({"fp8": eight} if eight else {})
+    curves = {BF16: measured.pop("products"), FP32: fp32_curve(tokens // 4)}
+    if eight:
+        curves[FP8] = eight
     return {
         "card": card.name,
         "source": "measured",
@@ -93,7 +104,8 @@ def measure_card() -> dict[str, Any]:
         "dequantise": dequantise_rate(dtype),
         "host": host_rate(),
         "launch": launch_seconds(dtype),
-        "gap": gap_seconds(),
+        "gap": gap_seconds(dtype),
+        "backend": choose_backend(torch.device("cuda"), dtype, SMALL.head_dim),
     }
 
 
@@ -165,7 +177,8 @@ def seconds_of_call(call: Callable[[], Any]) -> float:
     samples = []
     for number in range(SAMPLES + 3):
         clock = Clock()
-        square @ square
+        for _ in range(LEADING):
+            square @ square
         clock.mark()
         call()
         clock.mark()
@@ -184,6 +197,18 @@ def fp8_curve(tokens: int) -> list[tuple[float, float]]:
         )
         assert left is not None and right is not None
         seconds = seconds_of_call(partial(scaled_product, left, right, torch.bfloat16, True))
+        product = Product("", "forward", tokens, inputs, outputs, 1)
+        points.append((intensity_of(product), product.flops / seconds))
+    return curve_of(points)
+
+
+def fp32_curve(tokens: int) -> list[tuple[float, float]]:
+    """Return FLOP/s of products in fp32, as torch multiplies them, by arithmetic intensity."""
+    points = []
+    for inputs, outputs in ((896, 4864), (4096, 4096)):
+        left = torch.randn(tokens, inputs, device="cuda")
+        right = torch.randn(outputs, inputs, device="cuda")
+        seconds = seconds_of_call(partial(torch.matmul, left, right.t()))
         product = Product("", "forward", tokens, inputs, outputs, 1)
         points.append((intensity_of(product), product.flops / seconds))
     return curve_of(points)
@@ -210,12 +235,15 @@ def elementwise_rate(dtype: torch.dtype) -> float:
 
 
 def dequantise_rate(dtype: torch.dtype) -> float:
-    """Return bytes a second of the dequantisation of a weight in NF4."""
-    weight = torch.randn(14336, 4096, device="cuda", dtype=dtype)
-    codes, absmax = quantize_nf4(weight)
-    seconds = seconds_of_call(partial(dequantize_4bit, codes, Scales(absmax), weight))
-    each = NF4.bytes_a_value(weight.itemsize) + weight.itemsize
-    return weight.numel() * each / seconds
+    """Return bytes a second of the dequantisation of weights in NF4, a small and a large one."""
+    moved = 0.0
+    seconds = 0.0
+    for rows in (4096, 14336):
+        weight = torch.randn(rows, 4096, device="cuda", dtype=dtype)
+        codes, absmax = quantize_nf4(weight)
+        seconds += seconds_of_call(partial(dequantize_4bit, codes, Scales(absmax), weight))
+        moved += weight.numel() * (NF4.bytes_a_value(weight.itemsize) + weight.itemsize)
+    return moved / seconds
 
 
 def host_rate() -> float:
@@ -230,30 +258,37 @@ def host_rate() -> float:
 
 
 def launch_seconds(dtype: torch.dtype) -> float:
-    """Return seconds in which the host launches a kernel, with what autograd does around it."""
+    """Return seconds in which the host launches a kernel, with what autograd does around it.
+
+    Of a chain of norms, forward and backward, as modules launch them one after the other.
+    """
     x = torch.randn(8, 4096, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(4096, device="cuda", dtype=dtype)
     upstream = torch.randn(8, 4096, device="cuda", dtype=dtype)
 
     def both() -> None:
-        torch.autograd.grad(fused_rmsnorm(x, weight, 1e-6), x, upstream)
+        out = x
+        for _ in range(CHAINED):
+            out = fused_rmsnorm(out, weight, 1e-6)
+        torch.autograd.grad(out, x, upstream)
 
     both()
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    for _ in range(TIMED_LAUNCHES):
+    for _ in range(TIMED_CHAINS):
         both()
     torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / (2 * TIMED_LAUNCHES)
+    return (time.perf_counter() - begun) / (2 * CHAINED * TIMED_CHAINS)
 
 
-def gap_seconds() -> float:
-    """Return seconds from one tiny kernel of a CUDA graph to the next."""
-    x = torch.zeros(1, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    x.add_(1)
+def gap_seconds(dtype: torch.dtype) -> float:
+    """Return seconds of a kernel of a CUDA graph that has next to nothing to do."""
+    x = torch.randn(8, 4096, device="cuda", dtype=dtype)
+    weight = torch.randn(4096, device="cuda", dtype=dtype)
+    fused_rmsnorm(x, weight, 1e-6)
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(TIMED_LAUNCHES):
-            x.add_(1)
+            fused_rmsnorm(x, weight, 1e-6)
     return seconds_of_call(graph.replay) / TIMED_LAUNCHES

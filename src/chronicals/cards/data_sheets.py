@@ -24,6 +24,7 @@ class DataSheet:
         bandwidth: bytes a second of its memory.
         bf16: FLOP/s of dense products of 16-bit values.
         fp8: FLOP/s of dense products of FP8 values; 0 if it has none.
+        fp32: FLOP/s in fp32, without tensor cores.
         host: bytes a second to the host, in one direction.
         origin: document that has these figures.
     """
@@ -33,6 +34,7 @@ class DataSheet:
     bandwidth: float
     bf16: float
     fp8: float
+    fp32: float
     host: float
     origin: str
 
@@ -46,6 +48,7 @@ DATA_SHEETS = (
         3.35e12,
         989e12,
         1979e12,
+        67e12,
         PCIE_5,
         "NVIDIA H100 data sheet, SXM: https://www.nvidia.com/en-us/data-center/h100/",
     ),
@@ -55,6 +58,7 @@ DATA_SHEETS = (
         2.0e12,
         756e12,
         1513e12,
+        51e12,
         PCIE_5,
         "NVIDIA H100 PCIe product brief, PB-11133-001",
     ),
@@ -64,6 +68,7 @@ DATA_SHEETS = (
         4.8e12,
         989e12,
         1979e12,
+        67e12,
         PCIE_5,
         "NVIDIA H200 data sheet: https://www.nvidia.com/en-us/data-center/h200/",
     ),
@@ -73,6 +78,7 @@ DATA_SHEETS = (
         8e12,
         2250e12,
         4500e12,
+        75e12,
         PCIE_5,
         "NVIDIA DGX B200 data sheet, an eighth: https://www.nvidia.com/en-us/data-center/dgx-b200/",
     ),
@@ -82,6 +88,7 @@ DATA_SHEETS = (
         1.555e12,
         312e12,
         0,
+        19.5e12,
         PCIE_4,
         "NVIDIA A100 data sheet: https://www.nvidia.com/en-us/data-center/a100/",
     ),
@@ -91,6 +98,7 @@ DATA_SHEETS = (
         2.039e12,
         312e12,
         0,
+        19.5e12,
         PCIE_4,
         "NVIDIA A100 data sheet, SXM: https://www.nvidia.com/en-us/data-center/a100/",
     ),
@@ -100,6 +108,7 @@ DATA_SHEETS = (
         600e9,
         70e12,
         0,
+        35e12,
         PCIE_4,
         "NVIDIA A10G data sheet, as of AWS G5: https://aws.amazon.com/ec2/instance-types/g5/",
     ),
@@ -109,6 +118,7 @@ DATA_SHEETS = (
         300e9,
         121e12,
         242e12,
+        30.3e12,
         PCIE_4,
         "NVIDIA L4 data sheet: https://www.nvidia.com/en-us/data-center/l4/",
     ),
@@ -118,6 +128,7 @@ DATA_SHEETS = (
         864e9,
         362e12,
         733e12,
+        91.6e12,
         PCIE_4,
         "NVIDIA L40S data sheet: https://www.nvidia.com/en-us/data-center/l40s/",
     ),
@@ -127,6 +138,7 @@ DATA_SHEETS = (
         320e9,
         65e12,
         0,
+        8.1e12,
         PCIE_3,
         "NVIDIA T4 data sheet, fp16: https://www.nvidia.com/en-us/data-center/tesla-t4/",
     ),
@@ -136,6 +148,7 @@ DATA_SHEETS = (
         936e9,
         71e12,
         0,
+        35.6e12,
         PCIE_4,
         "NVIDIA Ampere GA102 GPU architecture, version 2.1, appendix A",
     ),
@@ -145,6 +158,7 @@ DATA_SHEETS = (
         1.008e12,
         165.2e12,
         330.3e12,
+        82.6e12,
         PCIE_4,
         "NVIDIA Ada GPU architecture, version 2.1, appendix A",
     ),
@@ -154,6 +168,7 @@ DATA_SHEETS = (
         1.792e12,
         209.5e12,
         419e12,
+        104.8e12,
         PCIE_5,
         "NVIDIA RTX Blackwell GPU architecture, version 1.1, appendix A",
     ),

@@ -51,6 +51,7 @@ RECORDED = Path(__file__).with_name("card_rates.json")
 
 BF16 = "bf16"
 FP8 = "fp8"
+FP32 = "fp32"
 
 Curve = tuple[tuple[float, float], ...]
 """Points (x, rate), x ascending."""
@@ -91,6 +92,8 @@ class Rates:
         host: bytes per second between host and card, in one direction.
         launch: seconds in which the host launches a kernel.
         gap: seconds between two kernels that the card queues by itself, as in a CUDA graph.
+        backend: attention backend of steps in 16 bits whose rates these are; empty if it is not
+            known.
     """
 
     card: str
@@ -106,6 +109,7 @@ class Rates:
     host: float
     launch: float
     gap: float
+    backend: str
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rates:
@@ -324,6 +328,8 @@ def by_data_sheet(sheet: DataSheet, reached: Rates, specified: DataSheet) -> Rat
     if sheet.fp8 and specified.fp8:
         eight = sheet.fp8 / specified.fp8
         curves[FP8] = _scaled(reached.products[FP8], eight / bytes_, eight)
+    single = sheet.fp32 / specified.fp32
+    curves[FP32] = _scaled(reached.products[FP32], single / bytes_, single)
     attention = tuple(
         AttentionRate(each.head_dim, each.length, each.forward * flops, each.backward * flops)
         for each in reached.attention
@@ -342,6 +348,7 @@ def by_data_sheet(sheet: DataSheet, reached: Rates, specified: DataSheet) -> Rat
         host=reached.host * sheet.host / specified.host,
         launch=reached.launch,
         gap=reached.gap,
+        backend="",
     )
 
 

@@ -398,6 +398,16 @@ def runs_here(tensors: Tensors) -> bool:
     )
 
 
+REFERENCE_COPIES = 7
+"""fp32 tensors of a weight's size that the reference holds at most, of the scaled gradient on.
+
+It has six of its own, and of the weight before as many until each is made anew.
+"""
+
+REFERENCE_COPIES_OF_MASTERS = 15
+"""The same where weights have masters, which are joined and split in 32 and 64-bit integers."""
+
+
 def fused_adamw_reference_(
     tensors: Tensors,
     lr: float | Tensor,

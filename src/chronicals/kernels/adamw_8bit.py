@@ -404,6 +404,10 @@ def adamw_8bit_(
         count_step_(tensors, apply)
 
 
+REFERENCE_COPIES = 13
+"""fp32 tensors of a weight's size that the reference holds at most, while it quantises a moment."""
+
+
 def adamw_8bit_reference_(
     tensors: QuantizedTensors,
     lr: float | Tensor,

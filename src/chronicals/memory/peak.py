@@ -10,13 +10,15 @@ moment that it is at, in this order:
     end         gradients of all trained weights if the backward pass allocates them, and
                 the backward pass of the first layer
     embedding   all gradients, and for a tied embedding two of the same weight
+    update      on the CPU, all gradients and the reference's copies of the largest weight
 
 A peak is the largest moment. Each moment is a sum of named parts, so that a plan can say what fills
 a GPU (``Estimate.peak``).
 
 The numbers of elements a token and layer below were read from the allocator's history of whole
 steps on an H200 (``benchmarks/long_documents.py``). Letters: D model width, Q and K total width of
-query and of key heads, F inner width of the MLP.
+query and of key heads, F inner width of the MLP. Those of layers on the CPU are the tensors that
+autograd saves there (``HostLayers``).
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ WORKSPACES = "workspaces of products"
 PADDING = "padding of weights for adapters"
 OTHERS = "gathered weights, and buffers of policies"
 OFFLOADED = "offloaded activations"
+UPDATE = "copies of the largest weight in its update"
 """Names of the parts of a moment."""
 
 
@@ -129,6 +132,31 @@ class AdapterColumns:
 
 
 @dataclass(frozen=True)
+class HostLayers:
+    """Tensors that decoder layers keep on the CPU, where they run as their classes define them.
+
+    Each product keeps its input if its weight is trained, which products of one input share, and
+    for an adapter with dropout that input as it was dropped, and what was dropped. They keep
+    nothing where all is frozen.
+
+    Attributes:
+        trains_norms: weights of norms are trained, so each keeps its normalised input.
+        queries: tensors as wide as the input of the products of queries, keys and values.
+        output: of attention's output product.
+        gate: of the products of gate and up.
+        down: of the down product.
+        columns: sum of the ranks of a layer's adapters.
+    """
+
+    trains_norms: bool = True
+    queries: int = 1
+    output: int = 1
+    gate: int = 1
+    down: int = 1
+    columns: int = 0
+
+
+@dataclass(frozen=True)
 class StepShape:
     """The properties of a step that its memory depends on.
 
@@ -150,6 +178,7 @@ class StepShape:
         gathers_keys: answers share prompts, so keys and values of a row's prompt and answer are
             gathered; they are counted once a token, and prompts that several answers share beyond
             that are not.
+        on_host: what layers keep on the CPU; None on a card.
     """
 
     tokens: int
@@ -164,6 +193,7 @@ class StepShape:
     head_bytes: Callable[[HeadShape], HeadBytes] = cross_entropy_bytes
     columns: AdapterColumns = AdapterColumns()
     gathers_keys: bool = False
+    on_host: HostLayers | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +231,8 @@ class Estimate:
         named: the bytes of ``fixed`` by part; what they leave is ``OTHERS``.
         tables: gradients of head and embedding.
         away: bytes in host memory by part, without the activations that are offloaded.
+        update: bytes that an update needs beside the gradients; 0 on a card.
+        pooled: True if CUDA graphs have a memory pool of their own beside these bytes.
     """
 
     fixed: int
@@ -215,6 +247,8 @@ class Estimate:
     named: Mapping[str, int] = field(default_factory=dict)
     away: Mapping[str, int] = field(default_factory=dict)
     tables: TableBytes = TableBytes()
+    update: int = 0
+    pooled: bool = False
 
     def beside(self, name: str, size: int) -> Estimate:
         """Return the estimate with further bytes that exist all the time."""
@@ -283,6 +317,8 @@ class Estimate:
             },
             "the gradient of the embedding": {GRADIENTS: self.gradients + tables.again},
         }
+        if self.update:
+            moments["the update"] = {GRADIENTS: self.gradients, UPDATE: self.update}
         return [self._moment(name, parts) for name, parts in moments.items()]
 
     def _moment(self, name: str, parts: Mapping[str, int]) -> Moment:
@@ -292,6 +328,15 @@ class Estimate:
         for part, size in {OTHERS: others, **parts}.items():
             held[part] = held.get(part, 0) + size
         return Moment(name, {part: size for part, size in held.items() if size})
+
+    def pool(self, cheap: str, again: int = 0) -> int:
+        """Return the bytes of the pool that all CUDA graphs share; arguments as for ``needed``.
+
+        It has what a micro-step makes, and stays while a micro-step of a shape that no graph has
+        makes the same outside of it. 8B QLoRA reserved 77.9 GiB of an H100, where tensors were 42.4
+        at most and 7.2 between steps (``benchmarks/results/several-cards-h100-2.json``).
+        """
+        return self.needed(cheap, again) - self.fixed if self.pooled else 0
 
     def in_host_memory(self, cheap: str, again: int = 0) -> dict[str, int]:
         """Return the bytes in pinned host memory by part; arguments as for ``needed``.
@@ -502,15 +547,20 @@ class _LayerElements:
         # Outputs of matrix products, without gate and up, which are kept anyway.
         products = queries + 2 * keys + 2 * width
         if step.fused:
-            kept = {
-                # Experts keep the inputs of their gated units, and make the units again.
-                NOTHING: 4 * width + attended + (2 if routed else 3) * in_mlp + of_rows,
-                CHEAP: 2 * width + attended + 2 * in_mlp + of_rows,
-            }
+            # Experts keep the inputs of their gated units, and make the units again.
+            kept = {NOTHING: 4 * width + attended + (2 if routed else 3) * in_mlp + of_rows}
+            if not routed:  # layers with experts never run in one piece, which makes norms again
+                kept[CHEAP] = 2 * width + attended + 2 * in_mlp + of_rows
             # Columns stay with an input, and are made again with one that is.
             with_inputs = columns.queries + columns.gate + columns.down
             kept[NOTHING] += columns.output + with_inputs
-            kept[CHEAP] += columns.output
+            if CHEAP in kept:
+                kept[CHEAP] += columns.output
+        elif step.on_host is not None:
+            kept = {
+                NOTHING: _kept_on_host(step.on_host, width, queries, keys, in_mlp, step.element)
+            }
+            kept[NOTHING] += of_rows
         else:
             kept = {NOTHING: 30 * width + 5 * in_mlp}
         if step.fused and step.in_fp8 is not None:
@@ -521,6 +571,8 @@ class _LayerElements:
             )
         if step.magnitudes:
             returned = products if step.fused else 2 * (products + 2 * inner)
+            if step.on_host is not None:
+                returned = products + 2 * inner
             kept = {policy: count + returned for policy, count in kept.items()}
         # The gated unit's backward pass: gradients of gate, up, unit and input. The unit and the
         # layer's output are freed by then; recomputed activations are allocated.
@@ -543,6 +595,30 @@ class _LayerElements:
         return cls(
             kept, in_attention_backward, in_mlp_backward, window, of_tile=6 * inner + 3 * width
         )
+
+
+def _kept_on_host(
+    layers: HostLayers, width: int, queries: int, keys: int, inner: int, element: int
+) -> int:
+    """Return the elements a token that a layer keeps on the CPU.
+
+    The letters are D, Q, K and F of the module's docstring. A norm keeps its input in fp32. Attention
+    keeps queries, keys, values and its output, which are copied together from the documents for
+    what follows. A gated unit keeps gate, up and the activated gate.
+
+    Args:
+        layers: what products keep.
+        width: D.
+        queries: Q.
+        keys: K.
+        inner: F.
+        element: bytes of an element.
+    """
+    norms = 2 * (4 // element + layers.trains_norms) * width
+    attention = 2 * queries + 2 * keys
+    products = (layers.queries + layers.gate) * width
+    products += layers.output * queries + layers.down * inner
+    return norms + attention + 3 * inner + products + layers.columns
 
 
 def _quantised(model: Any, layers: int, size: int) -> tuple[int, int]:

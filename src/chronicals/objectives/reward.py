@@ -25,6 +25,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import stop_token_ids
+from chronicals.kernels.linear_head import NO_LOGITS, HeadBytes, HeadShape
 from chronicals.models import PresentedModel, Term, Terms, attach_score, embedding_table, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.objectives.pairs import (
@@ -47,15 +48,22 @@ def bradley_terry_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -F.logsigmoid(chosen - rejected)
 
 
+def score_bytes(shape: HeadShape) -> HeadBytes:
+    """Return the bytes of scores: hidden states and their gradient, without logits of the head."""
+    return HeadBytes(logits=0, states=2 * shape.states, gradient=0)
+
+
 @register("reward")
 class Reward(Objective):
     """An objective that trains a score, higher for the chosen answer than for the rejected one."""
 
     row_kinds = ("preference",)
+    head_work = NO_LOGITS
     papers = (
         Paper("reward model", "Ouyang et al., 2022, eq. 1"),
         Paper("rewards held around zero", "Eisenstein et al., 2023, eq. 2"),
     )
+    head_bytes = staticmethod(score_bytes)
     full_learning_rate = 1e-5
     adapter_learning_rate = 1e-4
     generates = False

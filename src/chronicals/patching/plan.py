@@ -30,12 +30,15 @@ from chronicals.patching.rotary import recognise_rotary
 GATED_MLP = "gated MLP"
 """Role of gated MLPs."""
 
+EXPERTS = "experts"
+"""Role of stacked experts."""
+
 RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "norm": recognise_norm,
     "gated norm": recognise_gated_norm,
     GATED_MLP: recognise_gated_mlp,
     "rotary": recognise_rotary,
-    "experts": recognise_experts,
+    EXPERTS: recognise_experts,
 }
 """Recognisers by the role of a module; each returns the form of a module, or None."""
 
@@ -78,11 +81,12 @@ class PatchPlan:
     code: dict[type[nn.Module], tuple] = field(default_factory=dict)
 
     @property
-    def fuses_whole_layers(self) -> bool:
-        """True if both halves of every layer run fused."""
-        return bool(self.layers) and all(
-            form.by == decoder_layer.FUSED_LAYER for form in self.layers.values()
-        )
+    def fuses_halves(self) -> bool:
+        """True if both halves of every layer run fused, in one piece or as attention and experts."""
+        fused = {decoder_layer.FUSED_LAYER}
+        if any(role == EXPERTS for role, _ in self.forms.values()):
+            fused.add(decoder_layer.FUSED_ATTENTION)
+        return bool(self.layers) and all(form.by in fused for form in self.layers.values())
 
     def without(self, role: str) -> PatchPlan:
         """Return the plan without the forms of a role, or without the loss."""

@@ -23,6 +23,7 @@ Seconds of computation are the sum of a step's parts (``policies.step_time``) at
 single rate is given instead (``Machines.flops``), they are FLOPs divided by it: for N weights 2 N a
 token in the forward pass and as many for each of the two gradients, plus 2 · heads · width · length
 for causal attention to a document. Of stacked experts only those count that a token is routed to.
+Those of forward passes of frozen models are added.
 
 Overlapped communication takes multiprocessors and memory bandwidth from the computation. In eight
 of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms took longer by
@@ -45,12 +46,21 @@ from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
 from chronicals.objectives import build_objective
-from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.planned_models import planned_model
 from chronicals.planning.space import Space, space_of
 from chronicals.planning.traffic import Traffic, gathered_in_passes, traffic
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable, trains_layers
+from chronicals.policies.facts import (
+    DIVIDE_WEIGHTS,
+    NOT_ON_CARD,
+    backend_on,
+    expected_backend,
+    fillable,
+    trains_layers,
+)
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
+from chronicals.policies.frozen_models import Held, planned_frozen
+from chronicals.policies.model_sizes import ModelSizes, weights_met
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding, work_of
@@ -58,9 +68,7 @@ from chronicals.policies.step_time import (
     AS_LONG_AS_PACKS,
     LINK,
     Documents,
-    ModelSizes,
     StepTime,
-    weights_met,
 )
 
 _BACKWARD = 2 / 3
@@ -179,7 +187,7 @@ def plan(
     config: ChronicalsConfig,
     gpus: int,
     machines: Machines,
-    frozen: Mapping[str, int] | None = None,
+    frozen: Mapping[str, Held] | None = None,
     documents: Documents = AS_LONG_AS_PACKS,
 ) -> Plan:
     """Compute the plan of a run.
@@ -190,7 +198,7 @@ def plan(
         config: the run's configuration.
         gpus: their number.
         machines: what the GPUs are in.
-        frozen: bytes of the objective's frozen models on each GPU, by name.
+        frozen: the objective's frozen models on each GPU, by name.
         documents: of the data, for the time.
 
     Raises:
@@ -209,6 +217,8 @@ def plan(
         here=machines.cards,
         total=machines.memory,
         frozen_models=frozen or {},
+        backend=expected_backend(config, machines.rates.backend),
+        alike=documents.fill_packs(config.max_seq_length),
     )
     facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
     facts, sharding = settle_sharding(facts)
@@ -227,14 +237,15 @@ def plan(
     stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
+    work = work_of(facts, frees, fitted, ModelSizes.of(model), documents)
     if machines.flops is None:
-        work = work_of(facts, frees, fitted, ModelSizes.of(model), documents)
         time = work.at(machines.rates)
         computing = time.seconds
     else:
         time = None
         flops = _flops_a_token(model, config, again / max(memory.layers, 1))
-        computing = tokens // context * flops / machines.flops
+        beside = work.micro_batches * sum(each.flops for each in work.forwards)
+        computing = (tokens // context * flops + beside) / machines.flops
     if config.sharding == DIVIDE_WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
@@ -286,12 +297,16 @@ def planned_space(given: Recipe, config: ChronicalsConfig, ranks: Mesh) -> Space
     """
     model = planned_model(given, config)
     frozen = planned_frozen(build_objective(config), config)
+    on_card = ranks.device.type == "cuda"
     facts = Facts(
         config,
         model,
         ranks.count,
         config.context_parallel,
         total=fillable(card_memory(ranks.device), config),
+        unfused=None if on_card else NOT_ON_CARD,
+        fuses_halves=on_card,
+        backend=backend_on(ranks.device, config, model),
         frozen_models=frozen,
     )
     facts, sharding = settle_sharding(facts)

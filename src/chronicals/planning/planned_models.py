@@ -9,9 +9,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.lora import apply_lora
 from chronicals.lora.loading import stored_config
 from chronicals.models import quantise_layers
-from chronicals.models.loading import load_without_weights, without_field
-from chronicals.objectives import Objective
-from chronicals.policies.frozen_models import planned_bytes
+from chronicals.models.loading import load_without_weights
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import attach_adapters
 
@@ -38,21 +36,3 @@ def planned_model(given: Recipe, config: ChronicalsConfig) -> Any:
         apply_lora(model, replace(stored, init="default"))
     attach_adapters(model, config, None)
     return model
-
-
-def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, int]:
-    """Return the bytes on a card of the models that the objective declares, by name.
-
-    Raises:
-        ConfigurationError: one cannot be found; the message names the setting.
-    """
-    sizes = {}
-    for declared in objective.frozen_models(config):
-        try:
-            saved = SavedModel.find(declared.place)
-            place = saved.place if saved.base is None else saved.base
-            model = load_without_weights(place, declared.trust_remote_code)
-        except (ValueError, OSError) as error:
-            raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error
-        sizes[declared.name] = planned_bytes(declared, model)
-    return sizes

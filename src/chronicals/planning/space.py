@@ -33,11 +33,15 @@ SEGMENT_BYTES = 2 << 20
 LARGE_BYTES = 10 << 20
 """Bytes from which a tensor gets a block of its own (``kMinLargeAlloc``)."""
 
+KEPT_BY_MALLOC = "blocks of host memory that the C library keeps after they were freed"
+
 UNCOUNTED = (
     "blocks that torch's allocator keeps after they were freed, which nvidia-smi shows and which "
     "it gives back when memory is short",
     "host memory of Python and its libraries, and of the model while it is read",
     "the token store, which is read through the page cache",
+    "what chronicals merge and export write, which are commands of their own: merged weights in 16 "
+    "bits take 2 bytes a weight of the model",
 )
 """Space that no part counts, in words."""
 
@@ -50,26 +54,31 @@ class Space:
         peak: largest moment of a step on a card.
         moments: bytes of each moment of a step, by name, in their order.
         rounding: bytes by which the allocator rounds weights up to whole blocks.
+        graphs: bytes of the pool of CUDA graphs, beside a micro-step that no graph has.
         driver: bytes of the driver on a card.
         total: bytes of the card.
         host: bytes in host memory.
         disk: bytes on the disk.
         uncounted: what is not counted, in words.
+        is_on_card: False if the run is on the CPU; moments are then of host memory.
     """
 
     peak: Moment
     moments: Mapping[str, int]
     rounding: int
+    graphs: int
     driver: int
     total: int
     host: Mapping[str, int]
     disk: Mapping[str, int]
     uncounted: tuple[str, ...] = UNCOUNTED
+    is_on_card: bool = True
 
     @property
     def on_card(self) -> int:
-        """Bytes of a card that the run takes, with what is not in tensors."""
-        return self.peak.held + self.rounding + self.driver
+        """Bytes of a card that the run takes, with what is not in tensors; 0 on the CPU."""
+        beside = self.rounding + self.graphs + self.driver
+        return self.peak.held + beside if self.is_on_card else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the space as plain JSON values, with the sums."""
@@ -79,6 +88,7 @@ class Space:
             "held": self.peak.held,
             "moments": dict(self.moments),
             "rounding": self.rounding,
+            "graphs": self.graphs,
             "driver": self.driver,
             "on_card": self.on_card,
             "total": self.total,
@@ -96,10 +106,11 @@ def space_of(facts: Facts, fitted: Fitted) -> Space:
         fitted: result of ``fit_to_memory``.
     """
     disk = planned_disk_use(facts.model, facts.config)
-    host = {
-        **fitted.memory.in_host_memory(*fitted.plan),
-        "staging of a checkpoint": disk.checkpoint,
-    }
+    host = fitted.memory.in_host_memory(*fitted.plan)
+    if facts.on_host:
+        host |= fitted.peak.parts
+    if disk.at_a_time > 1:  # the last one is written while nothing changes
+        host["staging of a checkpoint"] = disk.checkpoint
     written = {
         f"{disk.at_a_time} checkpoints": disk.checkpoint * disk.at_a_time,
         "the trained model": disk.model,
@@ -108,11 +119,14 @@ def space_of(facts: Facts, fitted: Fitted) -> Space:
     return Space(
         peak=fitted.peak,
         moments={moment.name: moment.held for moment in moments},
-        rounding=rounding_of(facts.model, facts.config),
-        driver=DRIVER_BYTES,
+        rounding=0 if facts.on_host else rounding_of(facts.model, facts.config),
+        graphs=fitted.memory.pool(*fitted.plan),
+        driver=0 if facts.on_host else DRIVER_BYTES,
         total=facts.total,
         host=host,
         disk=written,
+        uncounted=(KEPT_BY_MALLOC, *UNCOUNTED[1:]) if facts.on_host else UNCOUNTED,
+        is_on_card=not facts.on_host,
     )
 
 

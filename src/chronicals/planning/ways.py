@@ -12,10 +12,11 @@ from chronicals.config.presets import AUTO_PRESET, WAYS
 from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
 from chronicals.objectives import build_objective
-from chronicals.planning.planned_models import planned_frozen, planned_model
+from chronicals.planning.planned_models import planned_model
 from chronicals.policies import Facts
 from chronicals.policies.facts import fillable
 from chronicals.policies.fit import can_fit, what_would_do
+from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.sharding import choose_sharding, smallest_card
 from chronicals.policies.solver import settle_sharding
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from chronicals.attention import FLASH
 from chronicals.models import unfused_kind
+from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import ONE_BY_ONE, Facts
 from chronicals.policies.policy import (
     GRAPHED_WORKSPACES,
@@ -52,8 +53,16 @@ class CudaGraphs(Switch):
 
         One graph alone makes them while it frees activations, in the same memory.
         """
-        load = replace(load, workspaces=GRAPHED_WORKSPACES)
+        if facts.on_host:
+            return load
+        pooled = not facts.alike and self._run(facts)
+        load = replace(load, workspaces=GRAPHED_WORKSPACES, pooled=pooled)
         return load if facts.alike else replace(load, gradients_stay=True)
+
+    def _run(self, facts: Facts) -> bool:
+        """Return whether graphs run, by what is known before other policies are decided."""
+        standing = conditions(facts) | facts.config.memory_policies
+        return why_excluded(self.name, standing, facts) is None and self.why_not(facts) is None
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` without waiting for the host, where graphs can run."""

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from chronicals.attention import choose_backend
+from chronicals.attention.backends import EXACT_ORDER
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import card_memory, decoder_layers
 from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching.layer_policies import is_large
 from chronicals.patching.plan import plan_for
+from chronicals.policies.frozen_models import Held
 
 DIVIDE_WEIGHTS = "weights"
 """Value of ``sharding`` where weights are divided."""
@@ -24,6 +26,9 @@ GATHERED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.f
 
 PRODUCT_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtype of products, activations and frozen weights, by ``mixed_precision``."""
+
+NOT_ON_CARD = "not on a card"
+"""Reason of a run on the CPU."""
 
 ONE_BY_ONE = "attention runs on one document after the other"
 
@@ -41,17 +46,16 @@ class Facts:
         here: number of processes on each machine; None for what torchrun says.
         total: bytes of a card; 0 without one.
         packed: True if documents lie in packs, not in padded rows.
-        alike: True if all documents have one length, so that one CUDA graph is captured.
+        alike: True if all documents have as many tokens and targets, so that one CUDA graph is
+            captured.
         one_by_one: True if attention runs on one document after the other.
         head_is_read: True if the loss is computed from hidden states, without whole logits.
         records_routers: True if router logits of the layers are recorded for their losses.
         unfused: reason why decoder layers do not run fused; None where they do.
-        fuses_whole_layers: True if decoder layers run fused, and no half of one is computed by the
-            model's own class.
+        fuses_halves: True if decoder layers run fused, in one piece or as attention and experts, and
+            no half of one is computed by the model's own class.
         backend: name of the attention backend.
-        frozen_models: bytes of the objective's frozen models on the card, by name.
-        in_fp8: takes inputs and outputs of a trained product, and returns whether it is in FP8;
-            None where none is.
+        frozen_models: the objective's frozen models on the card, by name.
     """
 
     config: ChronicalsConfig
@@ -66,10 +70,9 @@ class Facts:
     head_is_read: bool = True
     records_routers: bool = False
     unfused: str | None = None
-    fuses_whole_layers: bool = True
+    fuses_halves: bool = True
     backend: str = ""
-    in_fp8: Callable[[int, int], bool] | None = None
-    frozen_models: Mapping[str, int] = field(default_factory=dict)
+    frozen_models: Mapping[str, Held] = field(default_factory=dict)
     alike: bool = False
 
     @classmethod
@@ -81,20 +84,12 @@ class Facts:
         context: int = 1,
         here: int | None = None,
         exchanging: int = 1,
-        frozen_models: Mapping[str, int] | None = None,
+        frozen_models: Mapping[str, Held] | None = None,
+        alike: bool = False,
     ) -> Facts:
         """Read the facts of a run on this machine; see the attributes."""
         model = presented.model
         unfused = why_not_fused(config, presented)
-        trains_all = all(p.requires_grad for p in model.get_decoder().parameters())
-        text = model.config.get_text_config()
-        backend = choose_backend(
-            input_device(model),
-            PRODUCT_TYPES[config.mixed_precision],
-            ModelShape.of(model.config).head_dim or 128,  # 128 if layers have different ones
-            softcap=getattr(text, "attn_logit_softcapping", None) is not None,
-            flash=config.use_flash_attention,
-        )
         return cls(
             config=config,
             model=model,
@@ -108,11 +103,17 @@ class Facts:
             head_is_read=presented.head_is_read,
             records_routers=presented.records_routers,
             unfused=unfused,
-            fuses_whole_layers=unfused is None and plan_for(model).fuses_whole_layers,
-            backend=backend,
-            in_fp8=is_large if config.use_fp8 and trains_all else None,
+            fuses_halves=unfused is None and plan_for(model).fuses_halves,
+            backend=backend_on(input_device(model), config, model),
             frozen_models=frozen_models or {},
+            alike=alike,
         )
+
+    @property
+    def in_fp8(self) -> Callable[[int, int], bool] | None:
+        """Function of a trained product's inputs and outputs: is it in FP8? None where none is."""
+        trains_all = all(p.requires_grad for p in self.model.get_decoder().parameters())
+        return is_large if self.config.use_fp8 and trains_all else None
 
     @property
     def tokens(self) -> int:
@@ -128,6 +129,11 @@ class Facts:
     def on_card(self) -> bool:
         """True if the model runs on a card, or is planned to."""
         return input_device(self.model).type == "cuda" or (self.planned and self.total > 0)
+
+    @property
+    def on_host(self) -> bool:
+        """True if the model runs on the CPU, or is planned to."""
+        return not self.on_card and self.unfused == NOT_ON_CARD
 
     @property
     def sharing(self) -> int:
@@ -151,6 +157,28 @@ class Facts:
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
+def backend_on(device: torch.device, config: ChronicalsConfig, model: Any) -> str:
+    """Return the name of the attention backend that a run of a model takes on a device."""
+    text = model.config.get_text_config()
+    return choose_backend(
+        device,
+        PRODUCT_TYPES[config.mixed_precision],
+        ModelShape.of(model.config).head_dim or 128,  # 128 if layers have different ones
+        softcap=getattr(text, "attn_logit_softcapping", None) is not None,
+        flash=config.use_flash_attention,
+    )
+
+
+def expected_backend(config: ChronicalsConfig, usual: str) -> str:
+    """Return the attention backend that a run is expected to take on a card that is not here.
+
+    Args:
+        config: of the run.
+        usual: backend of runs in 16 bits on that card; empty if it is not known.
+    """
+    return EXACT_ORDER[0] if config.mixed_precision == "fp32" else usual
+
+
 def fillable(size: int, config: ChronicalsConfig) -> int:
     """Return the bytes of a card of ``size`` bytes that the run may fill (``gpu_memory``)."""
     return size if config.card_bytes is None else min(size, config.card_bytes)
@@ -172,7 +200,7 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
     """
     asks_to_compile = config.use_torch_compile and "use_torch_compile" in config.explicit
     obstacles = {
-        "not on a card": input_device(presented.model).type != "cuda",
+        NOT_ON_CARD: input_device(presented.model).type != "cuda",
         "use_fused_kernels=False": not config.use_fused_kernels,
         "use_torch_compile=True": asks_to_compile,
         "mixed_precision=fp16": config.mixed_precision == "fp16",

@@ -1,15 +1,20 @@
-"""Bytes of the frozen models that an objective loads beside the trained one."""
+"""Frozen models that an objective loads beside the trained one: their bytes, and their sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import PresentedModel, quantise_layers
 from chronicals.models.four_bits import linear_layers
-from chronicals.objectives import FrozenModel
+from chronicals.models.loading import load_without_weights, without_field
+from chronicals.objectives import FrozenModel, Objective
+from chronicals.policies.model_sizes import ModelSizes
+from chronicals.saving import SavedModel
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "nf4": 2}
 """Bytes of a value that is not packed, by the precision of a frozen model."""
@@ -30,9 +35,31 @@ def held_by(model: nn.Module, item_bytes: int | None = None) -> int:
     return total
 
 
-def held_by_frozen(frozen: Mapping[str, PresentedModel]) -> dict[str, int]:
-    """Return the bytes of models that were loaded, by name."""
-    return {name: held_by(presented.model) for name, presented in frozen.items()}
+@dataclass(frozen=True)
+class Held:
+    """A frozen model on a card.
+
+    Attributes:
+        size: bytes of its parameters and buffers.
+        sizes: of the model, for the time of its passes.
+    """
+
+    size: int
+    sizes: ModelSizes
+
+    @classmethod
+    def planned(cls, declared: FrozenModel, model: Any) -> Held:
+        """Return a declared model as it will be on a card; arguments as ``planned_bytes``."""
+        size = planned_bytes(declared, model)  # its layers are packed from here on
+        return cls(size, ModelSizes.of(model))
+
+
+def held_by_frozen(frozen: Mapping[str, PresentedModel]) -> dict[str, Held]:
+    """Return models that were loaded, by name."""
+    return {
+        name: Held(held_by(presented.model), ModelSizes.of(presented.model))
+        for name, presented in frozen.items()
+    }
 
 
 def planned_bytes(declared: FrozenModel, model: Any) -> int:
@@ -51,3 +78,21 @@ def planned_bytes(declared: FrozenModel, model: Any) -> int:
         for layer in linear_layers(model).values():
             size += 4 * layer.out_features - (item_bytes - 1) * layer.weight.numel()
     return size
+
+
+def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, Held]:
+    """Return the models that the objective declares as they will be on a card, by name.
+
+    Raises:
+        ConfigurationError: one cannot be found; the message names the setting.
+    """
+    held = {}
+    for declared in objective.frozen_models(config):
+        try:
+            saved = SavedModel.find(declared.place)
+            place = saved.place if saved.base is None else saved.base
+            model = load_without_weights(place, declared.trust_remote_code)
+        except (ValueError, OSError) as error:
+            raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error
+        held[declared.name] = Held.planned(declared, model)
+    return held

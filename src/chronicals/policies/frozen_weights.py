@@ -9,6 +9,7 @@ from typing import Any
 
 from chronicals.cards import FP8
 from chronicals.config import ConfigurationError
+from chronicals.memory import decoder_layers
 from chronicals.patching import offload_frozen_experts, offload_frozen_weights
 from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.policy import Decision, MemoryLoad, Policy, Remedy, Stage, register_policy
@@ -29,8 +30,13 @@ class OffloadFrozenWeights(Policy):
     stage = Stage.WEIGHTS
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
-        """Return ``load`` without the 16-bit weights that have FP8 copies."""
-        return replace(load, frozen=FP8InHost.bytes_a_value(load.step.element))
+        """Return ``load`` without the 16-bit weights that have FP8 copies, which host memory has."""
+        values = 0
+        for layer in decoder_layers(facts.model):
+            matrices = [p for p in layer.parameters() if p.ndim > 1 and not p.requires_grad]
+            values += sum(p.numel() for p in matrices)
+        host = {**load.host, self.title: values * load.step.element}
+        return replace(load, frozen=FP8InHost.bytes_a_value(load.step.element), host=host)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the transposing of FP8 copies, a byte read and one written."""

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, RECOMPUTE
+from chronicals.kernels import adamw, adamw_8bit
 from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
-from chronicals.memory.peak import PACKED_WEIGHTS, PADDING, WORKSPACES, AdapterColumns
+from chronicals.memory.peak import (
+    PACKED_WEIGHTS,
+    PADDING,
+    WORKSPACES,
+    AdapterColumns,
+    HostLayers,
+)
 from chronicals.model_shape import ModelShape
 from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
@@ -50,6 +57,9 @@ PRODUCT_OF = {
     "down_proj": "down",
 }
 """Product of a fused layer that a linear layer belongs to, by the layer's name."""
+
+DROPPED_TENSORS = 2
+"""Tensors that dropout keeps of its input on the CPU: what it returns, and fp32 factors."""
 
 MEASURED_WAYS = 3
 """Remedies whose bytes are named after a card is full; those that cost only time come first."""
@@ -99,14 +109,15 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     copies = adapts_output(facts.model) and facts.backend != "flash-attn-4"
     step = StepShape(
         tokens=config.batch_size * config.max_seq_length,
-        fused=facts.fuses_whole_layers,
+        fused=facts.fuses_halves,
         element=element,
         logit_rows=config.logits_chunk_size,
         magnitudes=has_magnitudes(facts.model),
-        copies_attended=facts.fuses_whole_layers and copies,
+        copies_attended=facts.fuses_halves and copies,
         head_bytes=OBJECTIVES[config.objective].head_bytes,
         gathers_keys=facts.packed and OBJECTIVES[config.objective].shares_prompts(),
-        columns=adapter_columns(facts.model) if facts.fuses_whole_layers else AdapterColumns(),
+        columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
+        on_host=host_layers(facts.model) if facts.on_host else None,
     )
     load = MemoryLoad(
         step=step,
@@ -136,16 +147,19 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         gradients=gradients,
         total=facts.total,
         away=load.host,
+        pooled=load.pooled,
     )
-    if facts.fuses_whole_layers:
+    if facts.fuses_halves:
         memory = memory.beside(PADDING, padding_bytes(facts, load.step))
-    if input_device(facts.model).type != "cpu":  # a plan's model is on the meta device
+    if facts.on_host:
+        memory = replace(memory, update=host_update_bytes(facts))
+    elif input_device(facts.model).type != "cpu":  # a plan's model is on the meta device
         memory = memory.beside(WORKSPACES, WORKSPACE_BYTES * load.workspaces)
     formats = sorted({module.format for _, module in packed_modules(facts.model)})
     if formats:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
-    for name, size in facts.frozen_models.items():
-        memory = memory.beside(f"{name}, frozen", size)
+    for name, held in facts.frozen_models.items():
+        memory = memory.beside(f"{name}, frozen", held.size)
     return memory
 
 
@@ -158,6 +172,41 @@ def adapter_columns(model: Any) -> AdapterColumns:
         if product is not None:
             ranks[product] += len(adapter.pair[0])
     return AdapterColumns(**{name: columns_for([rank]) for name, rank in ranks.items()})
+
+
+def host_layers(model: Any) -> HostLayers:
+    """Return what decoder layers keep on the CPU, as the first one does."""
+    layers = decoder_layers(model)
+    if not layers:
+        return HostLayers()
+    kept = dict.fromkeys(PRODUCT_OF.values(), 0)
+    dropping = set()  # names of layers, of which a mixture has one for each expert
+    trains_norms = False
+    for path, module in layers[0].named_modules():
+        name = path.rpartition(".")[2]
+        is_trained = any(p.requires_grad for p in module.parameters())
+        if "norm" in path:
+            trains_norms = trains_norms or is_trained
+        elif name in PRODUCT_OF and is_trained:
+            if getattr(module, "dropout", 0.0):
+                dropping.add(name)
+            else:
+                kept[PRODUCT_OF[name]] = 1
+    for name in dropping:
+        kept[PRODUCT_OF[name]] += DROPPED_TENSORS
+    columns = sum(len(adapter.pair[0]) for _, adapter in adapters(layers[0]))
+    return HostLayers(trains_norms=trains_norms, columns=columns, **kept)
+
+
+def host_update_bytes(facts: Facts) -> int:
+    """Return the bytes of fp32 copies of the largest trained weight, in plain torch's update."""
+    config = facts.config
+    copies = adamw.REFERENCE_COPIES
+    if master_bytes(config, 1):
+        copies = adamw.REFERENCE_COPIES_OF_MASTERS
+    elif config.use_8bit_optimizer:
+        copies = adamw_8bit.REFERENCE_COPIES
+    return 4 * copies * max((p.numel() for p in facts.trained), default=0)
 
 
 def padding_bytes(facts: Facts, step: StepShape) -> int:

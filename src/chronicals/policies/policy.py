@@ -70,6 +70,8 @@ class MemoryLoad:
         gradients: further bytes of gradients that the backward pass makes.
         host: bytes in host memory, by what they are.
         workspaces: number of workspaces of cuBLAS.
+        pooled: True if CUDA graphs keep what a micro-step makes in a pool of their own, while
+            micro-steps of other shapes make the same beside it.
     """
 
     step: StepShape
@@ -82,6 +84,7 @@ class MemoryLoad:
     gradients: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
     workspaces: int = WORKSPACES
+    pooled: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from chronicals.distributed import (
     whole_parts,
 )
 from chronicals.memory import card_memory, decoder_layers
+from chronicals.objectives import build_objective
 from chronicals.policies.divided_weights import (
     check_divisible,
     divide_weights,
@@ -29,6 +30,7 @@ from chronicals.policies.divided_weights import (
 )
 from chronicals.policies.exclusions import EXCLUSIONS, GATHERED
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, fillable, trains_layers
+from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import Course, Decision, MemoryLoad, Policy, Remedy, register_policy
 from chronicals.policies.step_time import StepWork
@@ -202,10 +204,7 @@ def ranks_per_copy(facts: Facts) -> int:
 
 
 def _as_planned(facts: Facts) -> Facts:
-    """Return the facts of this run before its models are loaded, assuming fused layers.
-
-    Frozen models are left out: a model is divided as it is loaded, before these are.
-    """
+    """Return the facts of this run before its models are loaded, assuming fused layers."""
     return Facts(
         config=facts.config,
         model=facts.model,
@@ -213,6 +212,7 @@ def _as_planned(facts: Facts) -> Facts:
         context=facts.config.context_parallel,
         here=facts.here,
         total=facts.total,
+        frozen_models=facts.frozen_models,
     )
 
 
@@ -224,7 +224,9 @@ def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> Chronica
     if not total:
         return config
     here = on_each_machine(ranks)
-    chosen = choose_sharding(Facts(config, model, ranks.count, here=here, total=total))
+    frozen = planned_frozen(build_objective(config), config)
+    facts = Facts(config, model, ranks.count, here=here, total=total, frozen_models=frozen)
+    chosen = choose_sharding(facts)
     return config if chosen == config.sharding else config.fitted(sharding=chosen)
 
 

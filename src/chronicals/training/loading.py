@@ -27,10 +27,11 @@ from chronicals.models.loading import (
     load_without_weights,
 )
 from chronicals.models.rows import NotByRows, digest_of_files
-from chronicals.objectives import OBJECTIVES, Objective
+from chronicals.objectives import OBJECTIVES, Objective, build_objective
 from chronicals.policies import Facts
 from chronicals.policies.divided_weights import check_divisible
 from chronicals.policies.facts import DIVIDE_WEIGHTS, PRODUCT_TYPES, fillable
+from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.sharding import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import lora_config_of, watcher
@@ -99,7 +100,8 @@ def _with_sharding(
         quantise_layers(model)
     total = fillable(smallest_card(ranks), config)
     here = on_each_machine(ranks)
-    facts = Facts(config, model, ranks.count, here=here, total=total)
+    frozen = planned_frozen(build_objective(config), config)
+    facts = Facts(config, model, ranks.count, here=here, total=total, frozen_models=frozen)
     if choose_sharding(facts) != DIVIDE_WEIGHTS:
         return config
     if ranks.writer and "sharding" not in config.explicit:

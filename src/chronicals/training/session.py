@@ -56,7 +56,7 @@ from chronicals.policies import (
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
-from chronicals.policies.frozen_models import held_by_frozen
+from chronicals.policies.frozen_models import Held, held_by_frozen
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -89,6 +89,7 @@ def prepare_session(
     ranks: Mesh | None = None,
     resumed: Path | None = None,
     tokenizer: Any = None,
+    alike: bool = False,
 ) -> Session:
     """Prepare a model for training.
 
@@ -111,6 +112,7 @@ def prepare_session(
         resumed: checkpoint that the run resumes from.
         tokenizer: the model's tokenizer; an objective with frozen models or parameters of its own
             may need it.
+        alike: all documents have as many tokens and targets.
 
     Raises:
         ConfigurationError: the configuration cannot be honoured with this model on this machine;
@@ -131,7 +133,7 @@ def prepare_session(
     )
     add_router_terms(presented, objective.router)
     frozen = held_by_frozen(objective.frozen)
-    facts, decisions = decide_together(presented, config, ranks, frozen)
+    facts, decisions = decide_together(presented, config, ranks, frozen, alike)
     config = facts.config  # with the settings that ``fit`` took
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
@@ -188,7 +190,8 @@ def decide_together(
     presented: PresentedModel,
     config: ChronicalsConfig,
     ranks: Mesh,
-    frozen_models: Mapping[str, int] | None = None,
+    frozen_models: Mapping[str, Held] | None = None,
+    alike: bool = False,
 ) -> tuple[Facts, dict[str, Decision]]:
     """Return the facts of the run and the decisions on them, the same in all processes.
 
@@ -200,7 +203,8 @@ def decide_together(
         presented: the model.
         config: configuration of the run.
         ranks: all ranks of the run.
-        frozen_models: bytes of the objective's frozen models, by name.
+        frozen_models: the objective's frozen models, by name.
+        alike: all documents have as many tokens and targets.
 
     Raises:
         ConfigurationError: what is asked for cannot run, or processes decided differently.
@@ -221,6 +225,7 @@ def decide_together(
         here=on_each_machine(ranks) if config.sharding == DIVIDE_WEIGHTS else None,
         exchanging=1 if ranks.context is None else ranks.context.inner,
         frozen_models=frozen_models,
+        alike=alike,
     )
     if config.fit != "off":
         settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
@@ -250,13 +255,14 @@ def prepared(
     ranks: Mesh | None = None,
     resumed: Path | None = None,
     tokenizer: Any = None,
+    alike: bool = False,
 ) -> Iterator[Session]:
     """Context manager around ``prepare_session`` that restores the model afterwards.
 
     Its weights are then separate tensors again without gradients, and frozen models are released.
     """
     try:
-        yield prepare_session(model, config, objective, ranks, resumed, tokenizer)
+        yield prepare_session(model, config, objective, ranks, resumed, tokenizer, alike)
     finally:
         objective.frozen.clear()
         _leave(model)

@@ -249,7 +249,13 @@ class ChronicalsTrainer:
                 model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining"
             )
             with prepared(
-                model, config, self.objective, self.ranks, resumed, self.tokenizer
+                model,
+                config,
+                self.objective,
+                self.ranks,
+                resumed,
+                self.tokenizer,
+                train_store.alike,
             ) as session:
                 for frozen in self.objective.frozen.values():
                     check_positions(frozen.model, longest)

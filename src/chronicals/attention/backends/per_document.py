@@ -80,6 +80,10 @@ def _one(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
             q_HQD, k_KSD, v_KSD, seen, mask.scale, mask.softcap, mask.sinks
         ).transpose(0, 1)
     causal = seen is None and queries == keys
+    if q.is_cuda and (seen is not None or q.dtype == torch.float32):
+        # FlashAttention has neither masks nor fp32, and of the others only torch's plain attention,
+        # which holds the whole score matrix, lets query heads share keys.
+        k_KSD, v_KSD = (x.repeat_interleave(len(q_HQD) // len(k_KSD), 0) for x in (k_KSD, v_KSD))
     out = F.scaled_dot_product_attention(
         q_HQD[None],
         k_KSD[None],

@@ -158,6 +158,11 @@ class TokenStore:
         return int((self.lengths + self.before).max(initial=0))
 
     @property
+    def alike(self) -> bool:
+        """True if all documents have as many tokens, and as many targets."""
+        return len(self) > 0 and np.ptp(self.lengths) == 0 and np.ptp(self.targets) == 0
+
+    @property
     def before(self) -> np.ndarray:
         """int64 ``[documents]``, tokens of a shared prompt before each."""
         if SHARED_COLUMN not in self.columns:
