@@ -26,7 +26,7 @@ from chronicals.memory import Moment
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel
 from chronicals.policies import Facts, fit_to_memory
-from chronicals.policies.frozen_models import planned_bytes
+from chronicals.policies.frozen_models import Held
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.solver import settle_sharding
 from chronicals.training.adapters import attach_adapters
@@ -105,7 +105,7 @@ def planned(row: dict, arm: str, total: int) -> Moment:
     frozen = {}
     if "teacher" in row:
         declared = FrozenModel("teacher", row["teacher"], "bf16", "distill")
-        frozen["teacher"] = planned_bytes(declared, shape_on_meta(row["teacher"]))
+        frozen["teacher"] = Held.planned(declared, shape_on_meta(row["teacher"]))
     facts = Facts(
         config,
         model,

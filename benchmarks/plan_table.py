@@ -130,8 +130,8 @@ With `--fit settings` a plan takes the settings that a run would take ([memory](
 `--output` writes its recipe. Settings are compared by the same times, at the rates of the card of the plan, also with
 `--tflops`, which knows of no bytes and no copies.
 
-The bytes of a teacher and of a reference model are counted, their passes are not in the time: a line under the table names
-what the objective has of these.
+A teacher and a reference model are counted: their bytes on the card, and in the time their forward passes, or those of
+the base where adapters are switched off. What reads all data once before the first step is named under the table.
 
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and

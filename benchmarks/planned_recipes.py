@@ -25,7 +25,7 @@ from chronicals.config import ChronicalsConfig, preset
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
 from chronicals.planning import Documents, Machines, Plan, plan
-from chronicals.policies.frozen_models import planned_bytes
+from chronicals.policies.frozen_models import Held
 from chronicals.training.adapters import attach_adapters
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def planned(result: dict[str, Any], rates: Rates) -> Plan | None:
     if "teacher" in result:
         teacher = shape_on_meta(**result["teacher"])
         declared = FrozenModel("teacher", "teacher", "bf16", "distill")
-        frozen["teacher"] = planned_bytes(declared, teacher)
+        frozen["teacher"] = Held.planned(declared, teacher)
     build_objective(config)
     memory = config.card_bytes or rates.memory
     machines = Machines(memory=memory, rates=rates)

@@ -417,6 +417,41 @@ def test_draws_are_shaped_and_repeated(trained, within):
     assert refused.code == 1 and "--top-p 0.9: has no effect at temperature 0" in refused.stderr
 
 
+@pytest.mark.slow
+def test_prompts_of_a_file_are_answered(trained, within, place):
+    (place / "asked.txt").write_text("what is 3?\nwhat is 4?\n")
+    asked = "generate", "out", "--prompts", "asked.txt", "--max-new-tokens", 5
+    printed = within(*asked)
+    assert printed.code == 0, printed.stderr
+    found = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert [row["prompt"] for row in found] == ["what is 3?", "what is 4?"]
+    once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
+    assert found[0]["answers"][0]["text"] == once.stdout.strip()
+    drawn = *asked, "--temperature", 1.5, "--answers", 3, "--output", "answers.jsonl"
+    assert within(*drawn, "--min-p", 0.01, "--cache-memory", 0.1).stdout == ""
+    rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
+    assert [len(row["answers"]) for row in rows] == [3, 3]
+    assert all(answer["log_probability"] < 0 for row in rows for answer in row["answers"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "x.jsonl"], "--output x.jsonl: has no effect without --prompts FILE"),
+        (["--answers", 2], "--answers 2: has no effect without --prompts FILE"),
+        (["--prompts", "data.jsonl", "--prompt", "hi"], "--prompt hi: is not for --prompts FILE"),
+        (["--prompts", "data.jsonl", "--answers", 2], "--answers 2: at temperature 0 all would be"),
+        (
+            ["--prompts", "data.jsonl", "--cache-memory", 1e-6],
+            "(--cache-memory); ask for fewer tokens, or give it more memory",
+        ),
+    ],
+)
+def test_options_of_prompts_that_do_nothing_are_refused(within, options, message):
+    refused = within("generate", "base", *options)
+    assert refused.code == 1 and message in refused.stderr.replace("\n", " "), refused.stderr
+
+
 SAID = "d[:key:], d[:x:]\t# :100: [bold]hi[/] [/x] " + "and so on " * 40
 """What rich would make pictures, tags and lines of."""
 

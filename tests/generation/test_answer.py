@@ -8,7 +8,14 @@ import torch
 import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
-from chronicals.generation import Chat, Trained, generate, generate_answer, load_trained
+from chronicals.generation import (
+    Chat,
+    Trained,
+    generate,
+    generate_answer,
+    generate_many,
+    load_trained,
+)
 from chronicals.generation.answer import Stream, computing_dtype
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run.evaluation import evaluate_data
@@ -89,7 +96,7 @@ def test_generation_leaves_every_module_in_its_mode_also_where_it_fails():
     "asked", [([], 3, 0.0), ([5], 0, 0.0), ([5], 3, -1.0), ([5], 3, float("nan"))]
 )
 def test_what_cannot_be_generated_is_refused(asked):
-    with pytest.raises(ValueError, match="max_new_tokens=|ids is empty|temperature="):
+    with pytest.raises(ValueError, match="max_new_tokens=|the prompt is empty|temperature="):
         generate(Trained(tiny.llama(), tiny.tokenizer()), *asked)
 
 
@@ -117,7 +124,7 @@ def test_generation_ends_at_the_last_position(kind, caplog):
         and "at position 16" in caplog.text
     )
     with pytest.raises(
-        ValueError, match="^ids has 16 tokens, .* 16 positions: ask something shorter$"
+        ValueError, match="^request 0 has 16 tokens, .* 16 positions: ask something shorter$"
     ):
         generate(trained, [5] * 16, 1)
 
@@ -310,6 +317,50 @@ def test_a_model_can_be_asked_whatever_its_generation_config_says(given, tempera
         len(expected) == 6
         and generate(Trained(model, tokenizer), [5, 6, 7], 6, temperature) == expected
     )
+
+
+def mamba():
+    """A recurrent model, which the engine cannot serve."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 300}
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    return MambaForCausalLM(MambaConfig(**sizes, **ids)).eval()
+
+
+def test_what_the_engine_cannot_serve_is_generated_by_transformers_and_named_once(caplog):
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = None
+    trained = Trained(mamba(), tokenizer)
+    with caplog.at_level("INFO", logger="chronicals"):
+        answers = generate_many(trained, [[5, 6, 7], [8, 9]], 6, 1.0, answers=2)
+        first = generate(trained, [5, 6, 7], 6)
+    assert first == likeliest(trained.model, [5, 6, 7], 6)[3:]
+    assert [[len(answer.tokens) for answer in one] for one in answers] == [[6, 6], [6, 6]]
+    assert len({(*answer.tokens,) for one in answers for answer in one}) == 4
+    named = [record.message for record in caplog.records if "MambaForCausalLM" in record.message]
+    assert sum("generates by transformers, an answer at a time" in text for text in named) == 1
+    late = generate_many(trained, [[5, 6, 7], [8, 9]], 6, seconds=0.0)
+    assert [(len(one.tokens), one.ended) for (one,) in late] == [(1, "time"), (0, "time")]
+
+
+def test_a_setting_that_only_transformers_knows_is_kept(caplog):
+    trained, _ = endless()
+    trained.model.generation_config.no_repeat_ngram_size = 1
+    with caplog.at_level("INFO", logger="chronicals"):
+        once = generate(trained, [5, 6, 7], 30, 1.0)
+    assert len(set(once)) == 30 and "does not know no_repeat_ngram_size=1" in caplog.text
+
+
+def test_prompts_are_answered_as_one_by_one():
+    trained, _ = endless()
+    prompts = [[5, 6, 7], [8], [9] * 20]
+    together = generate_many(trained, prompts, 8, 1.3, seed=4, answers=2)
+    assert together[0][0].tokens == generate(trained, prompts[0], 8, 1.3, seed=4)
+    assert len({(*answer.tokens,) for one in together for answer in one}) == 6
+    assert [[one.tokens] for (one,) in generate_many(trained, prompts, 8)] == [
+        [generate(trained, prompt, 8)] for prompt in prompts
+    ]
 
 
 def endless(**settings):

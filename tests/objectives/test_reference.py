@@ -17,6 +17,7 @@ from chronicals.config import ConfigurationError
 from chronicals.data import BatchStream
 from chronicals.objectives import build_objective
 from chronicals.objectives.reference import with_reference
+from chronicals.objectives.terms import ADAPTERS_OFF, REFERENCE_POLICY, TRAINED_MODEL
 from chronicals.saving import SavedModel
 from chronicals.training import CheckpointError, ChronicalsTrainer
 from chronicals.training.columns.start_columns import StartColumns
@@ -149,13 +150,25 @@ def test_a_plan_refuses_adapters_that_there_are_not(tmp_path):
         match="dpo.reference='adapters_off': there are no adapters to switch off",
     ):
         build_objective(config).unplanned_costs(config)
-    assert "adapters off" in build_objective(config).unplanned_costs(config.replace(use_lora=True))
+    adapted = config.replace(use_lora=True)
+    assert build_objective(adapted).unplanned_costs(adapted) is None
+    assert build_objective(adapted).forward_passes(adapted) == [ADAPTERS_OFF]
     judged = runs.config(tmp_path, objective="kto", use_lora=True)
-    costs = build_objective(judged).unplanned_costs(judged)
-    assert (
-        "adapters off; for its divergence the policy's, a forward pass more of each micro-batch"
-        in costs
-    )
+    assert build_objective(judged).forward_passes(judged) == [ADAPTERS_OFF, TRAINED_MODEL]
+
+
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [
+        ({"dpo": {"reference": "stored"}, "use_lora": True}, []),
+        ({"dpo": {"reference_model": "another"}, "use_lora": True}, [REFERENCE_POLICY]),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_forward_passes_are_those_of_where_the_reference_is(fields, passes, tmp_path):
+    config = runs.config(tmp_path, objective="dpo", **fields)
+    assert build_objective(config).forward_passes(config) == passes
 
 
 def test_code_of_the_reference_runs_only_if_asked(base, tmp_path, record_calls):

@@ -632,7 +632,7 @@ def test_cards_that_cannot_share_packs_are_refused(tmp_path):
     [
         (
             ["--objective", "distill", "--teacher", "MODEL"],
-            "the teacher MODEL: its forward passes",
+            None,
         ),
         (
             ["--objective", "distill", "--teacher", "big", "--distill.stored-tokens", "8"],
@@ -640,23 +640,22 @@ def test_cards_that_cannot_share_packs_are_refused(tmp_path):
         ),
         (
             ["--objective", "dpo", "--dpo.reference-model", "MODEL"],
-            "the reference model MODEL: its forward passes",
+            None,
         ),
         (
             ["--objective", "ipo", "--use-lora"],
-            "the reference policy: a forward pass more of each micro-batch, with",
+            None,
         ),
         (
             ["--objective", "kto", "--no-use-lora"],
-            "the reference policy: a forward pass over all data before the first step; for its "
-            "divergence",
+            "the reference policy: a forward pass over all data before the first step",
         ),
         (["--objective", "simpo"], None),
         ([], None),
     ],
     ids=str,
 )
-def test_passes_beside_those_of_the_model_are_not_in_the_time_and_named(flags, beside, tmp_path):
+def test_passes_before_the_first_step_are_not_in_the_time_and_named(flags, beside, tmp_path):
     tiny.llama().save_pretrained(tmp_path)
     flags = [flag.replace("MODEL", str(tmp_path)) for flag in flags]
     beside = beside and beside.replace("MODEL", str(tmp_path))

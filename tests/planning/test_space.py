@@ -30,7 +30,8 @@ from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
 from chronicals.planning import Machines, plan, planned_frozen, planned_space
 from chronicals.planning.space import DRIVER_BYTES, KEPT_BY_MALLOC, rounding_of
-from chronicals.policies.frozen_models import held_by, planned_bytes
+from chronicals.policies.frozen_models import Held, held_by, planned_bytes
+from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import WORKSPACE_BYTES
 from chronicals.policies.policy import GRAPHED_WORKSPACES
 from chronicals.training.adapters import attach_adapters
@@ -97,8 +98,9 @@ def test_weights_are_named_by_their_format(tmp_path):
 
 
 def test_frozen_models_are_on_the_card(tmp_path):
+    teacher = ModelSizes.of(tiny.llama())
     alone, _ = planned(tmp_path)
-    taught, _ = planned(tmp_path, frozen={"teacher": 10**9})
+    taught, _ = planned(tmp_path, frozen={"teacher": Held(10**9, teacher)})
     assert taught.held - alone.held == 10**9
     assert taught.space.peak.parts["teacher, frozen"] == 10**9
 
@@ -129,7 +131,7 @@ def test_an_objective_declares_what_it_loads(tmp_path):
             tmp_path, mixed_precision="bf16", objective=objective, **{objective: settings}
         )
         (found,) = planned_frozen(build_objective(config), config).values()
-        assert found == size
+        assert found.size == size
     stored = runs.config(
         tmp_path, objective="distill", distill={"teacher": "big", "stored_tokens": 8}
     )

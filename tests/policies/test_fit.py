@@ -29,9 +29,9 @@ from chronicals.policies.fit import (
     refuse_what_no_setting_fits,
     what_would_do,
 )
+from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import POLICIES, policies
-from chronicals.policies.step_time import ModelSizes
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run import length
 

@@ -11,8 +11,10 @@ import tiny
 from chronicals.cards.rates import AttentionRate, Rates
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import quantise_layers
+from chronicals.objectives import FrozenModel
 from chronicals.planning import Documents, Machines, plan
-from chronicals.policies.step_time import weights_met
+from chronicals.policies.frozen_models import Held
+from chronicals.policies.model_sizes import weights_met
 
 SIZES = {
     "hidden_size": 2048,
@@ -52,7 +54,9 @@ def timed(tmp_path):
     return partial(time_of, tmp_path)
 
 
-def time_of(folder, rates=ROUND, documents=None, packed=False, rank=0, gpus=1, **fields):
+def time_of(
+    folder, rates=ROUND, documents=None, packed=False, rank=0, gpus=1, frozen=None, **fields
+):
     with torch.device("meta"):
         model = tiny.llama(**SIZES)
     if packed:
@@ -63,7 +67,7 @@ def time_of(folder, rates=ROUND, documents=None, packed=False, rank=0, gpus=1, *
         values |= {"use_lora": True, "lora_rank": rank}
     config = runs.config(folder, **values)
     machines = Machines(memory=rates.memory, rates=rates)
-    return plan(model, config, gpus, machines, documents=documents or Documents()).time
+    return plan(model, config, gpus, machines, frozen, documents or Documents()).time
 
 
 def weights():
@@ -143,6 +147,18 @@ def test_frozen_weights_have_no_product_for_their_gradient(timed):
     assert lora.optimizer < 0.02 * full.optimizer
 
 
+def test_fewer_rows_of_logits_are_slower_products_and_more_sums(timed):
+    """Where few rows are slow the head is: its logits, and the gradient of its inputs."""
+    bent = replace(ROUND, products={"bf16": ((1.0, 1e11), (1000.0, 1e14))})
+    usual = timed(bent, logits_chunk_size=2048)
+    fewer = timed(bent, logits_chunk_size=512)
+    _, head = weights()
+    intensity = [1 / (1 / rows + 1 / 2048 + 1 / 32000) for rows in (2048, 512)]
+    seconds = [2 * 2 * head * 2048 / (1e11 * each) for each in intensity]
+    assert fewer.products - usual.products == pytest.approx(seconds[1] - seconds[0], rel=1e-6)
+    assert fewer.loss - usual.loss == pytest.approx(3 * 8 * head / 1e12)
+
+
 def test_micro_batches_repeat_all_but_the_update(timed):
     """And each adds its gradients to fp32 sums, which are read and written."""
     one = timed()
@@ -204,6 +220,68 @@ def test_a_slow_host_is_waited_for_unless_the_card_replays(timed):
 def test_what_a_policy_costs_is_in_its_part(fields, part, timed):
     plain = timed(rank=fields.get("rank", 0), lora_dropout=0.0, batch_size=8)
     assert timed(**{"lora_dropout": 0.0, "batch_size": 8, **fields}).parts[part] > plain.parts[part]
+
+
+TEACHER = {"distill": {"teacher": "another"}, "objective": "distill"}
+
+
+def teacher(layers, precision="bf16"):
+    """A frozen model of so many layers."""
+    with torch.device("meta"):
+        model = tiny.llama(**{**SIZES, "num_hidden_layers": layers})
+    return {"teacher": Held.planned(FrozenModel("teacher", "another", precision, ""), model)}
+
+
+def test_a_teacher_takes_a_forward_pass(timed):
+    """A third of the products of a student of its sizes, and two of seven of attention."""
+    alone = timed(objective="sft")
+    taught = timed(**TEACHER, frozen=teacher(4))
+    assert taught.products == pytest.approx(4 / 3 * alone.products, rel=1e-6)
+    assert taught.attention == pytest.approx(4.5 / 3.5 * alone.attention)
+    assert alone.elementwise < taught.elementwise < 1.5 * alone.elementwise
+    larger = timed(**TEACHER, frozen=teacher(40))
+    met, head = weights()
+    nine = 2 * 9 * (met - head) * 2048 / 1e14
+    assert larger.products - taught.products == pytest.approx(nine, rel=1e-6)
+    packed = timed(**TEACHER, frozen=teacher(4, "nf4"))
+    assert packed.elementwise > taught.elementwise and packed.products == taught.products
+    four = timed(**TEACHER, frozen=teacher(4), gradient_accumulation_steps=4)
+    assert four.products == pytest.approx(4 * taught.products)
+    stored = {"teacher": "another", "stored_tokens": 8}
+    assert timed(objective="distill", distill=stored).products == alone.products
+
+
+def test_a_reference_takes_a_forward_pass_without_adapters(timed):
+    met, _ = weights()
+    odds = timed(rank=8, objective="orpo")
+    reference = timed(rank=8, objective="dpo")
+    added = reference.products - odds.products
+    assert added == pytest.approx(2 * met * 2048 / 1e14, rel=1e-6)
+    assert timed(rank=8, objective="dpo", dpo={"reference": "stored"}).products == odds.products
+    judged = timed(rank=8, objective="kto")
+    assert 2 * added < judged.products - odds.products < 2.05 * added
+    eight = timed(rank=8, objective="dpo", use_fp8=True).products
+    assert eight < timed(rank=8, objective="orpo", use_fp8=True).products + 0.8 * added
+
+
+def test_the_host_launches_what_comes_before_a_step(timed):
+    """Both passes of KTO; the reference of DPO and a teacher are in what the card replays."""
+    slow = replace(ROUND, launch=1e-2, gap=1e-6)
+    judged = timed(slow, rank=8, objective="kto")
+    assert judged.seconds == pytest.approx(1e-2 * 4 * (4 + 8 + 2 * 22 / 3), rel=0.01)
+    assert timed(slow, rank=8, objective="dpo").launches < 1e-3
+    assert timed(slow, **TEACHER, frozen=teacher(4)).launches < 1e-3
+
+
+def test_what_the_loss_of_answers_computes_again_is_counted(timed):
+    """Logits for their gradient, and what gathers the keys of prompts that answers share."""
+    tokens = timed()
+    odds = timed(objective="orpo")
+    _, head = weights()
+    assert odds.products - tokens.products == pytest.approx(2 * head * 2048 / 1e14)
+    assert odds.loss - tokens.loss == pytest.approx(2 * 32000 * 2048 / 1e12)
+    gathered = 2 * 4 * 512 * 2048
+    assert odds.elementwise - tokens.elementwise == pytest.approx(118 * gathered / 1e12)
 
 
 def test_products_in_fp8_are_faster(timed):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from chronicals.generation import Chat
+    from chronicals.generation import Chat, Trained
 
 CHAT_COMMANDS = {
     "/reset": "forget the conversation; the system prompt stays",
@@ -23,6 +25,24 @@ def generate_command(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     prompt: Annotated[
         str | None, typer.Option(help="Ask this and stop; without it a chat begins")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Answer all prompts of a file, of text a line each, and print lines of JSON"
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the lines of JSON of --prompts")
+    ] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Answers to each of --prompts")] = 1,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="GiB for keys and values (default: as --prompts need, at most a quarter of what "
+            "is free)",
+        ),
     ] = None,
     system: Annotated[
         str | None,
@@ -52,6 +72,13 @@ def generate_command(
             help="Draw from this many of the likeliest tokens, 0: all (default: the model's own)",
         ),
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from tokens at least this likely beside the likeliest one (default: the "
+            "model's own)"
+        ),
+    ] = None,
     repetition_penalty: Annotated[
         float | None,
         typer.Option(help="Above 1, tokens that are in the text already become less likely"),
@@ -68,29 +95,75 @@ def generate_command(
     Prompts have the format of the training: the chat template if the model was trained on chats,
     else plain text. A chat remembers what was said until `/reset`; `/help` lists its commands.
     Answers go to standard output, everything else to standard error. `--temperature 0.7 --top-p
-    0.9` draws answers that vary, `--seed` repeats them.
+    0.9` draws answers that vary, `--seed` repeats them. `--prompts prompts.jsonl --output
+    answers.jsonl` answers many prompts together.
     """
     from rich.console import Console
 
     from chronicals.distributed import warn_of_other_processes
-    from chronicals.generation import Chat, load_trained
+    from chronicals.generation import Chat, EngineSettings, load_trained
 
     warn_of_other_processes("generate")
-    chat = Chat(
-        load_trained(model, base_model, trust_remote_code),
-        system,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-    )
-
+    _check_prompts(prompts, prompt, system, output, answers, temperature)
+    trained = load_trained(model, base_model, trust_remote_code)
+    if cache_memory is not None:
+        sizes = EngineSettings(cache_memory=int(cache_memory * 2**30))
+        trained = replace(trained, engine_settings=sizes)
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    if prompts is not None:
+        _answer_prompts(trained, prompts, output, answers=answers, **settings)
+        return
+    chat = Chat(trained, system, **settings)
     if prompt is not None:
         _print_answer(chat, prompt, stream)
     elif not _talk(chat, stream, Console(stderr=True, highlight=False)):
         raise typer.Exit(1)
+
+
+def _check_prompts(
+    prompts: Path | None,
+    prompt: str | None,
+    system: str | None,
+    output: Path | None,
+    answers: int,
+    temperature: float,
+) -> None:
+    """Raise ValueError for options that exclude each other or have no effect."""
+    beside = {"prompt": prompt, "system": system}
+    only_with = {"output": output, "answers": answers if answers > 1 else None}
+    for name, value in (beside if prompts is not None else only_with).items():
+        if value is not None:
+            why = "is not for" if prompts is not None else "has no effect without"
+            raise ValueError(f"{name}={value}: {why} prompts=FILE; leave one of them out")
+    if answers > 1 and temperature == 0:
+        raise ValueError(
+            f"answers={answers}: at temperature 0 all would be the same; give a temperature above 0"
+        )
+
+
+def _answer_prompts(trained: Trained, prompts: Path, output: Path | None, **settings: Any) -> None:
+    """Print the answers to a file's prompts, or write them to ``output``."""
+    from chronicals.generation.answer import generate_many, prompt_ids
+    from chronicals.generation.prompt_files import answer_lines, read_prompts
+
+    questions = read_prompts(prompts)
+    ids = [prompt_ids(trained, question) for question in questions]
+    found = generate_many(trained, ids, **settings)
+    ending = trained.ending
+    texts = [[(ending.text(answer.tokens), answer) for answer in one] for one in found]
+    lines = "".join(f"{line}\n" for line in answer_lines(questions, texts))
+    if output is None:
+        print(lines, end="", flush=True)  # noqa: T201
+    else:
+        output.write_text(lines, encoding="utf-8")
 
 
 def _talk(chat: Chat, stream: bool, console: Console) -> bool:

@@ -1,6 +1,14 @@
 """Generate answers with a trained model."""
 
-from chronicals.generation.answer import Chat, Trained, generate, generate_answer, load_trained
+from chronicals.generation.answer import (
+    Chat,
+    Trained,
+    generate,
+    generate_answer,
+    generate_many,
+    load_trained,
+    prompt_ids,
+)
 from chronicals.generation.engine import Engine, EngineSettings, why_not_served
 from chronicals.generation.requests import Answer, Ending, Request
 from chronicals.generation.sampling import Sampling
@@ -16,7 +24,9 @@ __all__ = [
     "Trained",
     "generate",
     "generate_answer",
+    "generate_many",
     "load_trained",
+    "prompt_ids",
     "why_not_served",
 ]
 

@@ -6,10 +6,11 @@ The tokenisation is the same, and an answer ends with the stop token that was tr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
-from chronicals.generation.engine import Engine, why_not_served
-from chronicals.generation.requests import Ending, Request, new_tokens_within
+from chronicals.generation.engine import Engine, EngineSettings, answer_keys, why_not_served
+from chronicals.generation.requests import Answer, Ending, Request, new_tokens_within
 from chronicals.generation.sampling import Sampling
-from chronicals.models import in_evaluation, input_device
+from chronicals.models import in_evaluation, input_device, last_position
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,14 @@ class Trained:
         kinds: kinds of row that it was trained on; empty for a model that chronicals did not train.
         data_config: fields of the run's configuration that decide which tokens of a row are
             trained; empty for a model that chronicals did not train.
+        engine_settings: sizes of the engine that generates.
     """
 
     model: Any
     tokenizer: Any
     kinds: tuple[str, ...] = ()
     data_config: Mapping[str, Any] = field(default_factory=dict)
+    engine_settings: EngineSettings = field(default_factory=EngineSettings)
 
     @property
     def chats(self) -> bool:
@@ -117,7 +120,7 @@ class Trained:
     @cached_property
     def engine(self) -> Engine:
         """The engine, whose pages of keys and values stay for the next answers."""
-        return Engine(self.model)
+        return Engine(self.model, self.engine_settings)
 
 
 def load_trained(
@@ -162,6 +165,23 @@ def computing_dtype(about: Mapping[str, Any], has_bf16: bool) -> torch.dtype:
     return torch.bfloat16 if has_bf16 and about.get("mixed_precision") != "fp32" else torch.float32
 
 
+def prompt_ids(trained: Trained, question: str | list[Message]) -> list[int]:
+    """Return the token ids of a question as the model was trained to be asked.
+
+    Args:
+        trained: the model.
+        question: a text, or the messages of a conversation so far.
+    """
+    tokenizer = Tokenizer(trained.tokenizer)
+    if not trained.chats:
+        is_text = isinstance(question, str)
+        return tokenizer.prompt(question if is_text else "\n".join(m["content"] for m in question))  # type: ignore[arg-type, index]
+    messages: Any = (
+        [{"role": "user", "content": question}] if isinstance(question, str) else question
+    )
+    return tokenizer.render(messages, generation=True)
+
+
 def generate_answer(
     trained: Trained,
     question: str | list[Message],
@@ -183,14 +203,7 @@ def generate_answer(
         say: called with each new part of the text; the parts, joined, are the answer.
         sampling: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` of ``Sampling``.
     """
-    tokenizer = Tokenizer(trained.tokenizer)
-    if trained.chats:
-        is_text = isinstance(question, str)
-        messages: Any = [{"role": "user", "content": question}] if is_text else question
-        ids = tokenizer.render(messages, generation=True)
-    else:
-        text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
-        ids = tokenizer.prompt(text)
+    ids = prompt_ids(trained, question)
     ending = trained.ending
     if say is None:
         return ending.text(generate(trained, ids, max_new_tokens, temperature, seed, **sampling))
@@ -208,7 +221,6 @@ def generate_answer(
     return ending.text(produced)
 
 
-@torch.no_grad()
 def generate(
     trained: Trained,
     ids: list[int],
@@ -237,25 +249,67 @@ def generate(
         ValueError: ``ids`` is empty or as long as the model's positions, a setting is out of its
             range, or the logits are not finite.
     """
+    ((answer,),) = generate_many(
+        trained,
+        [ids],
+        max_new_tokens,
+        temperature,
+        seed,
+        each=None if each is None else lambda _request, _answer, tokens: each([*tokens]),
+        seconds=seconds,
+        **sampling,
+    )
+    return answer.tokens
+
+
+@torch.no_grad()
+def generate_many(
+    trained: Trained,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    *,
+    answers: int = 1,
+    each: Callable[[int, int, list[int]], None] | None = None,
+    seconds: float | None = None,
+    **sampling: Any,
+) -> list[list[Answer]]:
+    """Return the answers to several prompts, which are generated together.
+
+    Args:
+        trained: the model.
+        prompts: token ids of each prompt; its number identifies its random numbers.
+        max_new_tokens: largest number of tokens of an answer. There are fewer if the model has no
+            further positions, with a warning.
+        temperature: 0 always takes the likeliest token.
+        seed: seed of the random numbers.
+        answers: number of answers to each prompt.
+        each: called with the number of a prompt, that of an answer, and its tokens so far.
+        seconds: time limit, after which no further token is begun. Every answer gets one, unless
+            the model generates by transformers, an answer at a time.
+        sampling: ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` of ``Sampling``.
+
+    Raises:
+        ValueError: a prompt is empty or as long as the model's positions, a setting is out of its
+            range, or the logits are not finite.
+    """
     choice = Sampling(temperature, seed, **sampling)
-    if not ids:
-        raise ValueError("ids is empty: a model goes on from at least one token; ask something")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     model = trained.model
-    limit = new_tokens_within(model, len(ids), max_new_tokens, "ids")
-    if served_by_engine(model, choice, len(ids) + limit):
-        own = choice.with_own(model.generation_config)
-        request = Request(ids, limit, own, ending=trained.ending)
-        on_tokens = None if each is None else lambda _request, _answer, so_far: each([*so_far])
-        ((answer,),) = trained.engine.generate([request], on_tokens, seconds)
-        produced = answer.tokens
+    own = choice.with_own(model.generation_config)
+    requests = [
+        Request(ids, max_new_tokens, own, answers, number, trained.ending)
+        for number, ids in enumerate(prompts)
+    ]
+    longest = max((len(ids) for ids in prompts), default=0) + max_new_tokens
+    if served_by_engine(model, choice, longest):
+        found = trained.engine.generate(requests, each, seconds)
     else:
-        produced = _by_transformers(trained, ids, limit, choice, each, seconds)
-    if len(produced) == limit < max_new_tokens and produced[-1] not in trained.stops:
-        last = len(ids) + limit
+        found = _one_at_a_time(trained, requests, choice, each, seconds)
+    if any(answer.ended == "positions" for of_prompt in found for answer in of_prompt):
+        last = last_position(model, longest)
         logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
-    return produced
+    return found
 
 
 said = set[str]()
@@ -277,6 +331,50 @@ def served_by_engine(model: Any, choice: Sampling, longest: int) -> bool:
         said.add(words)
         logger.info("%s", words)
     return not reason
+
+
+def _one_at_a_time(
+    trained: Trained,
+    requests: Sequence[Request],
+    choice: Sampling,
+    each: Callable[[int, int, list[int]], None] | None,
+    seconds: float | None,
+) -> list[list[Answer]]:
+    """Return the answers by transformers' ``generate``, without log-probabilities and entropies.
+
+    Answers that are left when the time is over have no token.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    left = sum(request.answers for request in requests)
+    found = list[list[Answer]]()
+    for number, request in enumerate(requests):
+        limit = new_tokens_within(
+            trained.model, len(request.prompt), request.max_new_tokens, str(request)
+        )
+        answers = list[Answer]()
+        for place, seed in enumerate(answer_keys(request)):
+            remaining = None if end is None else max(end - time.monotonic(), 0.0)
+            if remaining == 0 and (found or answers):
+                answers.append(Answer(ended="time"))
+                continue
+            share = None if remaining is None else remaining / left
+            left -= 1
+            on_tokens = None if each is None else partial(each, number, place)
+            seeded = replace(choice, seed=seed % 2**63)
+            ids = [*request.prompt]
+            tokens = _by_transformers(trained, ids, limit, seeded, on_tokens, share)
+            answers.append(Answer(tokens, ended=_ended(request, tokens, limit)))
+        found.append(answers)
+    return found
+
+
+def _ended(request: Request, tokens: list[int], limit: int) -> Any:
+    """Return why an answer of transformers ended."""
+    if request.ending.is_reached(tokens):
+        return "stop"
+    if len(tokens) < limit:
+        return "time"
+    return "length" if limit == request.max_new_tokens else "positions"
 
 
 def _by_transformers(

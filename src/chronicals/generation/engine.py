@@ -37,6 +37,7 @@ from chronicals.generation.schedule import Chunk, Prompt, Sample, Schedule
 from chronicals.kernels.host_memory import available_memory
 from chronicals.models import (
     Head,
+    UnknownHead,
     in_evaluation,
     input_device,
     prove_packability,
@@ -99,15 +100,27 @@ def why_not_served(model: Any, longest: int) -> str:
         return "it has an encoder"
     if hasattr(model, AS_FORWARD):
         return "its weights are gathered for each forward pass"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "its layers lie on several devices"
     proof = prove_packability(model)
     reason = proof.reason
     if not reason and proof.one_by_one:
         reason = "its attention chooses among the keys of a whole row"
     if not reason and not proof.sees_prompts:
         reason = "its attention does not take keys from elsewhere"
-    if not reason and not proof.head_proved:
-        reason = "its head could not be read"
+    if not reason:
+        reason = _why_not_read(model)
     return reason or why_neighbours_matter(model.config, longest)
+
+
+def _why_not_read(model: Any) -> str:
+    """Explain why this instance's attention cannot be replaced or its head read; empty if both can."""
+    try:
+        with attending_pages(model):
+            read_head(model)
+    except (RuntimeError, UnknownHead) as error:
+        return str(error)
+    return "" if prove_packability(model).head_proved else "its head could not be proved"
 
 
 @dataclass(frozen=True)
@@ -190,10 +203,9 @@ class Engine:
                 self.model, len(request.prompt), request.max_new_tokens, str(request)
             )
             prompt = Prompt(request, order, limit)
-            seeds = torch.full((request.answers,), request.sampling.seed)
-            numbers = torch.full((request.answers,), request.number)
-            keys = stream_keys(seeds, numbers, torch.arange(request.answers))
-            found += [Sample(prompt, number, key) for number, key in enumerate(keys.tolist())]
+            found += [
+                Sample(prompt, number, key) for number, key in enumerate(answer_keys(request))
+            ]
         return found
 
     def _lay_out(self, samples: Sequence[Sample], latents: Latents) -> None:
@@ -202,11 +214,6 @@ class Engine:
         probe = Probe(latents)
         ids = torch.zeros(PROBED_TOKENS, dtype=torch.int64, device=device)
         run_pass(self.model, ids, torch.arange(PROBED_TOKENS, device=device), probe)
-        if probe.devices != {device}:
-            raise ValueError(
-                f"{type(self.model).__name__}: its layers lie on several devices; the engine "
-                "needs them on one"
-            )
         size = self.settings.page_size
         page_bytes = size * sum(sizes.bytes for sizes in probe.sizes.values())
         needed = [self._pages_of(one.prompt) for one in samples]
@@ -244,6 +251,14 @@ class Engine:
         # the last token's keys are never needed; a shared page that is not full exists twice
         pages = -(-(tokens + prompt.limit - 1) // size)
         return pages + (prompt.request.answers > 1 and tokens % size > 0)
+
+
+def answer_keys(request: Request) -> list[int]:
+    """Return the key of the random numbers of each answer of a request."""
+    seeds = torch.full((request.answers,), request.sampling.seed)
+    numbers = torch.full((request.answers,), request.number)
+    keys: list[int] = stream_keys(seeds, numbers, torch.arange(request.answers)).tolist()
+    return keys
 
 
 def _free_memory(device: torch.device) -> int:

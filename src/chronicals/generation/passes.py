@@ -203,12 +203,10 @@ class Probe:
 
     Attributes:
         sizes: by attention module, in the order of the layers.
-        devices: devices of the keys.
     """
 
     def __init__(self, latents: Latents):
         self.sizes: dict[nn.Module, LayerSizes] = {}
-        self.devices: set[torch.device] = set()
         self._latents = latents
 
     def attend(
@@ -223,7 +221,6 @@ class Probe:
             plain = self._latents.weight(module, heads).shape[1] - value
             sizes = LayerSizes(1, latent + width - plain, latent, k_TKD.dtype, latent)
         self.sizes[module] = sizes
-        self.devices.add(k_TKD.device)
         bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
         return _attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
 

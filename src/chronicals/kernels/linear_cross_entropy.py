@@ -24,6 +24,7 @@ from chronicals.kernels.linear_head import (
     Adapter,
     HeadBytes,
     HeadShape,
+    HeadWork,
     LinearHead,
     Rows,
     check_head,
@@ -332,6 +333,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
+
+
+CROSS_ENTROPY_WORK = HeadWork(logits=1, moved=4)
+"""Logits are computed once; each is read, and its gradient written in its place."""
 
 
 def cross_entropy_bytes(shape: HeadShape) -> HeadBytes:

@@ -50,6 +50,7 @@ from chronicals.kernels.linear_cross_entropy import (
 from chronicals.kernels.linear_head import (
     HeadBytes,
     HeadShape,
+    HeadWork,
     LinearHead,
     check_head,
     chunk_logits,
@@ -298,6 +299,10 @@ class _LinearDistillation(torch.autograd.Function):
             else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
+
+
+DISTILLATION_WORK = HeadWork(logits=1, moved=4)
+"""The student's logits, each read and replaced by its gradient; the teacher's are of its own pass."""
 
 
 def distillation_bytes(shape: HeadShape) -> HeadBytes:

@@ -90,6 +90,22 @@ class HeadShape:
         return self.vocabulary * self.width * self.trained
 
 
+@dataclass(frozen=True)
+class HeadWork:
+    """Work of a loss beside the products that make gradients.
+
+    Attributes:
+        logits: times that it computes the logits; 0 if it has none.
+        moved: bytes that it moves for a logit in 16 bits.
+    """
+
+    logits: int
+    moved: int
+
+
+NO_LOGITS = HeadWork(0, 0)
+
+
 class HeadBytes(NamedTuple):
     """Bytes that a loss needs at most at a time.
 

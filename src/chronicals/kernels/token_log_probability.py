@@ -23,6 +23,7 @@ from chronicals.kernels.linear_head import (
     Adapter,
     HeadBytes,
     HeadShape,
+    HeadWork,
     LinearHead,
     check_head,
     chunk_logits,
@@ -226,6 +227,10 @@ class _TokenLogProbability(torch.autograd.Function):
             gradient.to(x.dtype) if wants else None
             for gradient, x, wants in zip(gradients, (hidden, weight, more, bias), wanted)
         )
+
+
+LOG_PROBABILITY_WORK = HeadWork(logits=2, moved=6)
+"""Logits are computed and read for the sums, and again for their gradient, which is written."""
 
 
 def log_probability_bytes(shape: HeadShape) -> HeadBytes:

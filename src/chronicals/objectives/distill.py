@@ -29,6 +29,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.linear_distillation import (
+    DISTILLATION_WORK,
     DistillationSums,
     Divergence,
     StoredTokens,
@@ -83,6 +84,7 @@ class Distill(Objective):
     """
 
     head_bytes = staticmethod(distillation_bytes)
+    head_work = DISTILLATION_WORK
     of_tokens = True
     papers = (
         Paper("knowledge distillation", "Hinton et al., 2015, section 2"),
@@ -295,12 +297,12 @@ class Distill(Objective):
             logits = rows if head is None else head.logits(rows)
             yield self.tokens_to_store(logits[:, : self.vocabulary], generator)
 
-    def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        """Describe the teacher's passes: in every step, or once before the first."""
+    def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
+        """Describe the teacher's pass before the first step, if its predictions are stored."""
         given = self.settings
-        if given.stored_tokens is not None:
-            return f"the teacher {given.teacher}, which reads all data once before the first step"
-        return f"the teacher {given.teacher}: its forward passes"
+        if given.stored_tokens is None:
+            return None
+        return f"the teacher {given.teacher}, which reads all data once before the first step"
 
     def why_not_defined(self) -> str | None:
         """Return a reason if tokens are drawn, which the definition does not do."""

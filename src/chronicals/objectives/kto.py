@@ -26,7 +26,7 @@ from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.kinds.preferences import JUDGED
 from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
-from chronicals.kernels.token_log_probability import log_probability_bytes
+from chronicals.kernels.token_log_probability import LOG_PROBABILITY_WORK, log_probability_bytes
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.models.router_loss import COUNTED
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
@@ -34,6 +34,7 @@ from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import (
     REFERENCE_POLICY,
+    TRAINED_MODEL,
     Count,
     Paper,
     ScoredDocument,
@@ -84,6 +85,7 @@ class KTO(WithReference):
 
     row_kinds = (JUDGED,)
     head_bytes = staticmethod(log_probability_bytes)
+    head_work = LOG_PROBABILITY_WORK
     papers = (Paper("KTO", "Ethayarajh et al., 2024, eq. 8"),)
     full_learning_rate = 1e-6
     adapter_learning_rate = 1e-5
@@ -98,10 +100,9 @@ class KTO(WithReference):
         desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good answers")
         undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers")
 
-    def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        """Describe the reference policy's costs, and the pass that the divergence takes."""
-        policy = "for its divergence the policy's, a forward pass more of each micro-batch"
-        return f"{super().unplanned_costs(config)}; {policy}"
+    def forward_passes(self, config: ChronicalsConfig) -> Sequence[str]:
+        """Return the passes of the reference policy, and the policy's for the divergence."""
+        return [*super().forward_passes(config), TRAINED_MODEL]
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
         """Return the Batch with the reference's log-probabilities, and the sum whose mean is z."""

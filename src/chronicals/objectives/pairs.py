@@ -22,7 +22,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.packs.step_memory import GROUP_SEGMENT
-from chronicals.kernels.token_log_probability import log_probability_bytes
+from chronicals.kernels.token_log_probability import LOG_PROBABILITY_WORK, log_probability_bytes
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import WithReference
@@ -118,6 +118,7 @@ class PairObjective(Objective):
 
     row_kinds: ClassVar[tuple[str, ...]] = ("preference",)
     head_bytes = staticmethod(log_probability_bytes)
+    head_work = LOG_PROBABILITY_WORK
     full_learning_rate: ClassVar[float] = 1e-6
     adapter_learning_rate: ClassVar[float] = 1e-5
     name: ClassVar[str]

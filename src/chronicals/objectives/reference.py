@@ -29,6 +29,7 @@ from chronicals.models.loading import without_field
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.registry import OBJECTIVES
 from chronicals.objectives.terms import (
+    ADAPTERS_OFF,
     REFERENCE_POLICY,
     Column,
     Columns,
@@ -148,25 +149,30 @@ class WithReference(Objective):
         )
         return (model,)
 
-    def unplanned_costs(self, config: ChronicalsConfig) -> str:
-        """Describe the passes of the reference policy.
+    def forward_passes(self, config: ChronicalsConfig) -> Sequence[str]:
+        """Return the pass of the reference model, or of the base without its adapters.
+
+        There is none where log-probabilities are stored before the first step.
+        """
+        if self.settings.reference_model is not None:
+            return [REFERENCE_POLICY]
+        switched_off = config.use_lora and self.settings.reference != "stored"
+        return [ADAPTERS_OFF] if switched_off else []
+
+    def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
+        """Describe the pass of the reference policy before the first step, if there is one.
 
         Raises:
             ConfigurationError: the settings ask for adapters switched off, and there are none.
         """
-        named = self.settings.reference_model
-        if named is not None:
-            return f"the reference model {named}: its forward passes"
         if self.settings.reference == "adapters_off" and not config.use_lora:
             raise ConfigurationError(
                 f"{config.objective}.reference='adapters_off': there are no adapters to switch "
                 "off; leave it out, or set "
                 "use_lora=True"
             )
-        if config.use_lora and self.settings.reference != "stored":
-            return (
-                "the reference policy: a forward pass more of each micro-batch, with adapters off"
-            )
+        if {ADAPTERS_OFF, REFERENCE_POLICY}.intersection(self.forward_passes(config)):
+            return None
         return "the reference policy: a forward pass over all data before the first step"
 
     def frozen_start(self) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import stop_token_ids
-from chronicals.kernels.linear_head import HeadBytes, HeadShape
+from chronicals.kernels.linear_head import NO_LOGITS, HeadBytes, HeadShape
 from chronicals.models import PresentedModel, Term, Terms, attach_score, embedding_table, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.objectives.pairs import (
@@ -58,6 +58,7 @@ class Reward(Objective):
     """An objective that trains a score, higher for the chosen answer than for the rejected one."""
 
     row_kinds = ("preference",)
+    head_work = NO_LOGITS
     papers = (
         Paper("reward model", "Ouyang et al., 2022, eq. 1"),
         Paper("rewards held around zero", "Eisenstein et al., 2023, eq. 2"),

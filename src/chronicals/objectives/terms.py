@@ -19,8 +19,8 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
-from chronicals.kernels.linear_cross_entropy import cross_entropy_bytes
-from chronicals.kernels.linear_head import HeadBytes, HeadShape
+from chronicals.kernels.linear_cross_entropy import CROSS_ENTROPY_WORK, cross_entropy_bytes
+from chronicals.kernels.linear_head import HeadBytes, HeadShape, HeadWork
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
 from chronicals.moe.router_settings import RouterSettings
@@ -45,6 +45,12 @@ settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=FINI
 and numbers are finite.
 """
 
+
+ADAPTERS_OFF = "adapters off"
+TRAINED_MODEL = "trained model"
+"""Models of ``forward_passes`` that are no frozen models: the trained one, without its adapters or
+with them.
+"""
 
 REFERENCE_POLICY = "reference"
 """Name of the column of log-probabilities under the reference, and of a frozen reference model."""
@@ -230,6 +236,7 @@ class Objective(ABC):
         of_tokens: True if its terms are sums over tokens, each of which counts by itself: then a
             Batch may hold parts of documents (``context_parallel``).
         head_bytes: returns what its loss needs in memory, as its kernel's file says.
+        head_work: what its loss computes and moves, as its kernel's file says.
         generates: True if the trained model is still a language model, which answers prompts.
         full_learning_rate, adapter_learning_rate: default of ``learning_rate`` if all weights or
             adapters are trained.
@@ -244,6 +251,7 @@ class Objective(ABC):
     of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     head_bytes: ClassVar[staticmethod[[HeadShape], HeadBytes]] = staticmethod(cross_entropy_bytes)
+    head_work: ClassVar[HeadWork] = CROSS_ENTROPY_WORK
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4
     router: RouterSettings | None = None
@@ -296,6 +304,14 @@ class Objective(ABC):
     def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
         """Declare the models of ``bring``, for plans, which load none."""
         return ()
+
+    def forward_passes(self, config: ChronicalsConfig) -> Sequence[str]:
+        """Return whose forward passes each micro-batch takes beside the one with a backward pass.
+
+        They are names of ``frozen_models``, by default each of them once, ``ADAPTERS_OFF`` or
+        ``TRAINED_MODEL``.
+        """
+        return [declared.name for declared in self.frozen_models(config)]
 
     def frozen_columns(
         self, model: Any, tokenizer: Any, config: ChronicalsConfig
@@ -456,7 +472,7 @@ class Objective(ABC):
         return None
 
     def unplanned_costs(self, config: ChronicalsConfig) -> str | None:
-        """Describe what takes time beside the passes of the trained model, for `chronicals plan`.
+        """Describe what takes time before the first step, for `chronicals plan`.
 
         It is None if there is nothing.
         """

@@ -23,6 +23,7 @@ Seconds of computation are the sum of a step's parts (``policies.step_time``) at
 single rate is given instead (``Machines.flops``), they are FLOPs divided by it: for N weights 2 N a
 token in the forward pass and as many for each of the two gradients, plus 2 · heads · width · length
 for causal attention to a document. Of stacked experts only those count that a token is routed to.
+Those of forward passes of frozen models are added.
 
 Overlapped communication takes multiprocessors and memory bandwidth from the computation. In eight
 of nine rows measured on two GPUs (docs/measured.md), a step of 100 to 650 ms took longer by
@@ -58,7 +59,8 @@ from chronicals.policies.facts import (
     trains_layers,
 )
 from chronicals.policies.fit import Settled, fit_settings, what_would_do
-from chronicals.policies.frozen_models import planned_frozen
+from chronicals.policies.frozen_models import Held, planned_frozen
+from chronicals.policies.model_sizes import ModelSizes, weights_met
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.sharding import choose_sharding
 from chronicals.policies.solver import settle_sharding, work_of
@@ -66,9 +68,7 @@ from chronicals.policies.step_time import (
     AS_LONG_AS_PACKS,
     LINK,
     Documents,
-    ModelSizes,
     StepTime,
-    weights_met,
 )
 
 _BACKWARD = 2 / 3
@@ -187,7 +187,7 @@ def plan(
     config: ChronicalsConfig,
     gpus: int,
     machines: Machines,
-    frozen: Mapping[str, int] | None = None,
+    frozen: Mapping[str, Held] | None = None,
     documents: Documents = AS_LONG_AS_PACKS,
 ) -> Plan:
     """Compute the plan of a run.
@@ -198,7 +198,7 @@ def plan(
         config: the run's configuration.
         gpus: their number.
         machines: what the GPUs are in.
-        frozen: bytes of the objective's frozen models on each GPU, by name.
+        frozen: the objective's frozen models on each GPU, by name.
         documents: of the data, for the time.
 
     Raises:
@@ -237,14 +237,15 @@ def plan(
     stay = fitted.sharding.stay
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
+    work = work_of(facts, frees, fitted, ModelSizes.of(model), documents)
     if machines.flops is None:
-        work = work_of(facts, frees, fitted, ModelSizes.of(model), documents)
         time = work.at(machines.rates)
         computing = time.seconds
     else:
         time = None
         flops = _flops_a_token(model, config, again / max(memory.layers, 1))
-        computing = tokens // context * flops / machines.flops
+        beside = work.micro_batches * sum(each.flops for each in work.forwards)
+        computing = (tokens // context * flops + beside) / machines.flops
     if config.sharding == DIVIDE_WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:

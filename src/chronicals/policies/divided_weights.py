@@ -190,8 +190,10 @@ def with_gathered_weights(facts: Facts, work: StepWork, decision: Decision) -> S
         ]
         whole = others * sum(sizes)
         summed = 0.0
+    passes = 1 + sum(each.is_of_trained_model for each in work.forwards)
     twice = 1 - decision.stay / max(work.memory.layers, 1)
-    return replace(work, sent=work.sent + work.micro_batches * (whole + twice * whole + summed))
+    sent = (passes + twice) * whole + summed
+    return replace(work, sent=work.sent + work.micro_batches * sent)
 
 
 def _beside_frozen_shares(model: Any, element: int, among: int) -> int:

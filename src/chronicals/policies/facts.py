@@ -16,6 +16,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching.layer_policies import is_large
 from chronicals.patching.plan import plan_for
+from chronicals.policies.frozen_models import Held
 
 DIVIDE_WEIGHTS = "weights"
 """Value of ``sharding`` where weights are divided."""
@@ -54,7 +55,7 @@ class Facts:
         fuses_halves: True if decoder layers run fused, in one piece or as attention and experts, and
             no half of one is computed by the model's own class.
         backend: name of the attention backend.
-        frozen_models: bytes of the objective's frozen models on the card, by name.
+        frozen_models: the objective's frozen models on the card, by name.
         resumed: True if the run goes on from a checkpoint.
         taken: names of the policies that ``fit`` switched on.
     """
@@ -73,7 +74,7 @@ class Facts:
     unfused: str | None = None
     fuses_halves: bool = True
     backend: str = ""
-    frozen_models: Mapping[str, int] = field(default_factory=dict)
+    frozen_models: Mapping[str, Held] = field(default_factory=dict)
     alike: bool = False
     resumed: bool = False
     taken: frozenset[str] = frozenset()
@@ -87,7 +88,7 @@ class Facts:
         context: int = 1,
         here: int | None = None,
         exchanging: int = 1,
-        frozen_models: Mapping[str, int] | None = None,
+        frozen_models: Mapping[str, Held] | None = None,
         alike: bool = False,
         resumed: bool = False,
     ) -> Facts:

@@ -82,6 +82,12 @@ class ProductsInFP8(OwnField):
             work,
             forward=with_products_in_fp8(work.forward, adapted),
             backward=with_products_in_fp8(work.backward, adapted),
+            forwards=tuple(
+                replace(each, layers=with_products_in_fp8(each.layers, each.job.rank > 0))
+                if each.is_of_trained_model
+                else each
+                for each in work.forwards
+            ),
         )
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:

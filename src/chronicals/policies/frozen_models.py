@@ -1,8 +1,9 @@
-"""Bytes of the frozen models that an objective loads beside the trained one."""
+"""Frozen models that an objective loads beside the trained one: their bytes, and their sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from chronicals.models import PresentedModel, quantise_layers
 from chronicals.models.four_bits import linear_layers
 from chronicals.models.loading import load_without_weights, without_field
 from chronicals.objectives import FrozenModel, Objective
+from chronicals.policies.model_sizes import ModelSizes
 from chronicals.saving import SavedModel
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "nf4": 2}
@@ -33,9 +35,31 @@ def held_by(model: nn.Module, item_bytes: int | None = None) -> int:
     return total
 
 
-def held_by_frozen(frozen: Mapping[str, PresentedModel]) -> dict[str, int]:
-    """Return the bytes of models that were loaded, by name."""
-    return {name: held_by(presented.model) for name, presented in frozen.items()}
+@dataclass(frozen=True)
+class Held:
+    """A frozen model on a card.
+
+    Attributes:
+        size: bytes of its parameters and buffers.
+        sizes: of the model, for the time of its passes.
+    """
+
+    size: int
+    sizes: ModelSizes
+
+    @classmethod
+    def planned(cls, declared: FrozenModel, model: Any) -> Held:
+        """Return a declared model as it will be on a card; arguments as ``planned_bytes``."""
+        size = planned_bytes(declared, model)  # its layers are packed from here on
+        return cls(size, ModelSizes.of(model))
+
+
+def held_by_frozen(frozen: Mapping[str, PresentedModel]) -> dict[str, Held]:
+    """Return models that were loaded, by name."""
+    return {
+        name: Held(held_by(presented.model), ModelSizes.of(presented.model))
+        for name, presented in frozen.items()
+    }
 
 
 def planned_bytes(declared: FrozenModel, model: Any) -> int:
@@ -56,13 +80,13 @@ def planned_bytes(declared: FrozenModel, model: Any) -> int:
     return size
 
 
-def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, int]:
-    """Return the bytes on a card of the models that the objective declares, by name.
+def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, Held]:
+    """Return the models that the objective declares as they will be on a card, by name.
 
     Raises:
         ConfigurationError: one cannot be found; the message names the setting.
     """
-    sizes = {}
+    held = {}
     for declared in objective.frozen_models(config):
         try:
             saved = SavedModel.find(declared.place)
@@ -70,5 +94,5 @@ def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, 
             model = load_without_weights(place, declared.trust_remote_code)
         except (ValueError, OSError) as error:
             raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error
-        sizes[declared.name] = planned_bytes(declared, model)
-    return sizes
+        held[declared.name] = Held.planned(declared, model)
+    return held

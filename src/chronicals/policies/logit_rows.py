@@ -39,11 +39,23 @@ class LogitRows(Policy):
         return Decision(self.name, True, f"{facts.config.logits_chunk_size} rows at a time")
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with the sums of a trained head's gradient over the chunks."""
+        """Return ``work`` with products of the head for a chunk, and its gradient's sums over them.
+
+        Those of its own gradient are slowed by nothing but the sums.
+        """
         job = work.job
+        rows = facts.config.logits_chunk_size
+        head = []
+        for each in work.head:
+            chunk = each.product
+            if chunk.kind != "dW":
+                chunk = replace(chunk, rows=min(rows, chunk.rows))
+            times = each.times * each.product.rows / chunk.rows
+            head.append(replace(each, product=chunk, times=times))
+        work = replace(work, head=tuple(head))
         if job.rank:  # beside adapters the head is frozen
             return work
-        chunks = -(-job.tokens // facts.config.logits_chunk_size)
+        chunks = -(-job.tokens // rows)
         return replace(work, loss=work.loss + chunks * GRADIENT_BYTES * job.shape.head)
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:

@@ -155,8 +155,8 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     formats = sorted({module.format for _, module in packed_modules(facts.model)})
     if formats:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
-    for name, size in facts.frozen_models.items():
-        memory = memory.beside(f"{name}, frozen", size)
+    for name, held in facts.frozen_models.items():
+        memory = memory.beside(f"{name}, frozen", held.size)
     return memory
 
 

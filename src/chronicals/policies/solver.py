@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from chronicals.memory import LAYERS, NOTHING, OTHERS, RESERVE, Estimate, Moment, recomputes
 from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
+from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import (
     asked_for,
     expected_memory,
@@ -19,7 +20,7 @@ from chronicals.policies.needed_memory import (
 from chronicals.policies.policy import POLICIES, Course, Decision, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, asked_recomputation
 from chronicals.policies.sharding import SHARDING, why_stays_whole
-from chronicals.policies.step_time import AS_LONG_AS_PACKS, Documents, ModelSizes, StepWork
+from chronicals.policies.step_time import AS_LONG_AS_PACKS, Documents, StepWork
 
 logger = logging.getLogger(__name__)
 

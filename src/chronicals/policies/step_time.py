@@ -8,6 +8,9 @@
     copies       to and from host memory, as far as no computation hides them
     launches     time that the card waits for the host
 
+Forward passes of frozen models, as of a teacher, or of the trained one without its adapters, are in
+the same parts (``Objective.forward_passes``).
+
 Symbols and bytes are those of ``chronicals.step_work``. ``StepWork.of`` is a step without policies;
 each policy adds what it costs (``Policy.work``), and ``solver.work_of`` asks all that run. At the
 rates of a card (``chronicals.cards``) the work becomes seconds: of plans, and of the settings that
@@ -16,17 +19,17 @@ rates of a card (``chronicals.cards``) the work becomes seconds: of plans, and o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import nn
-
 from chronicals.cards import BF16, FP32, Rates
-from chronicals.lora import adapters, has_magnitudes
 from chronicals.memory import NOTHING, Estimate
-from chronicals.model_shape import ModelShape
+from chronicals.objectives import OBJECTIVES, Objective, build_objective
+from chronicals.objectives.terms import ADAPTERS_OFF, TRAINED_MODEL
 from chronicals.policies.facts import PRODUCT_TYPES, Facts
-from chronicals.quantization import NF4, packed_modules
+from chronicals.policies.model_sizes import ModelSizes
+from chronicals.quantization import NF4
 from chronicals.step_work import (
     PROJECTIONS,
     DecoderShape,
@@ -35,7 +38,6 @@ from chronicals.step_work import (
     attention_flops,
     dequantised_bytes,
     elementwise_bytes,
-    loss_bytes,
     optimizer_bytes,
     products,
 )
@@ -54,8 +56,22 @@ the input is read once more, and its gradient read and written once more
 (``kernels.dropped_products``).
 """
 
+WIDER = {BF16: 1, FP32: 2}
+"""Bytes of an element over those in 16 bits, by the format of products."""
+
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products for two."""
+
+SHARED_FORWARD_BYTES = 6
+SHARED_BACKWARD_BYTES = 112
+SHARED_KERNELS = 26
+"""Of answers that share prompts, a layer's bytes for each key and for each value that is gathered
+(``attention.documents``), and its kernels.
+
+They are what these kernels take at the rate of elementwise operations, 15.4 ms of a step of an 8B
+with 8,192 positions (profile of ``benchmarks/results/row-8b-lora-orpo-50-h200.json``). They are not
+fused, so that it is three times their bytes.
+"""
 
 SKIPPED = "down"
 """The product whose output the backward pass of a layer does not read."""
@@ -129,45 +145,6 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a model that its step's work depends on, and that no setting changes.
-
-    Attributes:
-        shape: of the decoder.
-        scale: weights of the layers over those of the shape. What the shape lacks (shared experts,
-            latent attention, other MLPs) is taken to multiply as fast as what it has.
-        trained: number of trained values.
-        adapted: names of the projections that have adapters.
-        packed: True if weights of layers are in a packed format.
-        magnitudes: True if adapters have magnitudes (DoRA).
-    """
-
-    shape: DecoderShape
-    scale: float
-    trained: int
-    adapted: tuple[str, ...]
-    packed: bool
-    magnitudes: bool
-
-    @classmethod
-    def of(cls, model: Any) -> ModelSizes:
-        """Read the sizes of a model with its adapters; it may be on the meta device."""
-        shape = DecoderShape.of(model.config)
-        adapted = {path.split(".")[-1] for path, _ in adapters(model)}
-        multiplied = weights_met(model)[0]
-        if model.get_output_embeddings() is not None:
-            multiplied -= shape.head
-        return cls(
-            shape=shape,
-            scale=multiplied / max(shape.body, 1),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            adapted=tuple(name for name in PROJECTIONS if name in adapted),
-            packed=any(True for _ in packed_modules(model)),
-            magnitudes=has_magnitudes(model),
-        )
-
-
-@dataclass(frozen=True)
 class Multiplied:
     """Equal matrix products.
 
@@ -215,6 +192,66 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class ForwardOnly:
+    """A forward pass of each micro-batch that has no backward pass.
+
+    Attributes:
+        name: whose it is, as in ``Objective.forward_passes``.
+        job: sizes of the micro-batch for this model.
+        layers: its pass through the decoder layers.
+        head: products of the head.
+        loss: bytes of the logits.
+        kernels: number of kernels.
+        replayed: True if it is part of what the card replays; False if the host launches it before
+            (``Objective.before_step``).
+    """
+
+    name: str
+    job: Job
+    layers: Pass
+    head: tuple[Multiplied, ...]
+    loss: float
+    kernels: float
+    replayed: bool = True
+
+    @classmethod
+    def of(cls, name: str, job: Job, scale: float, form: str) -> ForwardOnly:
+        """Return the pass of a model whose logits are made once and read.
+
+        Args:
+            name: whose it is.
+            job: sizes of the micro-batch.
+            scale: weights of the model's layers over those of its shape.
+            form: format of operands.
+        """
+        layers = forward_pass(job, scale, form)
+        kernels = (
+            len(layers.products)
+            + OTHER_KERNELS / 3
+            + len(PROJECTIONS) * (job.dequantised_bytes > 0)
+        )
+        return cls(
+            name=name,
+            job=job,
+            layers=layers,
+            head=tuple(each for each in head_products(job, form) if each.product.kind == "forward"),
+            loss=2 * WIDER[form] * job.shape.vocabulary * job.labelled * job.tokens,
+            kernels=job.shape.layers * kernels,
+        )
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of its products and of attention."""
+        made = (*self.layers.products, *self.head)
+        return self.layers.scores + sum(each.times * each.product.flops for each in made)
+
+    @property
+    def is_of_trained_model(self) -> bool:
+        """True if it is of the model that is trained, with or without its adapters."""
+        return self.name in (ADAPTERS_OFF, TRAINED_MODEL)
+
+
+@dataclass(frozen=True)
 class StepWork:
     """Work of an optimizer step of one process.
 
@@ -230,6 +267,7 @@ class StepWork:
         trained: number of trained values.
         kept: bytes that one forward pass keeps for its backward pass.
         kernels: number of kernels of a micro-batch.
+        forwards: forward passes of each micro-batch without a backward pass.
         again: share of the layers that are recomputed whole.
         offloaded: bytes that go to host memory beside a forward pass, and come back beside its
             backward pass.
@@ -250,6 +288,7 @@ class StepWork:
     trained: int
     kept: float
     kernels: float
+    forwards: tuple[ForwardOnly, ...] = ()
     again: float = 0.0
     offloaded: float = 0.0
     exchanged: float = 0.0
@@ -269,47 +308,42 @@ class StepWork:
             documents: of its data.
         """
         job = job_of(facts, sizes, documents)
-        single = facts.config.mixed_precision == "fp32"
-        form = FP32 if single else BF16
-        wider = 2 if single else 1  # elements have as many times the bytes of those in 16 bits
-        layers = []
-        head = []
-        for each in products(job):
-            if not each.flops:  # a size that differs between layers is 0
-                continue
-            if each.name == "head":
-                head.append(Multiplied(each, each.count, form))
-            else:
-                layers.append(Multiplied(each, sizes.scale * each.count, form))
-        moved = wider * job.tokens * forward_bytes(job.shape)
-        both = wider * job.tokens * elementwise_bytes(job.shape)
+        objective = OBJECTIVES[facts.config.objective]
+        form = form_of(facts)
+        wider = WIDER[form]
+        forward = forward_pass(job, sizes.scale, form)
+        gradients = [each for each in products(job) if each.kind != "forward"]
+        moved = wider * job.tokens * elementwise_bytes(job.shape) - forward.moved
         dropped = job.tokens * dropout_bytes(facts, job)
-        scores = attention_flops(job) * job.tokens
-        dequantised = dequantised_bytes(job) / 2
+        kernels = kernels_of(job)
+        if facts.packed and objective.shares_prompts():
+            gathered = 2 * wider * job.tokens * job.shape.layers * job.shape.kv
+            forward = replace(forward, moved=forward.moved + SHARED_FORWARD_BYTES * gathered)
+            moved += SHARED_BACKWARD_BYTES * gathered
+            kernels += SHARED_KERNELS * job.shape.layers
+        logits = objective.head_work
         return cls(
             memory=memory,
             job=job,
             micro_batches=facts.config.gradient_accumulation_steps,
-            forward=Pass(
-                products=tuple(each for each in layers if each.product.kind == "forward"),
-                scores=scores,
-                score_gradients=0.0,
-                moved=moved + dropped / 3,
-                dequantised=dequantised,
-            ),
+            forward=replace(forward, moved=forward.moved + dropped / 3),
             backward=Pass(
-                products=tuple(each for each in layers if each.product.kind != "forward"),
+                products=of_layers(gradients, sizes.scale, form),
                 scores=0.0,
-                score_gradients=ATTENTION_BACKWARD * scores,
-                moved=both - moved + 2 * dropped / 3 + magnitude_bytes(job, sizes),
-                dequantised=dequantised,
+                score_gradients=ATTENTION_BACKWARD * forward.scores,
+                moved=moved + 2 * dropped / 3 + magnitude_bytes(job, sizes),
+                dequantised=forward.dequantised,
             ),
-            head=tuple(head),
-            loss=wider * loss_bytes(job) * job.tokens,
+            head=head_products(job, form, logits.logits) if logits.logits else (),
+            loss=wider * logits.moved * job.shape.vocabulary * job.labelled * job.tokens,
             updated=update_bytes(facts, sizes.trained, facts.config.optimizer_state_dtype),
             trained=sizes.trained,
             kept=memory.layers * memory.kept[NOTHING],
-            kernels=kernels_of(job),
+            kernels=kernels,
+            forwards=tuple(
+                replace(each, replayed=objective.before_step is Objective.before_step)
+                for each in forward_passes(facts, job, sizes)
+            ),
         )
 
     def at(self, rates: Rates) -> StepTime:
@@ -321,18 +355,22 @@ class StepWork:
         moving = self.offloaded / rates.host
         copies = max(0.0, moving - sum(forward)) + max(0.0, moving - sum(backward))
         copies = rounds * copies + max(0.0, self.exchanged / rates.host - optimizer)
-        passes = [rounds * (one + other) for one, other in zip(forward, backward)]
-        head = rounds * sum(each.seconds(rates) for each in self.head)
-        loss = rounds * self.loss / rates.copy
-        busy = sum(passes) + head + loss + optimizer + copies
-        launches = rounds * self.kernels
-        waiting = launches * rates.gap
-        if not self.replayed:
-            waiting = max(waiting, launches * rates.launch - busy)
+        passes = [forward, backward]
+        passes += [each.layers.seconds(each.job, rates) for each in self.forwards]
+        multiplied, attended, elementwise = (rounds * sum(parts) for parts in zip(*passes))
+        heads = [*self.head, *(one for each in self.forwards for one in each.head)]
+        multiplied += rounds * sum(each.seconds(rates) for each in heads)
+        loss = rounds * (self.loss + sum(each.loss for each in self.forwards)) / rates.copy
+        busy = multiplied + attended + elementwise + loss + optimizer + copies
+        launches = rounds * (self.kernels + sum(each.kernels for each in self.forwards))
+        by_host = launches
+        if self.replayed:
+            by_host = rounds * sum(each.kernels for each in self.forwards if not each.replayed)
+        waiting = max(launches * rates.gap, by_host * rates.launch - busy)
         return StepTime(
-            products=passes[0] + head,
-            attention=passes[1],
-            elementwise=passes[2],
+            products=multiplied,
+            attention=attended,
+            elementwise=elementwise,
             loss=loss,
             optimizer=optimizer,
             copies=copies,
@@ -355,6 +393,68 @@ def job_of(facts: Facts, sizes: ModelSizes, documents: Documents) -> Job:
         rank=config.lora_rank if config.use_lora else 0,
         adapted=sizes.adapted,
         dequantised_bytes=NF4.bytes_a_value(dense) + dense if sizes.packed else 0.0,
+    )
+
+
+def forward_passes(facts: Facts, job: Job, sizes: ModelSizes) -> Iterator[ForwardOnly]:
+    """Yield the forward passes of a micro-batch that have no backward pass.
+
+    Args:
+        facts: of the run.
+        job: sizes of a micro-batch.
+        sizes: of the trained model.
+    """
+    form = form_of(facts)
+    for name in build_objective(facts.config).forward_passes(facts.config):
+        if name == TRAINED_MODEL:
+            yield ForwardOnly.of(name, job, sizes.scale, form)
+        elif name == ADAPTERS_OFF:
+            yield ForwardOnly.of(name, replace(job, rank=0), sizes.scale, form)
+        elif name in facts.frozen_models:
+            other = facts.frozen_models[name].sizes
+            dense = PRODUCT_TYPES[facts.config.mixed_precision].itemsize
+            its_job = replace(
+                job,
+                shape=other.shape,
+                rank=0,
+                dequantised_bytes=NF4.bytes_a_value(dense) + dense if other.packed else 0.0,
+            )
+            yield ForwardOnly.of(name, its_job, other.scale, form)
+
+
+def form_of(facts: Facts) -> str:
+    """Return the format of the operands of a run's products; fp16 is as fast as bf16."""
+    return FP32 if facts.config.mixed_precision == "fp32" else BF16
+
+
+def forward_pass(job: Job, scale: float, form: str) -> Pass:
+    """Return the forward pass of a micro-batch through the layers; see ``ForwardOnly.of``."""
+    made = [each for each in products(job) if each.kind == "forward"]
+    return Pass(
+        products=of_layers(made, scale, form),
+        scores=attention_flops(job) * job.tokens,
+        score_gradients=0.0,
+        moved=WIDER[form] * job.tokens * forward_bytes(job.shape),
+        dequantised=dequantised_bytes(job) / 2,
+    )
+
+
+def of_layers(made: Iterable[Product], scale: float, form: str) -> tuple[Multiplied, ...]:
+    """Return those of the products that are of layers; a size that differs between them is 0."""
+    return tuple(
+        Multiplied(each, scale * each.count, form)
+        for each in made
+        if each.name != "head" and each.flops
+    )
+
+
+def head_products(job: Job, form: str, logits: int = 1) -> tuple[Multiplied, ...]:
+    """Return the products of the head, of which those for the logits are made ``logits`` times."""
+    times = {"forward": logits, "dX": 1, "dW": 1}
+    return tuple(
+        Multiplied(each, times[each.kind] * each.count, form)
+        for each in products(job)
+        if each.name == "head"
     )
 
 
@@ -416,31 +516,3 @@ def kernels_of(job: Job) -> float:
     if job.dequantised_bytes:
         kernels += 2 * len(PROJECTIONS)
     return job.shape.layers * kernels
-
-
-def weights_met(model: Any) -> tuple[float, float]:
-    """Return how many weights a token is multiplied with, and how many of these are trained.
-
-    Without those of adapters in the first. Of stacked experts those count that a token is routed
-    to.
-    """
-    shape = ModelShape.of(model.config)
-    each = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or shape.experts
-    met = each / max(shape.experts, 1)
-    packed = 0.0
-    codes = set[int]()
-    for _, module in packed_modules(model):
-        packed += module.values * (met if module.routed else 1)
-        codes |= {id(weight.codes) for weight in module.weights.values()}
-    modules = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
-    dense = {
-        id(p): p
-        for m in (*modules, model.get_output_embeddings())
-        for p in m.parameters(recurse=False)
-        if p.ndim > 1 and id(p) not in codes
-    }
-    sizes = {
-        key: p.numel() * (met if p.ndim == 3 and shape.experts else 1) for key, p in dense.items()
-    }
-    trained = sum(sizes[key] for key, p in dense.items() if p.requires_grad)
-    return packed + sum(sizes.values()), trained

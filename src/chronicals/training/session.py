@@ -56,7 +56,7 @@ from chronicals.policies import (
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
-from chronicals.policies.frozen_models import held_by_frozen
+from chronicals.policies.frozen_models import Held, held_by_frozen
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -191,7 +191,7 @@ def decide_together(
     presented: PresentedModel,
     config: ChronicalsConfig,
     ranks: Mesh,
-    frozen_models: Mapping[str, int] | None = None,
+    frozen_models: Mapping[str, Held] | None = None,
     alike: bool = False,
     resumed: bool = False,
 ) -> tuple[Facts, dict[str, Decision]]:
@@ -205,7 +205,7 @@ def decide_together(
         presented: the model.
         config: configuration of the run.
         ranks: all ranks of the run.
-        frozen_models: bytes of the objective's frozen models, by name.
+        frozen_models: the objective's frozen models, by name.
         alike: all documents have as many tokens and targets.
         resumed: the run goes on from a checkpoint.
 

@@ -13,11 +13,11 @@ import io
 import json
 import logging
 import platform
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from chronicals.data import DataReport, Ledger, TokenStore
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.reading.ledger import LEDGER_COLUMNS
 from chronicals.distributed import Mesh
-from chronicals.generation import Trained, generate
+from chronicals.generation import Trained, generate_many
 from chronicals.models import input_device
 from chronicals.objectives import Objective
 from chronicals.policies.facts import DIVIDE_WEIGHTS
@@ -63,7 +63,8 @@ LOOKED_AT = 100
 SECONDS = 1.0
 """Maximum seconds for all answers, before training and again after it.
 
-An answer that is not finished by then is cut, and the remaining prompts get none.
+An answer that is not finished by then is cut. A model that generates an answer at a time leaves the
+remaining prompts without one.
 """
 
 _SMALL_MODEL = 200_000_000
@@ -237,23 +238,14 @@ class Samples:
 
         Empty, with a log message, if the model cannot generate.
         """
-        end = time.monotonic() + SECONDS
-        texts = list[str]()
         try:
-            for number, prompt in enumerate(prompts):
-                left = end - time.monotonic()
-                if left > 0:
-                    each = left / (len(prompts) - number)
-                    texts.append(
-                        self.asked.ending.text(
-                            generate(self.asked, prompt, NEW_TOKENS, seconds=each)
-                        )
-                    )
+            found = generate_many(self.asked, prompts, NEW_TOKENS, seconds=SECONDS)
         # The model's own code may raise anything, and answers are optional.
         except Exception as error:
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
-        return texts
+        begun = takewhile(lambda answers: answers[0].tokens, found)
+        return [self.asked.ending.text(answer.tokens) for (answer,) in begun]
 
 
 def data_reports(output_dir: Path) -> list[dict]:

@@ -1,0 +1,173 @@
+"""Passes of the modules of many families over pages: greedy text is that of transformers."""
+
+import pytest
+import torch
+
+import families
+import mixtures
+from chronicals.generation.engine import Engine, EngineSettings, why_not_served
+from chronicals.generation.passes import Latents, Probe, attending_pages, run_pass
+from chronicals.generation.requests import Request
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.patching import patch_model
+
+LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
+NEW = 8
+PAGE = 4
+PAGES = 13
+"""The longest sequence takes 12."""
+
+
+def prompts():
+    return [torch.randint(1, families.VOCABULARY, (n,)).tolist() for n in LENGTHS]
+
+
+def varied(model):
+    """In evaluation mode, with biases that do not decide every token."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.mul_(0.05)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def by_transformers(model, asked):
+    texts = []
+    for prompt in asked:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def probed(model):
+    """What one token takes in each attention layer."""
+    with attending_pages(model) as latents:
+        probe = Probe(latents)
+        run_pass(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), probe)
+    return [*probe.sizes.values()]
+
+
+def with_evictions(model, asked):
+    memory = PAGES * PAGE * sum(sizes.bytes for sizes in probed(model))
+    engine = Engine(model, EngineSettings(memory, PAGE, slots=6, chunk_tokens=50))
+    answers = engine.generate([Request(prompt, NEW) for prompt in asked])
+    return [answer.tokens for (answer,) in answers], engine.evictions
+
+
+def assert_like_transformers(model, asked):
+    expected = by_transformers(model, asked)
+    assert len({(*text,) for text in expected}) > 2, "every text is the same"
+    got, evictions = with_evictions(model, asked)
+    assert got == expected and evictions
+
+
+SERVED = [*families.PACKABLE, *families.ROUTED, "native", "native, queries by a latent"]
+
+
+def build(name):
+    if name.startswith("native"):
+        return varied(mixtures.mixture(q_lora_rank=8 if "latent" in name else None))
+    if name in families.ROUTED:
+        return varied(families.routed(name))
+    return varied(families.build(name))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_text_is_that_of_transformers(name):
+    model = build(name)
+    assert not why_not_served(model, max(LENGTHS) + NEW)
+    assert_like_transformers(model, prompts())
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "native"])
+def test_latent_layers_store_a_latent_and_one_rotary_key(name):
+    found = [(sizes.heads, sizes.key, sizes.latent, sizes.bytes) for sizes in probed(build(name))]
+    if name == "native":
+        sizes = mixtures.SIZES
+        rank = sizes["kv_lora_rank"]
+        key = rank + sizes["qk_rope_head_dim"]
+        sliding = 2, 8, 0, 4 * 2 * (8 + 8)
+        assert found == [(1, key, rank, 4 * key), sliding] * 2
+    else:
+        assert found == [(1, 16, 8, 4 * 16)] * 2
+
+
+def test_what_is_not_made_of_latents_is_stored_whole():
+    """A class whose keys are not those of its expansion, as one that scales them would be."""
+    model = build("DeepseekV3")
+    module = model.model.layers[0].self_attn
+    latents = Latents(model)
+    latents.current[module] = torch.randn(3, 8)
+    keys = latents.weight(module, 4) @ latents.current[module].T
+    k, v = keys.permute(2, 0, 1).split([8, 8], -1)
+    rotary = torch.randn(3, 1, 8).expand(-1, 4, -1)
+    k = torch.cat((k, rotary), -1)
+    assert latents.explain(module, k, v)
+    assert not latents.explain(module, k * 1.2, v)
+    assert not latents.explain(module, k + torch.randn_like(k), v)
+
+
+def adapted(name):
+    """With LoRA on every linear layer of attention and MLPs, which changes something."""
+    model = apply_lora(build(name), LoRAConfig(rank=4, dropout=0.0))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "DeepseekV3", "native"])
+def test_a_model_that_is_trained_with_adapters_is_served_as_it_is(name):
+    model = adapted(name)
+    stores_latents = any(sizes.latent for sizes in probed(build(name)))
+    assert any(sizes.latent for sizes in probed(model)) == stores_latents
+    plain = by_transformers(build(name).eval(), prompts()[:2])
+    asked = prompts()
+    assert_like_transformers(model, asked)
+    assert by_transformers(model, asked[:2]) != plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "native"])
+def test_a_patched_model_is_served_as_it_is(name):
+    model = build(name)
+    patch_model(model.train())
+    model.eval()
+    assert_like_transformers(model, prompts())
+    ids = torch.tensor([prompts()[1]])
+    model.train()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [("mamba", "packed documents change each other's"), ("bloom", "packed documents change")],
+)
+def test_a_class_that_it_cannot_serve_is_told(name, reason):
+    assert reason in why_not_served(families.build(name), 10)
+
+
+def test_positions_that_change_with_the_longest_of_a_batch_are_not_served():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = families.build("llama", rope_parameters=rope, max_position_embeddings=64)
+    assert not why_not_served(model, 64) and "rope_type dynamic" in why_not_served(model, 65)
+
+
+def test_an_instance_whose_head_or_layers_cannot_be_reached_is_told():
+    model = build("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    assert "output layer of LlamaForCausalLM is Sequential" in why_not_served(model, 10)
+    spread = build("llama")
+    spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    assert why_not_served(spread, 10) == "its layers lie on several devices"
