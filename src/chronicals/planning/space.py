@@ -13,7 +13,7 @@ from typing import Any
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import Moment
 from chronicals.policies.facts import Facts
-from chronicals.policies.solver import Fitted
+from chronicals.policies.policy import Fitted
 from chronicals.training.run.guard import planned_disk_use
 
 DRIVER_BYTES = 616 << 20
