@@ -16,7 +16,7 @@ from chronicals.lora.config import LoRAConfig
 from chronicals.memory import RESERVE
 from chronicals.models import present
 from chronicals.planning import Machines, plan
-from chronicals.policies import Facts, facts
+from chronicals.policies import Facts, decide, facts
 from chronicals.policies.fit import (
     CARDS,
     Clock,
@@ -31,7 +31,7 @@ from chronicals.policies.fit import (
 )
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import expected_memory
-from chronicals.policies.policy import policies
+from chronicals.policies.policy import POLICIES, policies
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run import length
 
@@ -103,6 +103,27 @@ def test_narrower_states_are_offered_with_what_they_save():
     assert words.startswith("use_8bit_optimizer=True (states are rounded to 8 bits) saves ")
     saved = float(words.split()[-2])
     assert 0.5 * 6 * trained / 2**30 < saved < 6 * trained / 2**30
+
+
+def test_the_log_says_who_switched_a_policy_on():
+    name = "offload_optimizer_states"
+    by_fit = decide(fit_settings(planned(6)).facts)[name]
+    by_hand = decide(planned(80, memory=[name]))[name]
+    assert by_fit.runs and by_hand.runs
+    assert by_fit.reason == by_hand.reason.replace("as asked", "taken by fit") != by_hand.reason
+
+
+def test_a_run_that_goes_on_takes_no_larger_batches():
+    """Those that it was left with are what its memory held."""
+    given = planned(80)
+    smaller = given.config.fitted(batch_size=2, gradient_accumulation_steps=8)
+    sizes = {}
+    for resumed in (False, True):
+        remedies = POLICIES["micro_batches"].settings(
+            replace(given, config=smaller, resumed=resumed)
+        )
+        sizes[resumed] = [remedy.fields["batch_size"] for remedy in remedies]
+    assert sizes == {False: [4, 1], True: [1]}
 
 
 EXPLICIT = {

@@ -144,7 +144,8 @@ class Settled:
     @property
     def facts(self) -> Facts:
         """The run with the settings that were taken."""
-        return self.taken.facts
+        names = frozenset(change.policy.name for change in self.taken.changes)
+        return replace(self.taken.facts, taken=names)
 
 
 def alone(value: Any) -> list[Any]:

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, AUTO
 from chronicals.memory import NOTHING, Estimate, StepShape
-from chronicals.policies.exclusions import why_excluded
+from chronicals.objectives import Objective
+from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import Facts
 from chronicals.policies.step_time import StepWork
 
@@ -107,6 +108,31 @@ class Course:
     recomputed: Decision | None = None
 
 
+@dataclass(frozen=True)
+class Running:
+    """A run between two of its steps, as a policy sees it that may still be added.
+
+    Attributes:
+        facts: on which the policies were decided.
+        decisions: decision on each policy, by its name.
+        model: the prepared model.
+        objective: what is minimised.
+    """
+
+    facts: Facts
+    decisions: Mapping[str, Decision]
+    model: Any
+    objective: Objective
+
+    def why_excluded(self, policy: str) -> str | None:
+        """Return why a policy does not run together with what runs and holds; None if it may."""
+        standing = {name for name, decision in self.decisions.items() if decision.runs}
+        standing |= conditions(self.facts)
+        reasons = [why_excluded(policy, standing, self.facts)]
+        reasons += [why_excluded(other, {policy}, self.facts) for other in sorted(standing)]
+        return next((reason for reason in reasons if reason), None)
+
+
 class Remedy(NamedTuple):
     """Fields that make a run take less memory.
 
@@ -141,7 +167,7 @@ class Policy:
     Attributes:
         name: key of its decision: a switch, or an entry of ``memory``.
         title: what it is in a practitioner's words, for the log; empty where that says it itself.
-        runs_as: reason of a policy that runs, for the log, where it needs no facts.
+        runs_as: words for the log about how it runs, where they need no facts.
         setting: how the configuration asks for it, for messages.
         before_memory: True if it is decided before the memory is, on which it does not depend.
         shares: True if it takes a share of what all others leave, so that its bytes count last.
@@ -152,7 +178,7 @@ class Policy:
     name: ClassVar[str]
     title: ClassVar[str]
     setting: ClassVar[str]
-    runs_as: ClassVar[str] = "as asked"
+    runs_as: ClassVar[str] = ""
     before_memory: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     only_time: ClassVar[bool] = False
@@ -167,8 +193,9 @@ class Policy:
         return None
 
     def words(self, facts: Facts) -> str:
-        """Return the reason of a policy that runs, for the log."""
-        return self.runs_as
+        """Return the reason of a policy that runs, for the log: who asked for it, and how it runs."""
+        asked = facts.who_asked(self.name)
+        return f"{asked}, {self.runs_as}" if self.runs_as else asked
 
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide whether the policy runs.
@@ -197,6 +224,20 @@ class Policy:
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
         """Return a context around all steps of a run in which the policy runs."""
         return nullcontext()
+
+    def addition(self, running: Running) -> Decision | None:
+        """Return the decision with which the policy joins a run that is short of memory.
+
+        None, the default, if it cannot between two steps, if it would change results, or if the
+        configuration sets otherwise. Its reason says for the log what is done.
+        """
+        return None
+
+    def join(self, running: Running, decision: Decision) -> None:
+        """Change the model or the objective of a run between two steps (``addition``).
+
+        What the policy does around the steps begins then, too.
+        """
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return whether an entry with ``only_time`` belongs to the leanest ``memory``."""
@@ -251,6 +292,10 @@ class Switch(OwnField):
     before_memory = True
     matters: ClassVar[bool] = False
 
+    def words(self, facts: Facts) -> str:
+        """Return how it runs: nobody has to ask for it."""
+        return self.runs_as
+
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide whether the policy runs: if it can, and nothing excludes it.
 
@@ -291,6 +336,12 @@ _LOG_ORDER = (
     "offload_optimizer_states",
 )
 
+_FIRST_REMEDIES = ("micro_batches", "logits_chunk_size", "use_gradient_checkpointing")
+"""Policies whose remedies come first: fewer tokens or logits at a time for an unchanged step."""
+
+_LAST_REMEDIES = ("quantization", "max_seq_length")
+"""Policies whose remedies come last: fewer trained values, a quantised base, or shorter rows."""
+
 P = TypeVar("P", bound=Policy)
 
 
@@ -304,6 +355,13 @@ def policies() -> list[Policy]:
     """Return all policies in the order of the log; others than our own come last."""
     order = {name: place for place, name in enumerate(_LOG_ORDER)}
     return sorted(POLICIES.values(), key=lambda policy: order.get(policy.name, len(order)))
+
+
+def policies_by_cost() -> list[Policy]:
+    """Return all policies in the order in which memory is to be saved, what costs least first."""
+    places = {name: place for place, name in enumerate(_FIRST_REMEDIES, -len(_FIRST_REMEDIES))}
+    places |= {name: place for place, name in enumerate(_LAST_REMEDIES, 1)}
+    return sorted(policies(), key=lambda policy: places.get(policy.name, 0))
 
 
 def apply_policies(

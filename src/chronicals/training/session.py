@@ -133,7 +133,8 @@ def prepare_session(
     )
     add_router_terms(presented, objective.router)
     frozen = held_by_frozen(objective.frozen)
-    facts, decisions = decide_together(presented, config, ranks, frozen, alike)
+    goes_on = resumed is not None
+    facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
@@ -192,6 +193,7 @@ def decide_together(
     ranks: Mesh,
     frozen_models: Mapping[str, Held] | None = None,
     alike: bool = False,
+    resumed: bool = False,
 ) -> tuple[Facts, dict[str, Decision]]:
     """Return the facts of the run and the decisions on them, the same in all processes.
 
@@ -205,6 +207,7 @@ def decide_together(
         ranks: all ranks of the run.
         frozen_models: the objective's frozen models, by name.
         alike: all documents have as many tokens and targets.
+        resumed: the run goes on from a checkpoint.
 
     Raises:
         ConfigurationError: what is asked for cannot run, or processes decided differently.
@@ -226,6 +229,7 @@ def decide_together(
         exchanging=1 if ranks.context is None else ranks.context.inner,
         frozen_models=frozen_models,
         alike=alike,
+        resumed=resumed,
     )
     if config.fit != "off":
         settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)
