@@ -42,7 +42,10 @@ def test_without_room_for_the_pool_steps_run_without_graphs():
     assert decide(facts(enough))["use_cuda_graphs"].runs
     made = decide(facts(enough - 10 * 2**20))["use_cuda_graphs"]
     assert not made.runs
-    assert made.reason == f"no room for the {pool / 2**30:.1f} GiB of their memory pool beside a step's"
+    assert (
+        made.reason
+        == f"no room for the {pool / 2**30:.1f} GiB of their memory pool beside a step's"
+    )
 
 
 def test_graphs_that_were_asked_for_run_all_the_same():
