@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import runs
 import tiny
@@ -15,6 +16,7 @@ from chronicals.objectives import FrozenModel
 from chronicals.planning import Documents, Machines, plan
 from chronicals.policies.frozen_models import Held
 from chronicals.policies.model_sizes import weights_met
+from chronicals.policies.step_time import GROUPED
 
 SIZES = {
     "hidden_size": 2048,
@@ -157,6 +159,23 @@ def test_fewer_rows_of_logits_are_slower_products_and_more_sums(timed):
     seconds = [2 * 2 * head * 2048 / (1e11 * each) for each in intensity]
     assert fewer.products - usual.products == pytest.approx(seconds[1] - seconds[0], rel=1e-6)
     assert fewer.loss - usual.loss == pytest.approx(3 * 8 * head / 1e12)
+
+
+def test_products_of_experts_are_grouped(tmp_path):
+    """Which takes longer than a dense one of as many rows, and a recomputed layer has them all."""
+    sizes = {**SIZES, "moe_intermediate_size": 1024, "num_experts": 8, "num_experts_per_tok": 2}
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=128))
+    machines = Machines(memory=10**13, rates=ROUND)
+    once, again = (
+        plan(model, runs.config(tmp_path, **ALL, memory=memory), 1, machines).time.products
+        for memory in ([], ["recompute_layers"])
+    )
+    experts = 4 * 2 * 3 * 2048 * 1024
+    dense = 4 * (2048 * (2048 + 2 * 512) + 2048**2 + 2048 * 8)
+    of_all = 6 * (experts / GROUPED + dense + 2048 * 32000) * 2048 / 1e14
+    assert once == pytest.approx(of_all, rel=1e-6)
+    assert again - once == pytest.approx(2 * (experts / GROUPED + dense) * 2048 / 1e14, rel=1e-6)
 
 
 def test_micro_batches_repeat_all_but_the_update(timed):
