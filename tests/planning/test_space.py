@@ -39,13 +39,12 @@ from chronicals.policies.step_time import AS_LONG_AS_PACKS
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.run.guard import planned_disk_use
 
-FIELDS = {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "use_lora": False}
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
 
 
 def planned(tmp_path, frozen=None, documents=AS_LONG_AS_PACKS, **fields):
     """The space of a run of a small model on one card, and that model."""
-    config = runs.config(tmp_path, **{**FIELDS, **fields})
+    config = runs.config(tmp_path, **{**runs.FULL, **fields})
     with torch.device("meta"):
         model = tiny.llama(**SIZES)
     if config.quantization:
@@ -179,7 +178,7 @@ def test_on_the_cpu_host_memory_holds_the_moments(tmp_path):
 def test_disk_holds_checkpoints_and_the_model(tmp_path):
     """All that are kept and the one that is written, or as many as a short run writes."""
     _, model = planned(tmp_path)
-    fields = {**FIELDS, "save_total_limit": 3, "keep": "last", "save_steps": 10}
+    fields = {**runs.FULL, "save_total_limit": 3, "keep": "last", "save_steps": 10}
     long = planned_disk_use(model, runs.config(tmp_path, **fields, max_steps=1000))
     assert long.at_a_time == 4 and long.model == 2 * trained(model)
     assert long.checkpoint == 12 * trained(model)
@@ -188,7 +187,7 @@ def test_disk_holds_checkpoints_and_the_model(tmp_path):
 
 
 def test_only_large_weights_are_rounded_to_blocks(tmp_path):
-    config = runs.config(tmp_path, **FIELDS)
+    config = runs.config(tmp_path, **runs.FULL)
     with torch.device("meta"):
         layers = torch.nn.ModuleList([torch.nn.Linear(3000, 2000, bias=False) for _ in range(2)])
     assert rounding_of(layers, config) == 2 * (12 * 2**20 - 12_000_000)

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 import runs
 import tiny
@@ -37,20 +36,11 @@ from chronicals.training.run import length
 
 GB = 10**9
 RESULTS = ("use_8bit_optimizer", "quantization", "max_seq_length", "use_lora", "use_fp8")
-SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
 
 
 def planned(gigabytes, adapters=False, ranks=1, **fields):
     """Facts of a run of a model of 0.35 B on a card of this size."""
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     if adapters:
         apply_lora(model, LoRAConfig(rank=16))
         fields["use_lora"] = True

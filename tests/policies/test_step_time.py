@@ -18,21 +18,7 @@ from chronicals.policies.frozen_models import Held
 from chronicals.policies.model_sizes import weights_met
 from chronicals.policies.step_time import GROUPED
 
-SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
-ALL = {
-    "mixed_precision": "bf16",
-    "use_lora": False,
-    "gradient_accumulation_steps": 1,
-    "batch_size": 2,
-    "max_seq_length": 1024,
-}
+ALL = {**runs.FULL, "batch_size": 2, "max_seq_length": 1024}
 ROUND = Rates(
     card="round",
     source="measured",
@@ -59,8 +45,7 @@ def timed(tmp_path):
 def time_of(
     folder, rates=ROUND, documents=None, packed=False, rank=0, gpus=1, frozen=None, **fields
 ):
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     if packed:
         quantise_layers(model)
     values = {**ALL, **fields}
@@ -73,8 +58,7 @@ def time_of(
 
 
 def weights():
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     met, trained = weights_met(model)
     assert met == trained
     return met, 2048 * 32000
@@ -110,8 +94,7 @@ def test_parts_of_a_step_are_those_of_the_formulas(timed):
 
 
 def test_a_plan_takes_as_long_as_the_parts_together(tmp_path):
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     config = runs.config(tmp_path, **ALL)
     made = plan(model, config, 1, Machines(memory=10**13, rates=ROUND))
     assert made.seconds == made.time.seconds == sum(made.time.parts.values())
@@ -163,7 +146,12 @@ def test_fewer_rows_of_logits_are_slower_products_and_more_sums(timed):
 
 def test_products_of_experts_are_grouped(tmp_path):
     """Which takes longer than a dense one of as many rows, and a recomputed layer has them all."""
-    sizes = {**SIZES, "moe_intermediate_size": 1024, "num_experts": 8, "num_experts_per_tok": 2}
+    sizes = {
+        **tiny.PLANNED,
+        "moe_intermediate_size": 1024,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=128))
     machines = Machines(memory=10**13, rates=ROUND)
@@ -246,8 +234,7 @@ TEACHER = {"distill": {"teacher": "another"}, "objective": "distill"}
 
 def teacher(layers, precision="bf16"):
     """A frozen model of so many layers."""
-    with torch.device("meta"):
-        model = tiny.llama(**{**SIZES, "num_hidden_layers": layers})
+    model = tiny.planned(num_hidden_layers=layers)
     return {"teacher": Held.planned(FrozenModel("teacher", "another", precision, ""), model)}
 
 
@@ -320,8 +307,7 @@ def test_what_is_known_of_the_data(timed):
 
 
 def test_a_single_rate_stands_instead_of_the_parts(tmp_path):
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     config = runs.config(tmp_path, **ALL)
     made = plan(model, config, 1, Machines(memory=10**13, flops=1e14))
     assert made.time is None and made.interval == (made.seconds, made.seconds)
