@@ -10,6 +10,7 @@ from chronicals.generation.passes import Latents, Probe, attending_pages, run_pa
 from chronicals.generation.requests import Request
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_model
+from chronicals.quantization import Linear4bit
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
 NEW = 8
@@ -134,6 +135,16 @@ def test_a_model_that_is_trained_with_adapters_is_served_as_it_is(name):
     asked = prompts()
     assert_like_transformers(model, asked)
     assert by_transformers(model, asked[:2]) != plain
+
+
+@pytest.mark.slow
+def test_a_base_in_four_bits_is_served_as_it_is():
+    model = build("llama")
+    asked = prompts()[:6]
+    plain = by_transformers(model, asked)
+    model = families.replaced(model, Linear4bit.of)
+    assert by_transformers(model, asked) != plain
+    assert with_evictions(model, asked)[0] == by_transformers(model, asked)
 
 
 @pytest.mark.slow

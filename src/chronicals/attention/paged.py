@@ -41,7 +41,10 @@ def paged_attention_reference(
     """Compute the attention of one query of each sequence, ``[N, H, V]``.
 
     All shapes are static: nothing depends on the values of ``lengths_N``, and the host waits for
-    nothing. Every page of the block table is read, also behind a sequence's end.
+    nothing. Every page of the block table is read, also behind a sequence's end. Everything is
+    computed in at least fp32, but the weights are rounded to the values' dtype, before they are
+    divided by their sum: so do the kernels of training, with whose log-probabilities those of
+    generation are compared.
 
     Args:
         q_NHD: queries, each at the last token of its sequence.
@@ -55,10 +58,10 @@ def paged_attention_reference(
         softcap: scores become ``softcap · tanh(score / softcap)``.
     """
     groups = q_NHD.shape[1] // k_PSKD.shape[2]
-    k_NTKD, v_NTKV = (x[pages_NL].flatten(1, 2) for x in (k_PSKD, v_PSKV))
-    q_NKGD = q_NHD.unflatten(1, (-1, groups))
-    scores = torch.einsum("nkgd,ntkd->nkgt", q_NKGD, k_NTKD)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    wide = torch.promote_types(q_NHD.dtype, torch.float32)
+    k_NTKD, v_NTKV = (x[pages_NL].flatten(1, 2).to(wide) for x in (k_PSKD, v_PSKV))
+    q_NKGD = q_NHD.unflatten(1, (-1, groups)).to(wide)
+    scores = torch.einsum("nkgd,ntkd->nkgt", q_NKGD, k_NTKD) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     keys = torch.arange(k_NTKD.shape[1], device=q_NHD.device)
@@ -66,10 +69,16 @@ def paged_attention_reference(
     if window is not None:
         seen_NT = seen_NT & (keys >= lengths_N[:, None] - window)
     scores = scores.masked_fill(~seen_NT[:, None, None], float("-inf"))
+    highest = scores.amax(-1, keepdim=True)
     if sinks is not None:
-        extra = sinks.to(scores.dtype).view(1, -1, groups, 1).expand(len(scores), -1, -1, -1)
-        scores = torch.cat((scores, extra), -1)
-    shares = torch.softmax(scores, -1)[..., : len(keys)].to(v_NTKV.dtype)
+        extra = sinks.to(wide).view(1, -1, groups, 1)
+        highest = torch.maximum(highest, extra)
+    weights = torch.exp(scores - highest)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(extra - highest)
     # keys behind the end have no weight, but zero times a value that is not finite is not zero
     v_NTKV = v_NTKV.masked_fill(~seen_NT[:, :, None, None], 0.0)
-    return torch.einsum("nkgt,ntkv->nkgv", shares, v_NTKV).flatten(1, 2)
+    rounded = weights.to(v_PSKV.dtype).to(wide)
+    out = torch.einsum("nkgt,ntkv->nkgv", rounded, v_NTKV) / total
+    return out.flatten(1, 2).to(q_NHD.dtype)
