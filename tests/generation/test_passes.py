@@ -8,9 +8,11 @@ import mixtures
 from chronicals.generation.engine import Engine, EngineSettings, why_not_served
 from chronicals.generation.passes import Latents, Probe, attending_pages, run_pass
 from chronicals.generation.requests import Request
+from chronicals.kernels import paged_attention
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_model
 from chronicals.quantization import Linear4bit
+from interpreted import kernels_run
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
 NEW = 8
@@ -85,6 +87,23 @@ def test_greedy_text_is_that_of_transformers(name):
     model = build(name)
     assert not why_not_served(model, max(LENGTHS) + NEW)
     assert_like_transformers(model, prompts())
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "native"])
+def test_decoding_by_the_kernel_is_that_of_the_reference(name, record_calls):
+    """Windows, sinks, softcaps and latents, each of some layer."""
+    model = build(name)
+    asked = [Request(prompt, 4) for prompt in prompts()[:4]]
+    expected = Engine(model).generate(asked)
+    launched = record_calls(paged_attention, "_paged_attention")
+    with kernels_run():
+        got = Engine(model).generate(asked)
+    assert launched
+    for (answer,), (other,) in zip(got, expected):
+        assert answer.tokens == other.tokens
+        assert answer.entropies == pytest.approx(other.entropies, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "native"])
