@@ -1,27 +1,42 @@
-"""Prints what the presets of a way and a card take, by `chronicals plan`, for models of seven sizes.
+"""Plans the presets of a way and a card for models of seven sizes, and writes `docs/presets.md`.
 
-``python benchmarks/preset_table.py [--sizes 0.5B,8B] [--ways qlora] [--cards 16,24]
-[--objective dpo]``; a second or a few a row on a CPU. Nothing is trained: a row is a plan, on a model
-without memory, with the settings that ``fit`` takes on such a card. A card on which no settings fit
-has no tokens/s; what would do stands behind the last of them.
+    python benchmarks/preset_table.py [--sizes 0.5B,8B] [--ways qlora] [--cards 16,24]
+    python benchmarks/preset_table.py --page     # writes the page again from the results
+
+A second or a few a row on a CPU, some minutes for all. Nothing is trained: a row is a plan, on a
+model without memory, with the settings that ``fit`` takes on such a card. Each is written to
+``results/preset-table.json`` as it comes, in the place of an earlier one. A card on which no settings
+fit has no tokens/s; what would do stands there instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import torch
+from page_text import laid_out
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from chronicals.benchmark.record import current_commit, versions
+from chronicals.cards import rates_of
 from chronicals.config import preset
 from chronicals.config.presets import CARDS, WAYS
 from chronicals.models import quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.planning import Machines, Plan, plan, planned_frozen
+from chronicals.standard_json import to_json
 from chronicals.training.adapters import attach_adapters
 
-GIGA = 1e9
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "preset-table.json"
+PAGE = ROOT / "docs" / "presets.md"
+
+GIGA = 10**9
 
 SIZES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936),
@@ -37,9 +52,38 @@ SIZES = {
 TIED = ("0.5B", "1.5B", "3B")
 """Sizes whose embedding is the head, too."""
 
-HEADING = (
-    "| model | way | card | fits | GB held | tokens/s | settings |\n|---|---|---|---|---|---|---|\n"
-)
+OBJECTIVES = ("sft", "dpo")
+
+RATES = {
+    8: "RTX 3090",
+    12: "RTX 3090",
+    16: "RTX 3090",
+    24: "RTX 4090",
+    48: "L40S",
+    80: "H100",
+    141: "H200",
+}
+"""Card whose rates are taken, by GB. Of smaller cards that train in bf16 no data sheet is known."""
+
+INTRODUCTION = """\
+# What the presets take
+
+`--preset WAY-SIZEgb` is a way to train and a card: `full-80gb`, `lora-24gb`, `qlora-16gb`
+([memory](memory.md#settings-taken-for-you)). The size of the model is read from the model, and the settings that fit the card
+are taken before the first step. These are the plans of all of them, for models with the shapes of Qwen2.5 and Llama 3, and
+packs of 2,048 tokens. No row was trained: memory and time are those that `chronicals plan` tells, with its errors
+([planning](planning.md#memory-beside-what-was-measured), [times](planned-times.md)).
+
+Tokens of a second are the lower and the upper end of the plan's interval, at the rates of {cards}. Plans know no data sheet
+of a card of 8 to 16 GB that trains in bf16, and such a card is slower than the one whose rates stand there.
+
+What fits is what a run takes by itself: at most 90 % of the card. Where no settings fit, the smallest card, or the number of
+cards, stands there that would do.
+
+This page is written by `python benchmarks/preset_table.py`, from `benchmarks/results/preset-table.json` ({date}).
+"""
+
+TITLES = {"sft": "Supervised fine-tuning", "dpo": "Preferences (DPO)"}
 
 
 def planned(size: str, way: str, card: int, objective: str) -> Plan:
@@ -62,25 +106,91 @@ def planned(size: str, way: str, card: int, objective: str) -> Plan:
         quantise_layers(model)
     attach_adapters(model, config, None)
     frozen = planned_frozen(build_objective(config), config)
-    return plan(model, config, 1, Machines(memory=card * 10**9), frozen)
+    machines = Machines(memory=card * GIGA, rates=rates_of(RATES[card]))
+    return plan(model, config, 1, machines, frozen)
 
 
-def row(size: str, way: str, card: int, one: Plan) -> str:
-    """Return the row of a plan."""
-    settings = ", ".join(f"{name}={value}" for name, value in one.settings.items())
-    fits = "fit: " not in one.words[-1] or not one.words[-1].endswith("would do")
-    words = settings or "as they are" if fits else one.words[-1].removeprefix("fit: ")
-    speed = f"{one.tokens_per_second:,.0f}" if fits else "-"
-    cells = (size, way, f"{card} GB", "yes" if fits else "no", f"{one.held / GIGA:.1f}", speed)
-    return f"| {' | '.join((*cells, words))} |\n"
+def found(size: str, way: str, card: int, objective: str) -> dict[str, Any]:
+    """Return the row of a preset as plain values."""
+    one = planned(size, way, card, objective)
+    enough = [words for words in one.words if words.endswith(" would do")]
+    shortest, longest = one.interval
+    return {
+        "model": size,
+        "way": way,
+        "card": card,
+        "objective": objective,
+        "rates": RATES[card],
+        "fits": not enough,
+        "held": one.held,
+        "tokens_a_second": [one.tokens / longest, one.tokens / shortest],
+        "settings": one.settings,
+        "recomputed": one.recomputed,
+        "enough": enough[0].removeprefix("fit: ").removesuffix(" would do") if enough else "",
+    }
 
 
-def rows(sizes: list[str], ways: list[str], cards: list[int], objective: str) -> Iterator[str]:
-    """Yield a row for each preset and size, as it is planned."""
-    for size in sizes:
-        for way in ways:
-            for card in cards:
-                yield row(size, way, card, planned(size, way, card, objective))
+def key(row: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Return the place of a row in the tables."""
+    places = OBJECTIVES.index(row["objective"]), list(SIZES).index(row["model"])
+    return (*places, list(WAYS).index(row["way"]), row["card"])
+
+
+def measure(sizes: list[str], ways: list[str], cards: list[int]) -> None:
+    """Plan each preset and size, and write it to the results."""
+    earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = {key(row): row for row in earlier}
+    for objective in OBJECTIVES:
+        for size in sizes:
+            for way in ways:
+                for card in cards:
+                    row = found(size, way, card, objective)
+                    rows[key(row)] = row
+                    print(cells(row), flush=True)
+            write(rows)
+
+
+def write(rows: dict[tuple[int, int, int, int], dict[str, Any]]) -> None:
+    """Write the results so far."""
+    made = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": current_commit(),
+        "versions": versions(),
+        "rows": [rows[place] for place in sorted(rows)],
+    }
+    RESULTS.write_text(to_json(made, indent=1))
+
+
+def speed(row: dict[str, Any]) -> str:
+    """Return the tokens of a second in words; "-" where the run does not fit."""
+    slowest, fastest = row["tokens_a_second"]
+    return f"{slowest:,.0f} to {fastest:,.0f}" if row["fits"] else "-"
+
+
+def cells(row: dict[str, Any]) -> str:
+    """Return the row of a table with its settings, or with what would do."""
+    settings = ", ".join(f"`{name}={value}`" for name, value in row["settings"].items())
+    if row["recomputed"]:
+        layers = f"{row['recomputed']} layers recomputed"
+        settings = f"{settings}, {layers}" if settings else layers
+    words = settings or "as they are"
+    if not row["fits"]:
+        words = f"none fit; {row['enough']}"
+    held = f"{row['held'] / GIGA:.1f}"
+    return f"| {row['model']} | {row['way']} | {row['card']} | {held} | {speed(row)} | {words} |"
+
+
+def page(made: dict[str, Any]) -> Iterator[str]:
+    """Yield the parts of the page."""
+    cards = ", ".join(f"{name} for {size} GB" for size, name in RATES.items())
+    yield INTRODUCTION.format(cards=cards, date=made["date"].partition("T")[0])
+    for objective in OBJECTIVES:
+        rows = [row for row in made["rows"] if row["objective"] == objective]
+        yield f"\n## {TITLES[objective]}\n\n"
+        yield "| model | way | GB of the card | GB held | tokens a second | settings |\n"
+        yield "|---|---|---|---|---|---|\n"
+        for row in rows:
+            yield cells(row) + "\n"
 
 
 def main() -> None:
@@ -88,12 +198,12 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--cards", default=",".join(map(str, CARDS)))
-    parser.add_argument("--objective", default="sft")
+    parser.add_argument("--page", action="store_true", help="plan nothing")
     given = parser.parse_args()
-    print(HEADING, end="")
-    cards = [int(card) for card in given.cards.split(",")]
-    for line in rows(given.sizes.split(","), given.ways.split(","), cards, given.objective):
-        print(line, end="", flush=True)
+    if not given.page:
+        cards = [int(card) for card in given.cards.split(",")]
+        measure(given.sizes.split(","), given.ways.split(","), cards)
+    PAGE.write_text(laid_out("".join(page(json.loads(RESULTS.read_text())))))
 
 
 if __name__ == "__main__":

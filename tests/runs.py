@@ -28,6 +28,10 @@ SHORT = [
 """Of a run by the command."""
 
 
+FULL = {"mixed_precision": "bf16", "use_lora": False, "gradient_accumulation_steps": 1}
+"""Fields of a plan of full fine-tuning, with one micro-batch a step."""
+
+
 def config(folder: Path, **changes: Any) -> ChronicalsConfig:
     usual = {
         "learning_rate": 3e-3,

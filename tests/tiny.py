@@ -61,3 +61,20 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+PLANNED = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+"""Sizes of a Llama of 0.35 B parameters, which is large enough that its plans say something."""
+
+
+def planned(**changes: Any) -> Any:
+    """A Llama of sizes ``PLANNED``, names and shapes only."""
+    with torch.device("meta"):
+        return llama(**{**PLANNED, **changes})

@@ -27,20 +27,6 @@ from chronicals.policies.needed_memory import WORKSPACE_BYTES, expected_memory, 
 from chronicals.policies.policy import GRAPHED_WORKSPACES, WORKSPACES
 
 GB = 10**9
-SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
-ALL = {"mixed_precision": "bf16", "use_lora": False, "gradient_accumulation_steps": 1}
-
-
-def large(**changes):
-    with torch.device("meta"):
-        return tiny.llama(**{**SIZES, **changes})
 
 
 def trained(model):
@@ -51,9 +37,9 @@ def trained(model):
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
     """Within 1 %: fp32 gradients reduce-scattered, bf16 weights gathered."""
-    model = large()
+    model = tiny.planned()
     share = (ranks - 1) / ranks
-    sent = traffic(model, runs.config(tmp_path, **ALL), ranks, in_backward=False)
+    sent = traffic(model, runs.config(tmp_path, **runs.FULL), ranks, in_backward=False)
     count = trained(model)
     assert sent.reduce_scatter == pytest.approx(4 * count * share, rel=0.01)
     assert sent.all_gather == pytest.approx(2 * count * share, rel=0.01)
@@ -63,14 +49,14 @@ def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_each_micro_batch_is_sent_where_the_backward_pass_sums(tmp_path):
-    config = runs.config(tmp_path, **{**ALL, "gradient_accumulation_steps": 3})
-    once, often = (traffic(large(), config, 4, in_backward) for in_backward in (False, True))
+    config = runs.config(tmp_path, **{**runs.FULL, "gradient_accumulation_steps": 3})
+    once, often = (traffic(tiny.planned(), config, 4, in_backward) for in_backward in (False, True))
     assert often.reduce_scatter == 3 * once.reduce_scatter and often.all_gather == once.all_gather
 
 
 @pytest.mark.slow
 def test_adapters_send_their_own_bytes(tmp_path):
-    model = apply_lora(large(), LoRAConfig(rank=64))
+    model = apply_lora(tiny.planned(), LoRAConfig(rank=64))
     sent = traffic(model, runs.config(tmp_path, use_lora=True, lora_rank=64), 2, in_backward=False)
     count = trained(model)
     assert 0 < count < 0.1 * sum(p.numel() for p in model.parameters())
@@ -78,8 +64,8 @@ def test_adapters_send_their_own_bytes(tmp_path):
 
 
 def test_without_shares_gradients_are_reduced_everywhere(tmp_path):
-    model = large()
-    sent = traffic(model, runs.config(tmp_path, **ALL, sharding="none"), 8, in_backward=False)
+    model = tiny.planned()
+    sent = traffic(model, runs.config(tmp_path, **runs.FULL, sharding="none"), 8, in_backward=False)
     assert sent.all_reduce == pytest.approx(8 * trained(model) * 7 / 8, rel=0.01)
     assert sent.reduce_scatter == sent.all_gather == 0
 
@@ -89,8 +75,8 @@ def test_bytes_of_divided_weights(ranks, among, tmp_path):
     """Layers gathered in bf16 for both passes, the rest once, gradients sent in bf16; copies add
     up what they hold.
     """
-    model = large()
-    config = runs.config(tmp_path, **ALL, sharding="weights", sharding_ranks=among)
+    model = tiny.planned()
+    config = runs.config(tmp_path, **runs.FULL, sharding="weights", sharding_ranks=among)
     sent = traffic(model, config, ranks, in_backward=False)
     share = ((among or ranks) - 1) / (among or ranks)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
@@ -106,7 +92,7 @@ def test_bytes_of_divided_weights(ranks, among, tmp_path):
 def test_bytes_of_divided_codes(tmp_path):
     """About half a byte a weight of the layers, in each pass of each micro-batch, but for the
     backward pass of the last two layers, which are there still; beside the sums of adapters."""
-    model = large(num_hidden_layers=6)
+    model = tiny.planned(num_hidden_layers=6)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     quantise_layers(model)
     model = apply_lora(model, LoRAConfig(rank=64))
@@ -131,7 +117,9 @@ def test_what_stays_whole_is_not_gathered(tmp_path):
     """3 cards divide the 6144 rows of MLPs, not the 2048 or 512 of the others."""
     fields = {"lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 1}
     config = runs.config(tmp_path, use_lora=True, **fields, sharding="weights")
-    model = apply_lora(large(num_hidden_layers=6, intermediate_size=6144), LoRAConfig(rank=64))
+    model = apply_lora(
+        tiny.planned(num_hidden_layers=6, intermediate_size=6144), LoRAConfig(rank=64)
+    )
     divided = traffic(model, config, 3, in_backward=False).all_gather
     whole = traffic(model, config.fitted(sharding="optimizer"), 3, in_backward=False).all_gather
     assert divided - whole == pytest.approx((6 + 4) * 2 * (2 * 6144 * 2048) * 2 / 3, rel=0.01)
@@ -143,7 +131,7 @@ def test_a_mixture_in_4_bits(tmp_path):
     import transformers
 
     sizes = {
-        **SIZES,
+        **tiny.PLANNED,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 512,
@@ -195,14 +183,16 @@ def test_bytes_of_a_divided_embedding(ranks, among, tmp_path):
         sharding="weights",
         sharding_ranks=among,
     )
-    sent = traffic(apply_lora(large(), LoRAConfig(rank=64)), config, ranks, in_backward=False)
+    sent = traffic(
+        apply_lora(tiny.planned(), LoRAConfig(rank=64)), config, ranks, in_backward=False
+    )
     tokens = 2 * 512
     share = among or ranks
     assert (
         sent.embedding == 3 * (share - 1) * (8 * tokens + 2 * tokens * 2048 / share)
         and sent.total > sent.embedding
     )
-    tied = apply_lora(large(tie_word_embeddings=True), LoRAConfig(rank=64))
+    tied = apply_lora(tiny.planned(tie_word_embeddings=True), LoRAConfig(rank=64))
     assert traffic(tied, config, ranks, in_backward=False).embedding == 0
 
 
@@ -212,12 +202,12 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
 
     def expected(count, graphs):
         fields = {
-            **ALL,
+            **runs.FULL,
             "gradient_accumulation_steps": count,
             "sharding": sharding,
             "use_cuda_graphs": graphs,
         }
-        facts = Facts(runs.config(tmp_path, **fields), large(), 2, total=100 * GB)
+        facts = Facts(runs.config(tmp_path, **fields), tiny.planned(), 2, total=100 * GB)
         return expected_memory(facts)[1]
 
     once = expected(1, False)
@@ -227,19 +217,19 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
     alike = once if sharding == "weights" else often  # no graphs run where these are divided
     more = (GRAPHED_WORKSPACES - WORKSPACES) * WORKSPACE_BYTES
     assert graphed.gradients == alike.gradients and graphed.fixed == alike.fixed + more
-    assert once.gradients >= 4 * trained(large()) / (2 if sharding == "weights" else 1)
+    assert once.gradients >= 4 * trained(tiny.planned()) / (2 if sharding == "weights" else 1)
 
 
 def test_gradients_of_adapters_over_divided_weights_stay_where_graphs_write_them(tmp_path):
     def expected(graphs):
         fields = {
-            **ALL,
+            **runs.FULL,
             "use_lora": True,
             "gradient_accumulation_steps": 1,
             "sharding": "weights",
             "use_cuda_graphs": graphs,
         }
-        model = apply_lora(large(), LoRAConfig(rank=64))
+        model = apply_lora(tiny.planned(), LoRAConfig(rank=64))
         facts = Facts(runs.config(tmp_path, **fields), model, 2, total=100 * GB)
         return expected_memory(facts)[1]
 
@@ -259,10 +249,10 @@ def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
     config = runs.config(
         tmp_path, use_lora=True, mixed_precision="bf16", sharding="weights", memory=[]
     )
-    table = SIZES["vocab_size"] * SIZES["hidden_size"]
+    table = tiny.PLANNED["vocab_size"] * tiny.PLANNED["hidden_size"]
 
     def held(tied, divided=False):
-        model = large(tie_word_embeddings=tied).bfloat16()
+        model = tiny.planned(tie_word_embeddings=tied).bfloat16()
         if "NF4" in kind:
             quantise_layers(model)
         apply_lora(model, LoRAConfig(rank=8))
@@ -280,8 +270,8 @@ def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
 
 @pytest.mark.slow
 def test_weights_are_divided_where_they_would_not_fit(tmp_path):
-    model = large(num_hidden_layers=16)
-    config = runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=64)
+    model = tiny.planned(num_hidden_layers=16)
+    config = runs.config(tmp_path, **runs.FULL, batch_size=1, max_seq_length=64)
     small = Machines(memory=GB, cards=64)  # where both do what they can
     whole, divided = (
         plan(model, config.replace(sharding=way), 64, small) for way in ("optimizer", "weights")
@@ -304,9 +294,9 @@ def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
     and forward again.
     """
     config = runs.config(
-        tmp_path, **ALL, batch_size=2, max_seq_length=1024, context_parallel=context
+        tmp_path, **runs.FULL, batch_size=2, max_seq_length=1024, context_parallel=context
     )
-    sent = traffic(large(), config, 8, False, recomputed)
+    sent = traffic(tiny.planned(), config, 8, False, recomputed)
     tokens = 2 * 1024 // context
     values = (2 * 16 + 2 * 4) * 128
     assert sent.attention == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
@@ -319,9 +309,14 @@ def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
     fp32.
     """
     config = runs.config(
-        tmp_path, **ALL, batch_size=1, max_seq_length=768, context_parallel=context, context_heads=1
+        tmp_path,
+        **runs.FULL,
+        batch_size=1,
+        max_seq_length=768,
+        context_parallel=context,
+        context_heads=1,
     )
-    sent = traffic(large(), config, 6, False, recomputed)
+    sent = traffic(tiny.planned(), config, 6, False, recomputed)
     others = 768 * (context - 1) / context
     values = 2 * 4 * 128
     assert sent.attention == others * values * (2 * (4 + recomputed) + 4 * 4)
@@ -329,10 +324,14 @@ def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_share_packs_over_machines_exchange_heads_within_each(tmp_path):
-    fields = {**ALL, "batch_size": 2, "max_seq_length": 1024, "context_parallel": 4}
+    fields = {**runs.FULL, "batch_size": 2, "max_seq_length": 1024, "context_parallel": 4}
     config = runs.config(tmp_path, **fields)
-    near, far = (traffic(large(), config, 8, False, cards=cards).attention for cards in (8, 2))
-    asked = traffic(large(), runs.config(tmp_path, **fields, context_heads=2), 8, False).attention
+    near, far = (
+        traffic(tiny.planned(), config, 8, False, cards=cards).attention for cards in (8, 2)
+    )
+    asked = traffic(
+        tiny.planned(), runs.config(tmp_path, **fields, context_heads=2), 8, False
+    ).attention
     assert near != far == asked
 
 
@@ -340,7 +339,7 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="plan in a process of its own"):
-            traffic(large(), runs.config(tmp_path, **ALL), 2, False)
+            traffic(tiny.planned(), runs.config(tmp_path, **runs.FULL), 2, False)
     finally:
         dist.destroy_process_group()
 
@@ -349,15 +348,15 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
 def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, plant):
-    fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
+    fields = {**runs.FULL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
     fields["use_cuda_graphs"] = False  # the trainer's model is on the CPU
     config = runs.config(tmp_path, **fields)
     found = []
-    models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]
+    models = [tiny.llama(**tiny.PLANNED) if kind == "all weights" else tiny.llama(), None]
     models[1] = (
-        large()
+        tiny.planned()
         if kind == "all weights"
-        else large(**{name: getattr(models[0].config, name) for name in SIZES})
+        else tiny.planned(**{name: getattr(models[0].config, name) for name in tiny.PLANNED})
     )
     for model in models:
         if "NF4" in kind:
@@ -395,26 +394,29 @@ def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, plant):
 )
 def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
     """Whether it fits or not."""
-    config = runs.config(tmp_path, **ALL, memory=memory)
-    made = plan(large(), config, 1, Machines(memory=GB))
-    _, needed = expected_memory(Facts(config, large(), total=GB))
+    config = runs.config(tmp_path, **runs.FULL, memory=memory)
+    made = plan(tiny.planned(), config, 1, Machines(memory=GB))
+    _, needed = expected_memory(Facts(config, tiny.planned(), total=GB))
     assert made.recomputed == again and not made.fits
     assert made.held == needed.needed(kept) > needed.fixed + 3 * needed.kept[kept]
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_said(tmp_path):
-    config = runs.config(tmp_path, **ALL)
-    assert not plan(large(), config, 1, Machines(memory=GB)).fits
-    tight = plan(large(), config, 2, Machines(memory=5 * GB))
-    assert tight.in_backward and not plan(large(), config, 2, Machines(memory=100 * GB)).in_backward
+    config = runs.config(tmp_path, **runs.FULL)
+    assert not plan(tiny.planned(), config, 1, Machines(memory=GB)).fits
+    tight = plan(tiny.planned(), config, 2, Machines(memory=5 * GB))
+    assert (
+        tight.in_backward
+        and not plan(tiny.planned(), config, 2, Machines(memory=100 * GB)).in_backward
+    )
 
 
 @pytest.mark.slow
 def test_time_is_computation_and_what_nothing_hides(tmp_path):
-    model = large()
+    model = tiny.planned()
     config = runs.config(
-        tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"]
+        tmp_path, **runs.FULL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"]
     )
     machines = Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12)
     near, far = (plan(model, config, gpus, machines) for gpus in (4, 8))
@@ -429,7 +431,7 @@ def test_time_is_computation_and_what_nothing_hides(tmp_path):
     assert near.exposed == pytest.approx((near.sent.all_gather + near.sent.all_reduce) / 1e11)
     after = plan(
         model,
-        runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=[]),
+        runs.config(tmp_path, **runs.FULL, batch_size=1, max_seq_length=512, memory=[]),
         4,
         machines,
     )
@@ -446,17 +448,26 @@ def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rat
     """Within a machine of four cards over its link, whatever the others are connected by; beyond
     it over the network.
     """
-    fields = {**ALL, "batch_size": 1, "max_seq_length": 1024, "memory": [], "sharding": "optimizer"}
+    fields = {
+        **runs.FULL,
+        "batch_size": 1,
+        "max_seq_length": 1024,
+        "memory": [],
+        "sharding": "optimizer",
+    }
     config = runs.config(tmp_path, **fields, context_parallel=context)
     found = plan(
-        large(), config, 16, Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12)
+        tiny.planned(),
+        config,
+        16,
+        Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12),
     )
     others = found.sent.total - found.sent.attention
     assert found.sent.attention > 0 and not found.in_backward
     assert found.exposed == pytest.approx(others / 1e10 + found.sent.attention / rate)
     assert found.tokens == 16 // context * 1024
     assert found.computing == pytest.approx(
-        1024 / context * _flops_a_token(large(), config, 0.0) / 1e12
+        1024 / context * _flops_a_token(tiny.planned(), config, 0.0) / 1e12
     )
 
 
@@ -464,9 +475,9 @@ def test_ranks_that_share_packs_exchange_over_the_link_between_them(context, rat
 @pytest.mark.parametrize("context", [1, 2])
 def test_ids_of_a_divided_embedding_are_those_of_a_rank(context, tmp_path):
     """Ranks that share packs ask for the rows of their own tokens."""
-    model = apply_lora(large(), LoRAConfig(rank=8))
+    model = apply_lora(tiny.planned(), LoRAConfig(rank=8))
     fields = {
-        **ALL,
+        **runs.FULL,
         "use_lora": True,
         "batch_size": 2,
         "max_seq_length": 1024,
@@ -487,8 +498,8 @@ def test_layers_that_are_computed_twice_attend_twice(tmp_path):
     """2 FLOPs a token and weight that is multiplied by, and 2 heads x width x length of
     attention, of each layer again.
     """
-    model = large()
-    config = runs.config(tmp_path, **ALL, max_seq_length=512)
+    model = tiny.planned()
+    config = runs.config(tmp_path, **runs.FULL, max_seq_length=512)
     products = trained(model) - model.model.embed_tokens.weight.numel()
     more = _flops_a_token(model, config, 1.0) - _flops_a_token(model, config, 0.0)
     assert more == pytest.approx(2 * products + 2 * 4 * 16 * 128 * 512, rel=1e-4)
@@ -497,13 +508,13 @@ def test_layers_that_are_computed_twice_attend_twice(tmp_path):
 @pytest.mark.parametrize("permitted", [True, False])
 def test_nothing_is_recomputed_where_that_is_not_permitted(permitted, tmp_path):
     fields = {} if permitted else {"use_gradient_checkpointing": False}
-    config = runs.config(tmp_path, **ALL, batch_size=8, max_seq_length=1024, **fields)
-    assert bool(plan(large(), config, 1, Machines(memory=8 * GB)).recomputed) == permitted
+    config = runs.config(tmp_path, **runs.FULL, batch_size=8, max_seq_length=1024, **fields)
+    assert bool(plan(tiny.planned(), config, 1, Machines(memory=8 * GB)).recomputed) == permitted
 
 
 def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_path):
     fields = {
-        **ALL,
+        **runs.FULL,
         "batch_size": 1,
         "max_seq_length": 512,
         "sharding": "weights",
@@ -513,7 +524,7 @@ def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_
     slow = Machines(memory=100 * GB, cards=4, link=1e15, network=1e10, flops=1e13)
     one, four = (
         plan(
-            large(),
+            tiny.planned(),
             runs.config(tmp_path, **{**fields, "gradient_accumulation_steps": count}),
             8,
             slow,
@@ -527,7 +538,7 @@ def test_copies_of_divided_weights_are_summed_beside_the_last_backward_pass(tmp_
         )
 
 
-DIVIDED = {**ALL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "memory": []}
+DIVIDED = {**runs.FULL, "batch_size": 1, "max_seq_length": 512, "sharding": "weights", "memory": []}
 
 
 def room_for(stay, config, model, gpus):
@@ -544,7 +555,7 @@ def room_for(stay, config, model, gpus):
 def test_what_is_gathered_for_a_pass_is_hidden_beside_it(stay, busy, tmp_path):
     """Of the forward pass all layers and the rest, of the backward pass the layers that do not
     stay. ``busy``: how long the forward pass computes, beside what is gathered for it."""
-    model = large()
+    model = tiny.planned()
     config = runs.config(tmp_path, **DIVIDED)
     layer = sum(p.numel() for p in decoder_layers(model)[0].parameters())
     (memory, held) = room_for(stay, config, model, 8)
@@ -564,7 +575,7 @@ def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
     narrow, wide = (
         runs.config(tmp_path, **{**DIVIDED, "mixed_precision": name}) for name in ("bf16", "fp16")
     )
-    model = large()
+    model = tiny.planned()
     assert gathered_bytes(Facts(wide, model)) == 2 * gathered_bytes(Facts(narrow, model))
     assert (
         traffic(model, wide, 8, False).all_gather == 2 * traffic(model, narrow, 8, False).all_gather
@@ -578,7 +589,7 @@ def test_fp16_gathers_fp32_that_autocast_reads(tmp_path):
 @pytest.mark.parametrize("busy", [0.0, 0.75, 100.0])
 def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(busy, tmp_path):
     """By all cards of all machines; for the backward pass the last two layers are there."""
-    model = large(num_hidden_layers=6)
+    model = tiny.planned(num_hidden_layers=6)
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     quantise_layers(model)
     model = apply_lora(model, LoRAConfig(rank=64))
@@ -610,7 +621,7 @@ def test_adapters_over_divided_weights_are_summed_and_gathered_after_the_passes(
 )
 def test_as_many_layers_stay_as_the_trainer_lets_stay(spare, fields, tmp_path, let_return):
     usual = {name: value for name, value in DIVIDED.items() if name != "memory"}
-    model = large()
+    model = tiny.planned()
     config = runs.config(tmp_path, **{**usual, "max_seq_length": 16, **fields})
     memory, _ = room_for(spare, config, model, 8)
     let_return(facts, card_memory=memory)
@@ -623,7 +634,7 @@ def test_cards_that_cannot_share_packs_are_refused(tmp_path):
     with pytest.raises(
         ConfigurationError, match="context_parallel=4: 6 cards cannot share packs 4 by 4"
     ):
-        plan(large(), runs.config(tmp_path, **ALL, context_parallel=4), 6, Machines())
+        plan(tiny.planned(), runs.config(tmp_path, **runs.FULL, context_parallel=4), 6, Machines())
 
 
 @pytest.mark.slow

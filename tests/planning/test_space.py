@@ -28,28 +28,29 @@ from chronicals.memory.peak import (
 )
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
-from chronicals.planning import Machines, plan, planned_frozen, planned_space
+from chronicals.patching import layer_policies
+from chronicals.planning import Documents, Machines, plan, planned_frozen, planned_space
 from chronicals.planning.space import DRIVER_BYTES, KEPT_BY_MALLOC, rounding_of
 from chronicals.policies.frozen_models import Held, held_by, planned_bytes
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import WORKSPACE_BYTES
 from chronicals.policies.policy import GRAPHED_WORKSPACES
+from chronicals.policies.step_time import AS_LONG_AS_PACKS
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.run.guard import planned_disk_use
 
-FIELDS = {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "use_lora": False}
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
 
 
-def planned(tmp_path, frozen=None, **fields):
+def planned(tmp_path, frozen=None, documents=AS_LONG_AS_PACKS, **fields):
     """The space of a run of a small model on one card, and that model."""
-    config = runs.config(tmp_path, **{**FIELDS, **fields})
+    config = runs.config(tmp_path, **{**runs.FULL, **fields})
     with torch.device("meta"):
         model = tiny.llama(**SIZES)
     if config.quantization:
         quantise_layers(model)
     attach_adapters(model, config, None)
-    return plan(model, config, 1, Machines(), frozen), model
+    return plan(model, config, 1, Machines(), frozen, documents), model
 
 
 def trained(model):
@@ -177,7 +178,7 @@ def test_on_the_cpu_host_memory_holds_the_moments(tmp_path):
 def test_disk_holds_checkpoints_and_the_model(tmp_path):
     """All that are kept and the one that is written, or as many as a short run writes."""
     _, model = planned(tmp_path)
-    fields = {**FIELDS, "save_total_limit": 3, "keep": "last", "save_steps": 10}
+    fields = {**runs.FULL, "save_total_limit": 3, "keep": "last", "save_steps": 10}
     long = planned_disk_use(model, runs.config(tmp_path, **fields, max_steps=1000))
     assert long.at_a_time == 4 and long.model == 2 * trained(model)
     assert long.checkpoint == 12 * trained(model)
@@ -186,7 +187,7 @@ def test_disk_holds_checkpoints_and_the_model(tmp_path):
 
 
 def test_only_large_weights_are_rounded_to_blocks(tmp_path):
-    config = runs.config(tmp_path, **FIELDS)
+    config = runs.config(tmp_path, **runs.FULL)
     with torch.device("meta"):
         layers = torch.nn.ModuleList([torch.nn.Linear(3000, 2000, bias=False) for _ in range(2)])
     assert rounding_of(layers, config) == 2 * (12 * 2**20 - 12_000_000)
@@ -204,6 +205,44 @@ def test_graphs_keep_a_pool_where_they_run(tmp_path):
     assert made.space.graphs == made_by_step > 0
     for without in ({"use_cuda_graphs": False}, {"mixed_precision": "fp16"}):
         assert planned(tmp_path, **{**fields, **without})[0].space.graphs == 0
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_inputs_of_products_in_fp8_are_kept_in_8_bits(tmp_path, adapted, set_constants):
+    """In a plan as in a run, where the products' weights are trained."""
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
+    sizes = {"use_fp8": True, "use_lora": adapted}
+    made, _ = planned(tmp_path, **sizes)
+    usual, _ = planned(tmp_path, **{**sizes, "use_fp8": False})
+    kept = made.space.peak.parts[ACTIVATIONS] / usual.space.peak.parts[ACTIVATIONS]
+    assert (kept == 1) == adapted and kept > 0.5
+
+
+def test_a_reward_has_no_logits(tmp_path):
+    made, _ = planned(tmp_path, objective="reward")
+    parts = made.space.peak.parts
+    assert LOGITS not in parts and HEAD_GRADIENT not in parts
+
+
+def test_attention_in_fp32_keeps_keys_for_every_query_head(tmp_path):
+    kept = {}
+    for precision in ("fp16", "fp32"):
+        made, model = planned(tmp_path, mixed_precision=precision)
+        kept[precision] = made.space.peak.parts[ACTIVATIONS]
+    config = runs.config(tmp_path, **FIELDS)
+    tokens = config.batch_size * config.max_seq_length
+    repeated = 2 * 4 * model.config.hidden_size * tokens * model.config.num_hidden_layers
+    assert kept["fp32"] == pytest.approx(2 * kept["fp16"] + repeated, rel=0.02)
+
+
+def test_documents_that_fill_packs_share_one_graph(tmp_path):
+    """Gradients then take turns with activations, and no pool stands beside a step."""
+    length = runs.config(tmp_path, **FIELDS).max_seq_length
+    usual, _ = planned(tmp_path)
+    alike, _ = planned(tmp_path, documents=Documents(length))
+    assert usual.space.graphs > alike.space.graphs == 0
+    gradients = usual.space.peak.parts[GRADIENTS]
+    assert alike.held <= usual.held - gradients // 2
 
 
 def test_frozen_weights_with_copies_in_fp8_are_in_host_memory(tmp_path):

@@ -5,27 +5,20 @@ import yaml
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+import tiny
 from chronicals.cli.app import app
 from chronicals.cli.wording import in_users_form
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.planning.ways import with_way
 
 GB = 10**9
-SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model's configuration: nothing else is read."""
     place = tmp_path_factory.mktemp("model")
-    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(place)
+    LlamaConfig(**tiny.PLANNED, architectures=["LlamaForCausalLM"]).save_pretrained(place)
     return place
 
 

@@ -5,15 +5,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import present
-from chronicals.policies import Facts, Policy, Stage, decide, register_policy, summary
+from chronicals.policies import (
+    Decision,
+    Facts,
+    Policy,
+    Stage,
+    decide,
+    register_policy,
+    summary,
+)
 from chronicals.policies.exclusions import EXCLUSIONS, Exclusion
 from chronicals.policies.needed_memory import expected_memory, ways_to_take_less
-from chronicals.policies.policy import POLICIES, Remedy
+from chronicals.policies.policy import POLICIES, Remedy, Running
 
 MIB = 2**20
 
@@ -50,6 +59,14 @@ class LeanStates(Policy):
         self.seen.append("steps begin")
         yield
         self.seen.append("steps end")
+
+    def addition(self, running):
+        if running.decisions[self.name].runs:
+            return None
+        return Decision(self.name, True, "states become lean")
+
+    def join(self, running, decision):
+        self.seen.append("joined")
 
     def remedies(self, config, ranks):
         if not self.asked(config):
@@ -114,3 +131,37 @@ def test_a_run_applies_it(lean, tmp_path, caplog):
         runs.train(tmp_path, max_steps=1, batch_size=2, run_name="lean")
     assert lean.seen == ["lean_states", "steps begin", "steps end"]
     assert "lean optimizer states (a quarter of" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_that_is_short_of_memory_takes_it_on(lean, tmp_path, caplog):
+    """Between two steps, after what costs less; it begins then, and ends with the steps."""
+
+    def ask(module, given, output):
+        if torch.is_grad_enabled() and "joined" not in lean.seen:
+            raise torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+
+    model = tiny.llama()
+    model.model.layers[0].register_forward_hook(ask)
+    fields = {"batch_size": 1, "max_steps": 2, "fit": "auto"}
+    with caplog.at_level(logging.INFO):
+        runs.train(tmp_path, model=model, **fields)
+    assert lean.seen == ["joined", "steps begin", "steps end"]
+    assert "all layers are recomputed (2 of at most 3 times)" in caplog.text
+    assert "states become lean (3 of at most 3 times)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "joins"),
+    [({}, True), ({"memory": []}, False), ({"activation_offload": False}, False)],
+)
+def test_what_is_set_otherwise_does_not_join(fields, joins):
+    with torch.device("meta"):
+        model = tiny.llama()
+    given = Facts(ChronicalsConfig(**fields), model, total=1 << 40)
+    running = Running(given, decide(given), model, None)
+    decision = POLICIES["activation_offload"].addition(running)
+    assert (decision is not None) == joins
+    if joins:
+        several = replace(given, ranks=2, config=given.config.fitted(sharding="weights"))
+        assert POLICIES["activation_offload"].addition(replace(running, facts=several)) is None

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import runs
 import tiny
@@ -15,22 +16,9 @@ from chronicals.objectives import FrozenModel
 from chronicals.planning import Documents, Machines, plan
 from chronicals.policies.frozen_models import Held
 from chronicals.policies.model_sizes import weights_met
+from chronicals.policies.step_time import GROUPED
 
-SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
-ALL = {
-    "mixed_precision": "bf16",
-    "use_lora": False,
-    "gradient_accumulation_steps": 1,
-    "batch_size": 2,
-    "max_seq_length": 1024,
-}
+ALL = {**runs.FULL, "batch_size": 2, "max_seq_length": 1024}
 ROUND = Rates(
     card="round",
     source="measured",
@@ -57,8 +45,7 @@ def timed(tmp_path):
 def time_of(
     folder, rates=ROUND, documents=None, packed=False, rank=0, gpus=1, frozen=None, **fields
 ):
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     if packed:
         quantise_layers(model)
     values = {**ALL, **fields}
@@ -71,8 +58,7 @@ def time_of(
 
 
 def weights():
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     met, trained = weights_met(model)
     assert met == trained
     return met, 2048 * 32000
@@ -108,8 +94,7 @@ def test_parts_of_a_step_are_those_of_the_formulas(timed):
 
 
 def test_a_plan_takes_as_long_as_the_parts_together(tmp_path):
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     config = runs.config(tmp_path, **ALL)
     made = plan(model, config, 1, Machines(memory=10**13, rates=ROUND))
     assert made.seconds == made.time.seconds == sum(made.time.parts.values())
@@ -145,6 +130,40 @@ def test_frozen_weights_have_no_product_for_their_gradient(timed):
     low = (4 * body - 2 * first + 4 * head) * 2048 / 1e14
     assert low < lora.products < 1.03 * low < full.products
     assert lora.optimizer < 0.02 * full.optimizer
+
+
+def test_fewer_rows_of_logits_are_slower_products_and_more_sums(timed):
+    """Where few rows are slow the head is: its logits, and the gradient of its inputs."""
+    bent = replace(ROUND, products={"bf16": ((1.0, 1e11), (1000.0, 1e14))})
+    usual = timed(bent, logits_chunk_size=2048)
+    fewer = timed(bent, logits_chunk_size=512)
+    _, head = weights()
+    intensity = [1 / (1 / rows + 1 / 2048 + 1 / 32000) for rows in (2048, 512)]
+    seconds = [2 * 2 * head * 2048 / (1e11 * each) for each in intensity]
+    assert fewer.products - usual.products == pytest.approx(seconds[1] - seconds[0], rel=1e-6)
+    assert fewer.loss - usual.loss == pytest.approx(3 * 8 * head / 1e12)
+
+
+def test_products_of_experts_are_grouped(tmp_path):
+    """Which takes longer than a dense one of as many rows, and a recomputed layer has them all."""
+    sizes = {
+        **tiny.PLANNED,
+        "moe_intermediate_size": 1024,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=128))
+    machines = Machines(memory=10**13, rates=ROUND)
+    once, again = (
+        plan(model, runs.config(tmp_path, **ALL, memory=memory), 1, machines).time.products
+        for memory in ([], ["recompute_layers"])
+    )
+    experts = 4 * 2 * 3 * 2048 * 1024
+    dense = 4 * (2048 * (2048 + 2 * 512) + 2048**2 + 2048 * 8)
+    of_all = 6 * (experts / GROUPED + dense + 2048 * 32000) * 2048 / 1e14
+    assert once == pytest.approx(of_all, rel=1e-6)
+    assert again - once == pytest.approx(2 * (experts / GROUPED + dense) * 2048 / 1e14, rel=1e-6)
 
 
 def test_micro_batches_repeat_all_but_the_update(timed):
@@ -215,8 +234,7 @@ TEACHER = {"distill": {"teacher": "another"}, "objective": "distill"}
 
 def teacher(layers, precision="bf16"):
     """A frozen model of so many layers."""
-    with torch.device("meta"):
-        model = tiny.llama(**{**SIZES, "num_hidden_layers": layers})
+    model = tiny.planned(num_hidden_layers=layers)
     return {"teacher": Held.planned(FrozenModel("teacher", "another", precision, ""), model)}
 
 
@@ -289,8 +307,7 @@ def test_what_is_known_of_the_data(timed):
 
 
 def test_a_single_rate_stands_instead_of_the_parts(tmp_path):
-    with torch.device("meta"):
-        model = tiny.llama(**SIZES)
+    model = tiny.planned()
     config = runs.config(tmp_path, **ALL)
     made = plan(model, config, 1, Machines(memory=10**13, flops=1e14))
     assert made.time is None and made.interval == (made.seconds, made.seconds)

@@ -12,10 +12,12 @@ import torch
 import runs
 import tiny
 import two_processes
+from chronicals.config import ChronicalsConfig
 from chronicals.memory import recomputes
 from chronicals.optimizers import adamw
+from chronicals.policies import facts
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted, TrainingError
-from chronicals.training.run import recovery
+from chronicals.training.run import length, recovery
 from chronicals.training.step import training_step
 
 pytestmark = pytest.mark.slow
@@ -177,6 +179,22 @@ def test_a_run_goes_on_from_a_checkpoint_of_after_it(reference, tmp_path, caplog
     assert cap.refused == 0 and "gradient_accumulation_steps 4 x batch_size 2" in caplog.text
     assert cap.tokens == 2 * WIDTH  # of the fourth step
     runs.assert_one_trajectory(runs.trajectory(tmp_path), expected)
+
+
+def test_fit_gives_a_run_that_goes_on_no_larger_batches(tmp_path, caplog, let_return, monkeypatch):
+    """On a card of which the plan says that they fit, as it did before."""
+    let_return(facts, card_memory=1 << 40)
+    monkeypatch.setattr(length, "STEPS_AN_EPOCH", 1)  # the default batch stays
+    usual = runs.config(tmp_path, fit="auto", max_steps=2)
+    kept = usual.explicit - {"batch_size", "gradient_accumulation_steps"}
+    fields = {name: getattr(usual, name) for name in kept}
+    cap = Cap(2, "forward")
+    for steps, resume in ((2, False), (3, True)):
+        config = ChronicalsConfig(**{**fields, "max_steps": steps})
+        trainer = ChronicalsTrainer(cap.on(tiny.llama()), tiny.tokenizer(), config)
+        trainer.train(tiny.chat_rows(), resume=resume)
+        assert cap.tokens == 2 * WIDTH
+        assert cap.refused == caplog.text.count("becomes") > 0
 
 
 def test_three_times_are_enough(tmp_path, caplog):

@@ -21,7 +21,10 @@ from chronicals.lora.layers import LoRAEmbedding
 from chronicals.models import present
 from chronicals.optimizers import SCHEDULES, learning_rate_factor
 from chronicals.patching import patch_model
+from chronicals.policies import facts
+from chronicals.training.run import length
 from chronicals.training.run.callbacks import read_metrics
+from chronicals.training.step import training_step
 from chronicals.verification import verify
 from chronicals.verification.reference import scheduled_rates
 
@@ -630,6 +633,28 @@ def test_a_run_of_fewer_steps_is_said(tmp_path, seed, caplog):
         and found.notes == ["the run has max_steps=2, not 5"]
     )
     assert not any("lora_dropout" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.slow
+def test_the_settings_that_fit_takes_are_verified(tmp_path, seed, let_return, monkeypatch):
+    """Micro-batches of the run's own size, on a card that the plan says has memory for all packs."""
+    let_return(facts, card_memory=1 << 40)
+    monkeypatch.setattr(length, "STEPS_AN_EPOCH", 1)  # the default batch stays
+    usual = runs.config(tmp_path, fit="settings", learning_rate=2e-4)
+    kept = usual.explicit - {"batch_size", "gradient_accumulation_steps"}
+    config = ChronicalsConfig(**{name: getattr(usual, name) for name in kept})
+    widths = []
+    micro = training_step.micro_step
+
+    def seen(model, objective, batch, *given):
+        widths.append(len(batch))
+        return micro(model, objective, batch, *given)
+
+    monkeypatch.setattr(training_step, "micro_step", seen)
+    found = verify(tiny.llama(seed), tiny.tokenizer(), config, tiny.chat_rows(), steps=5)
+    taken = found.facts["configuration"]["batch_size"]
+    assert taken > config.batch_size and set(widths) == {taken * config.max_seq_length}
+    assert found.passed
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 - ``Facts`` says once what a run is: its model, its mesh, its card, how documents are presented.
 - A ``Policy`` is one file and one object. It says how it is asked for (``asked``), why it cannot
   run (``why_not``), what it adds and saves (``bytes``), how it is applied (``apply``,
-  ``around_steps``), its words (``title``, ``words``) and its advice (``spares``, ``remedies``).
+  ``around_steps``), its words (``title``, ``words``), its advice (``spares``, ``remedies``), and how it
+  joins a run that is short of memory (``addition``, ``join``).
 - ``exclusions`` is the table of what excludes what; no policy names another one elsewhere.
 - ``needed_memory`` adds the bytes of all policies up to an estimate, which is fitted to the card. It
   refuses what cannot fit, with the length that does, and asks every policy what it saves, for the

@@ -9,7 +9,13 @@ from typing import Any
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import ActivationOffload
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
-from chronicals.policies.policy import Decision, MemoryLoad, Policy, register_policy
+from chronicals.policies.policy import (
+    Decision,
+    MemoryLoad,
+    Policy,
+    Running,
+    register_policy,
+)
 from chronicals.policies.step_time import StepWork
 
 
@@ -18,7 +24,7 @@ class OffloadActivations(Policy):
 
     name = "activation_offload"
     title = "activation offload"
-    runs_as = "as asked, beside the computation"
+    runs_as = "beside the computation"
     setting = "activation_offload=True cannot be honoured here, nor memory=['offload_activations']"
     only_time = True
 
@@ -39,6 +45,17 @@ class OffloadActivations(Policy):
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context that moves saved tensors of the decoder."""
         return ActivationOffload(model.get_decoder())
+
+    def addition(self, running: Running) -> Decision | None:
+        """Return the offload, if nothing was set about it and it can run beside what runs."""
+        config = running.facts.config
+        if config.memory is not None or self.name in config.explicit:
+            return None
+        if running.decisions[self.name].runs or running.why_excluded(self.name):
+            return None
+        if self.why_not(running.facts):
+            return None
+        return Decision(self.name, True, "activations are offloaded to the host")
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return False for trained weights that are divided, with which it does not run."""

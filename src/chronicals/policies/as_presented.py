@@ -74,9 +74,16 @@ class PackedBaseWeights(Policy):
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield a base in 4 bits, under adapters over 16 bits."""
-        config = facts.config
-        plain = config.use_lora and not config.use_fp8 and not packed_words(facts.model)
-        if plain and config.quantization is None:
+        if facts.config.use_lora and not packed_words(facts.model):
+            yield from self.remedies(facts.config, facts.ranks)
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield adapters where the weights are trained, else a base in 4 bits under adapters."""
+        if not config.use_lora:
+            masters = {} if config.master_weights else {"master_weights": True}
+            price = "adapters are trained, not the weights"
+            yield Remedy({"use_lora": True, **masters}, price)
+        elif config.quantization is None and not config.use_fp8:
             yield Remedy({self.name: "nf4"}, "the base is rounded to 4 bits")
 
     def unloaded(self, facts: Facts) -> int:

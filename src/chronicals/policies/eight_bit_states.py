@@ -35,8 +35,8 @@ class EightBitStates(OwnField):
         trained = sum(p.numel() for p in facts.trained)
         share = sum(p.numel() for p in moments_in_8_bits(facts.model)) / max(trained, 1)
         return (
-            f"as asked, the moments of {share:.1%} of the trained weights; embeddings, vectors "
-            f"and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
+            f"{facts.who_asked(self.name)}, the moments of {share:.1%} of the trained weights; "
+            f"embeddings, vectors and matrices under {MIN_8BIT_ELEMENTS} elements in fp32"
         )
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:

@@ -56,6 +56,8 @@ class Facts:
             no half of one is computed by the model's own class.
         backend: name of the attention backend.
         frozen_models: the objective's frozen models on the card, by name.
+        resumed: True if the run goes on from a checkpoint.
+        taken: names of the policies that ``fit`` switched on.
     """
 
     config: ChronicalsConfig
@@ -74,6 +76,8 @@ class Facts:
     backend: str = ""
     frozen_models: Mapping[str, Held] = field(default_factory=dict)
     alike: bool = False
+    resumed: bool = False
+    taken: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -86,6 +90,7 @@ class Facts:
         exchanging: int = 1,
         frozen_models: Mapping[str, Held] | None = None,
         alike: bool = False,
+        resumed: bool = False,
     ) -> Facts:
         """Read the facts of a run on this machine; see the attributes."""
         model = presented.model
@@ -107,6 +112,7 @@ class Facts:
             backend=backend_on(input_device(model), config, model),
             frozen_models=frozen_models or {},
             alike=alike,
+            resumed=resumed,
         )
 
     @property
@@ -144,6 +150,10 @@ class Facts:
     def divides_weights(self) -> bool:
         """True if every process has a share of the weights."""
         return self.ranks > 1 and self.config.sharding == DIVIDE_WEIGHTS
+
+    def who_asked(self, policy: str) -> str:
+        """Return who switched on a policy that is off by default, for the log."""
+        return "taken by fit" if policy in self.taken else "as asked"
 
     @property
     def skips_layers(self) -> bool:

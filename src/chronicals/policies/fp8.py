@@ -39,7 +39,7 @@ class ProductsInFP8(OwnField):
 
     name = "use_fp8"
     title = "FP8"
-    runs_as = "as asked, frozen weights quantised once, trained ones at each use"
+    runs_as = "frozen weights quantised once, trained ones at each use"
     setting = "use_fp8=True cannot be honoured here"
     before_memory = True
     stage = Stage.WEIGHTS

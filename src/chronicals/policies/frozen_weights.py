@@ -24,7 +24,7 @@ class OffloadFrozenWeights(Policy):
 
     name = "offload_frozen_weights"
     title = "frozen weights in host memory"
-    runs_as = "as asked, of products in FP8"
+    runs_as = "of products in FP8"
     setting = "memory=['offload_frozen_weights']"
     only_time = True
     stage = Stage.WEIGHTS

@@ -47,8 +47,8 @@ class OffloadOptimizerStates(Policy):
         size = state_bytes(facts.config, facts.model, moved) / 2**30
         where = "" if facts.on_card else ", from memory to memory, since there is no card"
         return (
-            f"as asked, of {share:.1%} of the trained weights; {size:.2f} GiB come and go in "
-            f"every update{where}"
+            f"{facts.who_asked(self.name)}, of {share:.1%} of the trained weights; {size:.2f} GiB "
+            f"come and go in every update{where}"
         )
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:

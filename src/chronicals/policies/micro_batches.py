@@ -45,7 +45,10 @@ class MicroBatches(Policy):
         return replace(work, backward=replace(backward, moved=summed))
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
-        """Yield other divisions of a step's packs, if none was set: smaller, or large enough."""
+        """Yield other divisions of a step's packs, if none was set: smaller, or large enough.
+
+        A run that goes on from a checkpoint may have had no memory for larger ones.
+        """
         config = facts.config
         if config.explicit & {"batch_size", "gradient_accumulation_steps"}:
             return
@@ -54,9 +57,21 @@ class MicroBatches(Policy):
             tokens = facts.tokens * size // config.batch_size
             if packs % size or size == config.batch_size:
                 continue
-            if size < config.batch_size or tokens <= FULL_TOKENS:
+            larger = tokens <= FULL_TOKENS and not facts.resumed
+            if size < config.batch_size or larger:
                 count = packs // size
                 yield Remedy({"batch_size": size, "gradient_accumulation_steps": count})
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield half of the packs at a time, in twice as many micro-batches if there may be more."""
+        if config.batch_size == 1:
+            return
+        batch = config.batch_size // 2
+        if "optimizer_in_backward" in config.memory_policies:
+            yield Remedy({"batch_size": batch}, "fewer tokens a step")
+            return
+        count = 2 * config.gradient_accumulation_steps
+        yield Remedy({"batch_size": batch, "gradient_accumulation_steps": count})
 
 
 register_policy(MicroBatches())

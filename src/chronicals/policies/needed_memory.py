@@ -29,7 +29,7 @@ from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import moment_bytes
 from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
-from chronicals.policies.policy import MemoryLoad, Remedy, policies
+from chronicals.policies.policy import MemoryLoad, Remedy, policies, policies_by_cost
 from chronicals.quantization import Dense, columns_for, packed_modules, packed_words
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,6 @@ DROPPED_TENSORS = 2
 
 MEASURED_WAYS = 3
 """Remedies whose bytes are named after a card is full; those that cost only time come first."""
-
-LEAN_LOGIT_ROWS = 1024
-"""Rows of logits at a time, which need a quarter of the default's memory."""
 
 
 def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
@@ -115,6 +112,7 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         magnitudes=has_magnitudes(facts.model),
         copies_attended=facts.fuses_halves and copies,
         head_bytes=OBJECTIVES[config.objective].head_bytes,
+        repeats_keys=not facts.on_host and config.mixed_precision == "fp32",
         gathers_keys=facts.packed and OBJECTIVES[config.objective].shares_prompts(),
         columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
         on_host=host_layers(facts.model) if facts.on_host else None,
@@ -375,38 +373,15 @@ def ways_to_take_less(
 
 
 def what_helps(config: ChronicalsConfig, ranks: int = 1) -> list[Remedy]:
-    """Return remedies, those that cost only time first.
+    """Return the remedies of all policies, those that cost only time first.
 
     Args:
         config: the configuration that does not fit.
         ranks: number of processes that train together.
     """
-    remedies = []
-    # Fewer tokens or logits at a time, for an unchanged step.
-    if config.batch_size > 1:
-        batch = config.batch_size // 2
-        if "optimizer_in_backward" in config.memory_policies:
-            remedies.append(Remedy({"batch_size": batch}, "fewer tokens a step"))
-        else:
-            count = 2 * config.gradient_accumulation_steps
-            remedies.append(Remedy({"batch_size": batch, "gradient_accumulation_steps": count}))
-    if config.logits_chunk_size > LEAN_LOGIT_ROWS:
-        remedies.append(Remedy({"logits_chunk_size": LEAN_LOGIT_ROWS}))
-    leanest = leanest_memory(config, ranks)
-    if config.memory_policies != leanest:
-        remedies.append(Remedy({"memory": sorted(leanest), **agreeing_switches(config)}))
-    for policy in policies():
+    remedies: list[Remedy] = []
+    for policy in policies_by_cost():
         remedies += policy.remedies(config, ranks)
-    # Fewer trained values, a quantised base, or shorter rows.
-    if not config.use_lora:
-        masters = {} if config.master_weights else {"master_weights": True}
-        price = "adapters are trained, not the weights"
-        remedies.append(Remedy({"use_lora": True, **masters}, price))
-    elif config.quantization is None and not config.use_fp8:
-        remedies.append(Remedy({"quantization": "nf4"}, "the base is rounded to 4 bits"))
-    if config.max_seq_length > 1:
-        shorter = config.max_seq_length // 2
-        remedies.append(Remedy({"max_seq_length": shorter}, "what is longer is split or cut"))
     return sorted(remedies, key=lambda remedy: bool(remedy.price))
 
 

@@ -25,7 +25,11 @@ class PackLength(Policy):
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield packs of half the length."""
-        length = facts.config.max_seq_length
+        return self.remedies(facts.config, facts.ranks)
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield packs of half the length."""
+        length = config.max_seq_length
         if length > 1:
             yield Remedy({self.name: length // 2}, "what is longer is split or cut")
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, AUTO
-from chronicals.memory import NOTHING, Estimate, StepShape
-from chronicals.policies.exclusions import why_excluded
+from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate, Moment, StepShape
+from chronicals.objectives import Objective
+from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import Facts
 from chronicals.policies.step_time import StepWork
 
@@ -88,6 +89,52 @@ class MemoryLoad:
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """A run that was fitted to the memory of its card.
+
+    Attributes:
+        memory: bytes that are expected, with the layers that stay gathered.
+        recomputed: the decision on recomputation.
+        sharding: the decision on sharding.
+    """
+
+    memory: Estimate
+    recomputed: Decision
+    sharding: Decision
+
+    @property
+    def plan(self) -> tuple[str, int]:
+        """Recomputation as ``Estimate.needed`` takes it."""
+        made = self.recomputed
+        of_the_model = made.runs and made.how == NOTHING and made.layers == 0
+        how = LAYERS if made.layers is None or of_the_model else made.how
+        if how not in self.memory.kept:
+            # Layers of which only parts run fused are estimated as if they kept everything.
+            how = NOTHING
+        return how, made.layers or 0
+
+    @property
+    def peak(self) -> Moment:
+        """Largest moment of a step."""
+        return self.memory.peak(*self.plan)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the run holds at most."""
+        return self.peak.held
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits into what a run plans to use of its card, or if there is no card."""
+        return not self.memory.total or self.held <= RESERVE * self.memory.total
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the memory pool of CUDA graphs, beside what the run holds."""
+        return self.memory.pool(*self.plan)
+
+
+@dataclass(frozen=True)
 class Course:
     """State of the solver when a policy decides.
 
@@ -98,6 +145,7 @@ class Course:
         frees: True if gradients must be summed and freed in the backward pass.
         sharding: the decision on sharding.
         recomputed: the decision on recomputation; None until the memory was decided.
+        fitted: the memory with that recomputation; None until then.
     """
 
     standing: frozenset[str]
@@ -105,6 +153,32 @@ class Course:
     frees: bool
     sharding: Decision
     recomputed: Decision | None = None
+    fitted: Fitted | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run between two of its steps, as a policy sees it that may still be added.
+
+    Attributes:
+        facts: on which the policies were decided.
+        decisions: decision on each policy, by its name.
+        model: the prepared model.
+        objective: what is minimised.
+    """
+
+    facts: Facts
+    decisions: Mapping[str, Decision]
+    model: Any
+    objective: Objective
+
+    def why_excluded(self, policy: str) -> str | None:
+        """Return why a policy does not run together with what runs and holds; None if it may."""
+        standing = {name for name, decision in self.decisions.items() if decision.runs}
+        standing |= conditions(self.facts)
+        reasons = [why_excluded(policy, standing, self.facts)]
+        reasons += [why_excluded(other, {policy}, self.facts) for other in sorted(standing)]
+        return next((reason for reason in reasons if reason), None)
 
 
 class Remedy(NamedTuple):
@@ -141,7 +215,7 @@ class Policy:
     Attributes:
         name: key of its decision: a switch, or an entry of ``memory``.
         title: what it is in a practitioner's words, for the log; empty where that says it itself.
-        runs_as: reason of a policy that runs, for the log, where it needs no facts.
+        runs_as: words for the log about how it runs, where they need no facts.
         setting: how the configuration asks for it, for messages.
         before_memory: True if it is decided before the memory is, on which it does not depend.
         shares: True if it takes a share of what all others leave, so that its bytes count last.
@@ -152,7 +226,7 @@ class Policy:
     name: ClassVar[str]
     title: ClassVar[str]
     setting: ClassVar[str]
-    runs_as: ClassVar[str] = "as asked"
+    runs_as: ClassVar[str] = ""
     before_memory: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     only_time: ClassVar[bool] = False
@@ -167,8 +241,9 @@ class Policy:
         return None
 
     def words(self, facts: Facts) -> str:
-        """Return the reason of a policy that runs, for the log."""
-        return self.runs_as
+        """Return the reason of a policy that runs, for the log: who asked for it, and how it runs."""
+        asked = facts.who_asked(self.name)
+        return f"{asked}, {self.runs_as}" if self.runs_as else asked
 
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide whether the policy runs.
@@ -197,6 +272,20 @@ class Policy:
     def around_steps(self, model: Any) -> AbstractContextManager[Any]:
         """Return a context around all steps of a run in which the policy runs."""
         return nullcontext()
+
+    def addition(self, running: Running) -> Decision | None:
+        """Return the decision with which the policy joins a run that is short of memory.
+
+        None, the default, if it cannot between two steps, if it would change results, or if the
+        configuration sets otherwise. Its reason says for the log what is done.
+        """
+        return None
+
+    def join(self, running: Running, decision: Decision) -> None:
+        """Change the model or the objective of a run between two steps (``addition``).
+
+        What the policy does around the steps begins then, too.
+        """
 
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return whether an entry with ``only_time`` belongs to the leanest ``memory``."""
@@ -251,6 +340,10 @@ class Switch(OwnField):
     before_memory = True
     matters: ClassVar[bool] = False
 
+    def words(self, facts: Facts) -> str:
+        """Return how it runs: nobody has to ask for it."""
+        return self.runs_as
+
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide whether the policy runs: if it can, and nothing excludes it.
 
@@ -291,6 +384,12 @@ _LOG_ORDER = (
     "offload_optimizer_states",
 )
 
+_FIRST_REMEDIES = ("micro_batches", "logits_chunk_size", "use_gradient_checkpointing")
+"""Policies whose remedies come first: fewer tokens or logits at a time for an unchanged step."""
+
+_LAST_REMEDIES = ("quantization", "max_seq_length")
+"""Policies whose remedies come last: fewer trained values, a quantised base, or shorter rows."""
+
 P = TypeVar("P", bound=Policy)
 
 
@@ -304,6 +403,13 @@ def policies() -> list[Policy]:
     """Return all policies in the order of the log; others than our own come last."""
     order = {name: place for place, name in enumerate(_LOG_ORDER)}
     return sorted(POLICIES.values(), key=lambda policy: order.get(policy.name, len(order)))
+
+
+def policies_by_cost() -> list[Policy]:
+    """Return all policies in the order in which memory is to be saved, what costs least first."""
+    places = {name: place for place, name in enumerate(_FIRST_REMEDIES, -len(_FIRST_REMEDIES))}
+    places |= {name: place for place, name in enumerate(_LAST_REMEDIES, 1)}
+    return sorted(policies(), key=lambda policy: places.get(policy.name, 0))
 
 
 def apply_policies(

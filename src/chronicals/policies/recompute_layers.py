@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,16 @@ from chronicals.memory import (
 )
 from chronicals.patching import recompute_norms_and_units
 from chronicals.policies.facts import Facts
-from chronicals.policies.policy import Course, Decision, Policy, Stage, register_policy
+from chronicals.policies.needed_memory import agreeing_switches, leanest_memory
+from chronicals.policies.policy import (
+    Course,
+    Decision,
+    Policy,
+    Remedy,
+    Running,
+    Stage,
+    register_policy,
+)
 from chronicals.policies.step_time import OTHER_KERNELS, SKIPPED, StepWork
 
 CHECKPOINTED = "_chronicals_checkpointed"
@@ -58,13 +68,14 @@ class RecomputeLayers(Policy):
         """
         config = facts.config
         asked = asked_recomputation(config)
+        who = facts.who_asked(self.name)
         if asked == LAYERS:
-            return Decision(self.name, True, f"as asked, {LAYERS} recomputed", layers=None)
+            return Decision(self.name, True, f"{who}, {LAYERS} recomputed", layers=None)
         if asked == CHEAP:
             reason = self.why_not(facts)
             if reason:
                 raise ConfigurationError(f"{self.setting}: {reason}")
-            return Decision(self.name, True, f"as asked, {CHEAP} recomputed", CHEAP)
+            return Decision(self.name, True, f"{who}, {CHEAP} recomputed", CHEAP)
         if asked == NOTHING:
             return Decision(
                 self.name, False, "turned off" if config.card_decides else "not among memory"
@@ -142,6 +153,29 @@ class RecomputeLayers(Policy):
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return True: it always belongs to the leanest ``memory``."""
         return True
+
+    def remedies(self, config: ChronicalsConfig, ranks: int) -> Iterator[Remedy]:
+        """Yield the leanest ``memory``, which has what others save at the cost of time only."""
+        leanest = leanest_memory(config, ranks)
+        if config.memory_policies != leanest:
+            yield Remedy({"memory": sorted(leanest), **agreeing_switches(config)})
+
+    def addition(self, running: Running) -> Decision | None:
+        """Return all layers, if the memory decides and some are left that are not computed again."""
+        decision = running.decisions[self.name]
+        model = running.model
+        is_left = decision.layers is not None and not is_of_the_model(decision)
+        can = is_left and getattr(model, "supports_gradient_checkpointing", False)
+        if asked_recomputation(running.facts.config) is not None or not can:
+            return None
+        if not decoder_layers(model):
+            return None
+        return replace(decision, runs=True, reason="all layers are recomputed", layers=None)
+
+    def join(self, running: Running, decision: Decision) -> None:
+        """Recompute all layers."""
+        enable_gradient_checkpointing(running.model, running.facts.unfused is None)
+        setattr(running.model.get_decoder(), CHECKPOINTED, True)
 
 
 RECOMPUTE_LAYERS = register_policy(RecomputeLayers())

@@ -61,7 +61,7 @@ class ReduceInBackward(Policy):
         if not course.frees:
             words = "beside its products, for no micro-step is a CUDA graph"
         elif asked:
-            words = "as asked"
+            words = facts.who_asked(self.name)
         else:
             words = "the gradients of all weights would not fit beside the rest"
         return Decision(self.name, True, words)

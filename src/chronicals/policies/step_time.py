@@ -19,7 +19,7 @@ rates of a card (``chronicals.cards``) the work becomes seconds: of plans, and o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -58,6 +58,12 @@ the input is read once more, and its gradient read and written once more
 
 WIDER = {BF16: 1, FP32: 2}
 """Bytes of an element over those in 16 bits, by the format of products."""
+
+GROUPED = 0.81
+"""Rate of the grouped products of experts over that of a dense one of as many rows: 579 TFLOP/s of
+OLMoE and 560 of 30B-A3B for about 700 (profiles of ``benchmarks/results/row-olmoe-1b-7b-full-fixed``
+and ``row-30b-a3b-lora-fixed`` on the H100).
+"""
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products for two."""
@@ -152,15 +158,17 @@ class Multiplied:
         product: one of them.
         times: their number.
         form: format of their operands.
+        share: of the rate of a card that they reach.
     """
 
     product: Product
     times: float
     form: str = BF16
+    share: float = 1.0
 
     def seconds(self, rates: Rates) -> float:
         """Return the seconds of all of them."""
-        return self.times * rates.product_seconds(self.product, self.form)
+        return self.times * rates.product_seconds(self.product, self.form) / self.share
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,7 @@ class Pass:
         score_gradients: the same at the rate of its backward pass.
         moved: bytes of elementwise operations.
         dequantised: bytes that dequantise weights.
+        form: format of attention's operands.
     """
 
     products: tuple[Multiplied, ...]
@@ -180,10 +189,11 @@ class Pass:
     score_gradients: float
     moved: float
     dequantised: float
+    form: str = BF16
 
     def seconds(self, job: Job, rates: Rates) -> tuple[float, float, float]:
         """Return the seconds of products, of attention and of elementwise operations."""
-        forward, backward = rates.attention_rate(job.shape.head_dim, job.mean_length)
+        forward, backward = rates.attention_rate(job.shape.head_dim, job.mean_length, self.form)
         return (
             sum(each.seconds(rates) for each in self.products),
             self.scores / forward + self.score_gradients / backward,
@@ -312,7 +322,6 @@ class StepWork:
         form = form_of(facts)
         wider = WIDER[form]
         forward = forward_pass(job, sizes.scale, form)
-        gradients = [each for each in products(job) if each.kind != "forward"]
         moved = wider * job.tokens * elementwise_bytes(job.shape) - forward.moved
         dropped = job.tokens * dropout_bytes(facts, job)
         kernels = kernels_of(job)
@@ -328,11 +337,12 @@ class StepWork:
             micro_batches=facts.config.gradient_accumulation_steps,
             forward=replace(forward, moved=forward.moved + dropped / 3),
             backward=Pass(
-                products=of_layers(gradients, sizes.scale, form),
+                products=of_layers(job, ("dX", "dW"), sizes.scale, form),
                 scores=0.0,
                 score_gradients=ATTENTION_BACKWARD * forward.scores,
                 moved=moved + 2 * dropped / 3 + magnitude_bytes(job, sizes),
                 dequantised=forward.dequantised,
+                form=form,
             ),
             head=head_products(job, form, logits.logits) if logits.logits else (),
             loss=wider * logits.moved * job.shape.vocabulary * job.labelled * job.tokens,
@@ -429,23 +439,28 @@ def form_of(facts: Facts) -> str:
 
 def forward_pass(job: Job, scale: float, form: str) -> Pass:
     """Return the forward pass of a micro-batch through the layers; see ``ForwardOnly.of``."""
-    made = [each for each in products(job) if each.kind == "forward"]
     return Pass(
-        products=of_layers(made, scale, form),
+        products=of_layers(job, ("forward",), scale, form),
         scores=attention_flops(job) * job.tokens,
         score_gradients=0.0,
         moved=WIDER[form] * job.tokens * forward_bytes(job.shape),
         dequantised=dequantised_bytes(job) / 2,
+        form=form,
     )
 
 
-def of_layers(made: Iterable[Product], scale: float, form: str) -> tuple[Multiplied, ...]:
-    """Return those of the products that are of layers; a size that differs between them is 0."""
-    return tuple(
-        Multiplied(each, scale * each.count, form)
-        for each in made
-        if each.name != "head" and each.flops
-    )
+def of_layers(job: Job, kinds: Collection[str], scale: float, form: str) -> tuple[Multiplied, ...]:
+    """Return the products of the layers that are of these kinds; see ``ForwardOnly.of``.
+
+    A size that differs between layers is 0, and products with it are left out.
+    """
+    found = []
+    for each in products(job):
+        if each.name == "head" or each.kind not in kinds or not each.flops:
+            continue
+        grouped = job.shape.routed and each.name in ("gate_up", SKIPPED)
+        found.append(Multiplied(each, scale * each.count, form, GROUPED if grouped else 1.0))
+    return tuple(found)
 
 
 def head_products(job: Job, form: str, logits: int = 1) -> tuple[Multiplied, ...]:

@@ -13,7 +13,7 @@ class UpdateInBackward(Policy):
 
     name = "optimizer_in_backward"
     title = "optimizer in the backward pass"
-    runs_as = "as asked, gradients are dropped once used"
+    runs_as = "gradients are dropped once used"
     setting = "memory=['optimizer_in_backward']"
     only_time = True
 

@@ -33,7 +33,7 @@ from chronicals.distributed import (
     prove_alike,
 )
 from chronicals.lora import has_magnitudes
-from chronicals.memory import Moment, disable_gradient_checkpointing
+from chronicals.memory import Moment, disable_gradient_checkpointing, let_segments_grow
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
@@ -133,8 +133,10 @@ def prepare_session(
     )
     add_router_terms(presented, objective.router)
     frozen = held_by_frozen(objective.frozen)
-    facts, decisions = decide_together(presented, config, ranks, frozen, alike)
+    goes_on = resumed is not None
+    facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took
+    let_segments_grow(planned_peak(facts, decisions).held, facts.total if ranks.count == 1 else 0)
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)
@@ -192,6 +194,7 @@ def decide_together(
     ranks: Mesh,
     frozen_models: Mapping[str, Held] | None = None,
     alike: bool = False,
+    resumed: bool = False,
 ) -> tuple[Facts, dict[str, Decision]]:
     """Return the facts of the run and the decisions on them, the same in all processes.
 
@@ -205,6 +208,7 @@ def decide_together(
         ranks: all ranks of the run.
         frozen_models: the objective's frozen models, by name.
         alike: all documents have as many tokens and targets.
+        resumed: the run goes on from a checkpoint.
 
     Raises:
         ConfigurationError: what is asked for cannot run, or processes decided differently.
@@ -226,6 +230,7 @@ def decide_together(
         exchanging=1 if ranks.context is None else ranks.context.inner,
         frozen_models=frozen_models,
         alike=alike,
+        resumed=resumed,
     )
     if config.fit != "off":
         settled = fit_settings(settle_sharding(facts)[0], ranks.gather_values)

@@ -246,6 +246,7 @@ def verify(
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     arms = _Arms.of(model, device, config, objective, notes)
     path = TrainingPath(model, config, total, tokenizer)
+    config = path.session.config  # with the settings that fit took, as a run would have them
     store = StartColumns(
         path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)
     ).beside(store)
