@@ -79,6 +79,26 @@ def test_documents_come_back_exactly(tmp_path):
     assert len(store) == 50
 
 
+@pytest.mark.parametrize(
+    ("rows", "alike"),
+    [
+        ([[5, 6, 7], [7, 8, 9]], True),
+        ([[5, 6, 7], [7, 8]], False),
+        ([], False),
+    ],
+)
+def test_documents_are_alike_in_tokens_and_targets(tmp_path, rows, alike):
+    given = [{"input_ids": ids} for ids in rows or [[5, 6]]]
+    store = build_store(given, tokenizer(), WIDTH, tmp_path)
+    store = store.subset(np.arange(len(rows)))
+    assert store.alike == alike
+
+
+def test_documents_of_other_targets_are_not_alike(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, last]} for last in (7, -100)]
+    assert not build_store(rows, tokenizer(), WIDTH, tmp_path).alike
+
+
 def test_every_kind_of_row_comes_back_as_it_was_encoded(tmp_path):
     rows = [
         *tiny.chat_rows(5),

@@ -66,6 +66,20 @@ def left_of(report, half):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Qwen2Moe"])
+def test_a_mixture_keeps_what_fused_halves_keep_if_its_experts_are_fused(name):
+    """Shared experts beside the routed ones are the class's own, as is what they keep."""
+    made = plan.plan_for(build(name, **ROUTED[name]))
+    assert {form.by for form in made.layers.values()} == {FUSED_ATTENTION}
+    assert made.fuses_halves and not made.without(plan.EXPERTS).fuses_halves
+
+
+@pytest.mark.slow
+def test_a_dense_model_keeps_what_fused_halves_keep():
+    assert plan.plan_for(build("Llama")).fuses_halves
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("name", ROUTED)
 def test_attention_is_fused_beside_experts(name, adapted):

@@ -28,19 +28,21 @@ from chronicals.memory.peak import (
 )
 from chronicals.models import quantise_layers
 from chronicals.objectives import FrozenModel, build_objective
-from chronicals.planning import Machines, plan, planned_frozen, planned_space
+from chronicals.patching import layer_policies
+from chronicals.planning import Documents, Machines, plan, planned_frozen, planned_space
 from chronicals.planning.space import DRIVER_BYTES, KEPT_BY_MALLOC, rounding_of
 from chronicals.policies.frozen_models import Held, held_by, planned_bytes
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import WORKSPACE_BYTES
 from chronicals.policies.policy import GRAPHED_WORKSPACES
+from chronicals.policies.step_time import AS_LONG_AS_PACKS
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.run.guard import planned_disk_use
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
 
 
-def planned(tmp_path, frozen=None, **fields):
+def planned(tmp_path, frozen=None, documents=AS_LONG_AS_PACKS, **fields):
     """The space of a run of a small model on one card, and that model."""
     config = runs.config(tmp_path, **{**runs.FULL, **fields})
     with torch.device("meta"):
@@ -48,7 +50,7 @@ def planned(tmp_path, frozen=None, **fields):
     if config.quantization:
         quantise_layers(model)
     attach_adapters(model, config, None)
-    return plan(model, config, 1, Machines(), frozen), model
+    return plan(model, config, 1, Machines(), frozen, documents), model
 
 
 def trained(model):
@@ -203,6 +205,44 @@ def test_graphs_keep_a_pool_where_they_run(tmp_path):
     assert made.space.graphs == made_by_step > 0
     for without in ({"use_cuda_graphs": False}, {"mixed_precision": "fp16"}):
         assert planned(tmp_path, **{**fields, **without})[0].space.graphs == 0
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_inputs_of_products_in_fp8_are_kept_in_8_bits(tmp_path, adapted, set_constants):
+    """In a plan as in a run, where the products' weights are trained."""
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
+    sizes = {"use_fp8": True, "use_lora": adapted}
+    made, _ = planned(tmp_path, **sizes)
+    usual, _ = planned(tmp_path, **{**sizes, "use_fp8": False})
+    kept = made.space.peak.parts[ACTIVATIONS] / usual.space.peak.parts[ACTIVATIONS]
+    assert (kept == 1) == adapted and kept > 0.5
+
+
+def test_a_reward_has_no_logits(tmp_path):
+    made, _ = planned(tmp_path, objective="reward")
+    parts = made.space.peak.parts
+    assert LOGITS not in parts and HEAD_GRADIENT not in parts
+
+
+def test_attention_in_fp32_keeps_keys_for_every_query_head(tmp_path):
+    kept = {}
+    for precision in ("fp16", "fp32"):
+        made, model = planned(tmp_path, mixed_precision=precision)
+        kept[precision] = made.space.peak.parts[ACTIVATIONS]
+    config = runs.config(tmp_path, **FIELDS)
+    tokens = config.batch_size * config.max_seq_length
+    repeated = 2 * 4 * model.config.hidden_size * tokens * model.config.num_hidden_layers
+    assert kept["fp32"] == pytest.approx(2 * kept["fp16"] + repeated, rel=0.02)
+
+
+def test_documents_that_fill_packs_share_one_graph(tmp_path):
+    """Gradients then take turns with activations, and no pool stands beside a step."""
+    length = runs.config(tmp_path, **FIELDS).max_seq_length
+    usual, _ = planned(tmp_path)
+    alike, _ = planned(tmp_path, documents=Documents(length))
+    assert usual.space.graphs > alike.space.graphs == 0
+    gradients = usual.space.peak.parts[GRADIENTS]
+    assert alike.held <= usual.held - gradients // 2
 
 
 def test_frozen_weights_with_copies_in_fp8_are_in_host_memory(tmp_path):

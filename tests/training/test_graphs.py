@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
+import emulated_graphs
 import pytest
 import torch
 from emulated_graphs import EmulatedStep
@@ -341,6 +342,36 @@ def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch, let_return):
         graphed.recorder.replays,
         len(graphed.met),
     )
+    for step, ours_of_step in zip(usual, replayed, strict=True):
+        assert ours_of_step == pytest.approx(step, rel=1e-5)
+    assert all(torch.allclose(ours[name], weights[name], rtol=1e-4, atol=1e-6) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
+def test_graphs_are_given_up_where_one_more_has_no_memory(
+    tmp_path, monkeypatch, let_return, caplog
+):
+    """What those before keep is free for steps without graphs, and the gradients so far count."""
+    fields = {"mixed_precision": "fp32", "gradient_accumulation_steps": 3}
+    usual, weights, _ = run(tmp_path / "usual", False, **fields)
+    let_return(CudaGraphs, why_not=None)
+    monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
+    capture = emulated_graphs.Recorder.capture
+    captured = []
+
+    def full(recorder, run):
+        if len(captured) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+        captured.append(run)
+        return capture(recorder, run)
+
+    monkeypatch.setattr(emulated_graphs.Recorder, "capture", full)
+    replayed, ours, _ = run(tmp_path / "graphs", True, **fields)
+    graphed = EmulatedStep.last
+    assert len(captured) == 2 and graphed.failed and graphed.recorder.replays > 0
+    assert not graphed.of_micro and graphed.of_update is None
+    assert "a step could not be captured (Tried to allocate 1.00 GiB)" in caplog.text
     for step, ours_of_step in zip(usual, replayed, strict=True):
         assert ours_of_step == pytest.approx(step, rel=1e-5)
     assert all(torch.allclose(ours[name], weights[name], rtol=1e-4, atol=1e-6) for name in weights)

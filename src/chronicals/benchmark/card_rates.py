@@ -38,8 +38,8 @@ LARGE = DecoderShape(2, 4096, 32, 8, 128, 14336, 32768, 0)
 logits its products are as large as any.
 """
 
-LENGTHS = (512, 2048, 8192)
-"""Tokens of a document."""
+LENGTHS = (512, 2048, 8192, 32768)
+"""Tokens of a document; a step has at least one."""
 
 USUAL_LENGTH = 2048
 
@@ -124,20 +124,23 @@ def measure_steps(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     attention = []
     for shape in (SMALL, LARGE):
         for length in LENGTHS:
-            documents = [min(length, tokens)] * max(tokens // length, 1)
-            job = Job(shape, tokens, documents[0], rank=ADAPTER_RANK)
+            if length > 2 * tokens:  # a small card
+                continue
+            documents = [length] * max(tokens // length, 1)
+            job = Job(shape, sum(documents), length, rank=ADAPTER_RANK)
             if length == USUAL_LENGTH:
-                full = Job(shape, tokens, documents[0])
+                full = Job(shape, sum(documents), length)
                 seconds, size = timed_step(full, documents, dtype)
                 points += _points(full, seconds)
             seconds, size = timed_step(job, documents, dtype)
-            points += _points(job, seconds)
+            if length <= tokens:
+                points += _points(job, seconds)
             copies.append(2 * size / seconds[COPY])
             flops = 2 * shape.q * sum(n * (n + 1) for n in documents)
             attention.append(
                 {
                     "head_dim": shape.head_dim,
-                    "length": documents[0],
+                    "length": length,
                     "forward": flops / seconds[FORWARD],
                     "backward": 2.5 * flops / seconds[BACKWARD],
                 }

@@ -157,11 +157,15 @@ class Rates:
         intensity = 1 / (1 / product.rows + 1 / product.inputs + 1 / product.outputs)
         return product.flops / between(curve, intensity)
 
-    def attention_rate(self, head_dim: int, length: float) -> tuple[float, float]:
+    def attention_rate(self, head_dim: int, length: float, form: str = BF16) -> tuple[float, float]:
         """Return FLOP/s of attention, forward and backward, to documents of ``length`` tokens.
 
-        They are those of the nearest width of a head.
+        They are those of the nearest width of a head; in fp32, which no FlashAttention has, those
+        of products.
         """
+        if form == FP32:
+            _, single = self.products[FP32][-1]
+            return single, single
         nearest = min({each.head_dim for each in self.attention}, key=lambda n: abs(n - head_dim))
         same = sorted(
             (each for each in self.attention if each.head_dim == nearest), key=lambda a: a.length

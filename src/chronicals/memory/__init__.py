@@ -27,6 +27,7 @@ from chronicals.memory.recompute import (
     runs_again,
     tiled,
 )
+from chronicals.memory.segments import let_segments_grow
 
 __all__ = [
     "CHEAP",
@@ -47,6 +48,7 @@ __all__ = [
     "enable_gradient_checkpointing",
     "enters_again",
     "estimate",
+    "let_segments_grow",
     "makes_tiles",
     "recomputes",
     "runs_again",

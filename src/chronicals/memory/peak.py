@@ -178,6 +178,8 @@ class StepShape:
         gathers_keys: answers share prompts, so keys and values of a row's prompt and answer are
             gathered; they are counted once a token, and prompts that several answers share beyond
             that are not.
+        repeats_keys: keys and values are repeated for every query head, as attention in fp32 on a
+            card needs them.
         on_host: what layers keep on the CPU; None on a card.
     """
 
@@ -193,6 +195,7 @@ class StepShape:
     head_bytes: Callable[[HeadShape], HeadBytes] = cross_entropy_bytes
     columns: AdapterColumns = AdapterColumns()
     gathers_keys: bool = False
+    repeats_keys: bool = False
     on_host: HostLayers | None = None
 
 
@@ -541,7 +544,7 @@ class _LayerElements:
         # Queries, keys, values and attention's output, and a copy of the output with room for an
         # adapter's columns.
         attended = 2 * queries + 2 * keys + (queries if step.copies_attended else 0)
-        attended += 2 * keys * step.gathers_keys
+        attended += 2 * keys * step.gathers_keys + 2 * queries * step.repeats_keys
         # An fp32 value for each query head (FlashAttention) and for each row of both norms.
         of_rows = (heads + 2) * 4 // step.element
         # Outputs of matrix products, without gate and up, which are kept anyway.

@@ -12,8 +12,9 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import Moment
+from chronicals.policies.cuda_graphs import CUDA_GRAPHS
 from chronicals.policies.facts import Facts
-from chronicals.policies.solver import Fitted
+from chronicals.policies.policy import Fitted
 from chronicals.training.run.guard import planned_disk_use
 
 DRIVER_BYTES = 616 << 20
@@ -120,7 +121,7 @@ def space_of(facts: Facts, fitted: Fitted) -> Space:
         peak=fitted.peak,
         moments={moment.name: moment.held for moment in moments},
         rounding=0 if facts.on_host else rounding_of(facts.model, facts.config),
-        graphs=fitted.memory.pool(*fitted.plan),
+        graphs=0 if CUDA_GRAPHS.has_no_room(facts, fitted) else fitted.pool,
         driver=0 if facts.on_host else DRIVER_BYTES,
         total=facts.total,
         host=host,

@@ -7,12 +7,16 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from chronicals.attention import FLASH
+from chronicals.memory import RESERVE
 from chronicals.models import unfused_kind
 from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import ONE_BY_ONE, Facts
+from chronicals.policies.needed_memory import GIB
 from chronicals.policies.policy import (
     GRAPHED_WORKSPACES,
+    Course,
     Decision,
+    Fitted,
     MemoryLoad,
     Switch,
     register_policy,
@@ -26,6 +30,7 @@ class CudaGraphs(Switch):
     name = "use_cuda_graphs"
     title = "CUDA graphs"
     runs_as = "micro-step and update are replayed"
+    before_memory = False
 
     def why_not(self, facts: Facts) -> str | None:
         """Return what would ask the host within a step; None if nothing does."""
@@ -48,6 +53,26 @@ class CudaGraphs(Switch):
             return "adapters run through PEFT's own modules, which may ask the host"
         return None
 
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide whether graphs run: if steps allow it, and there is room for their memory pool.
+
+        Raises:
+            ConfigurationError: the field was set, and steps do not allow it.
+        """
+        decision = super().decide(facts, course)
+        assert course.fitted is not None, "graphs are decided after the memory"
+        if decision.runs and self.has_no_room(facts, course.fitted):
+            pool = course.fitted.pool / GIB
+            reason = f"no room for the {pool:.1f} GiB of their memory pool beside a step's"
+            return Decision(self.name, False, reason, matters=self.matters)
+        return decision
+
+    def has_no_room(self, facts: Facts, fitted: Fitted) -> bool:
+        """Return whether the pool does not fit beside the step, and nobody asked for graphs."""
+        total = fitted.memory.total
+        full = fitted.held + fitted.pool > RESERVE * total
+        return bool(total) and full and self.name not in facts.config.explicit
+
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with gradients that stay allocated, since several graphs write to them.
 
@@ -69,4 +94,4 @@ class CudaGraphs(Switch):
         return replace(work, replayed=self.why_not(facts) is None)
 
 
-register_policy(CudaGraphs())
+CUDA_GRAPHS = register_policy(CudaGraphs())

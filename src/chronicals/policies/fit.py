@@ -22,10 +22,10 @@ from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import Facts
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import FILLED, GIB, asked_for, expected_memory
-from chronicals.policies.policy import Decision, Policy, Remedy, policies
+from chronicals.policies.policy import Decision, Fitted, Policy, Remedy, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS
 from chronicals.policies.sharding import SHARDING, choose_sharding
-from chronicals.policies.solver import Fitted, fit_to_memory, settle_sharding, work_of
+from chronicals.policies.solver import fit_to_memory, settle_sharding, work_of
 from chronicals.policies.step_time import AS_LONG_AS_PACKS, LINK, Documents, StepWork
 
 MOST_CARDS = 64

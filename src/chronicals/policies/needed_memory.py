@@ -112,6 +112,7 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         magnitudes=has_magnitudes(facts.model),
         copies_attended=facts.fuses_halves and copies,
         head_bytes=OBJECTIVES[config.objective].head_bytes,
+        repeats_keys=not facts.on_host and config.mixed_precision == "fp32",
         gathers_keys=facts.packed and OBJECTIVES[config.objective].shares_prompts(),
         columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
         on_host=host_layers(facts.model) if facts.on_host else None,

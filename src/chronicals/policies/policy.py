@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, AUTO
-from chronicals.memory import NOTHING, Estimate, StepShape
+from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate, Moment, StepShape
 from chronicals.objectives import Objective
 from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import Facts
@@ -89,6 +89,52 @@ class MemoryLoad:
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """A run that was fitted to the memory of its card.
+
+    Attributes:
+        memory: bytes that are expected, with the layers that stay gathered.
+        recomputed: the decision on recomputation.
+        sharding: the decision on sharding.
+    """
+
+    memory: Estimate
+    recomputed: Decision
+    sharding: Decision
+
+    @property
+    def plan(self) -> tuple[str, int]:
+        """Recomputation as ``Estimate.needed`` takes it."""
+        made = self.recomputed
+        of_the_model = made.runs and made.how == NOTHING and made.layers == 0
+        how = LAYERS if made.layers is None or of_the_model else made.how
+        if how not in self.memory.kept:
+            # Layers of which only parts run fused are estimated as if they kept everything.
+            how = NOTHING
+        return how, made.layers or 0
+
+    @property
+    def peak(self) -> Moment:
+        """Largest moment of a step."""
+        return self.memory.peak(*self.plan)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the run holds at most."""
+        return self.peak.held
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits into what a run plans to use of its card, or if there is no card."""
+        return not self.memory.total or self.held <= RESERVE * self.memory.total
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the memory pool of CUDA graphs, beside what the run holds."""
+        return self.memory.pool(*self.plan)
+
+
+@dataclass(frozen=True)
 class Course:
     """State of the solver when a policy decides.
 
@@ -99,6 +145,7 @@ class Course:
         frees: True if gradients must be summed and freed in the backward pass.
         sharding: the decision on sharding.
         recomputed: the decision on recomputation; None until the memory was decided.
+        fitted: the memory with that recomputation; None until then.
     """
 
     standing: frozenset[str]
@@ -106,6 +153,7 @@ class Course:
     frees: bool
     sharding: Decision
     recomputed: Decision | None = None
+    fitted: Fitted | None = None
 
 
 @dataclass(frozen=True)

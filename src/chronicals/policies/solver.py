@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from chronicals.memory import LAYERS, NOTHING, OTHERS, RESERVE, Estimate, Moment, recomputes
+from chronicals.memory import LAYERS, NOTHING, OTHERS, Estimate, Moment, recomputes
+from chronicals.policies.cuda_graphs import CUDA_GRAPHS
 from chronicals.policies.exclusions import conditions, why_excluded
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts, trains_layers
 from chronicals.policies.model_sizes import ModelSizes
@@ -17,7 +18,7 @@ from chronicals.policies.needed_memory import (
     layers_that_stay,
     refuse_what_cannot_fit,
 )
-from chronicals.policies.policy import POLICIES, Course, Decision, policies
+from chronicals.policies.policy import POLICIES, Course, Decision, Fitted, policies
 from chronicals.policies.recompute_layers import RECOMPUTE_LAYERS, asked_recomputation
 from chronicals.policies.sharding import SHARDING, why_stays_whole
 from chronicals.policies.step_time import AS_LONG_AS_PACKS, Documents, StepWork
@@ -71,7 +72,7 @@ def decide(facts: Facts, smallest: Callable[[int], int] = int) -> dict[str, Deci
         facts.ranks,
     )
     logger.debug("memory by part, at %s: %s", fitted.peak.name, fitted.peak.words())
-    course = replace(course, sharding=fitted.sharding, recomputed=fitted.recomputed)
+    course = replace(course, sharding=fitted.sharding, recomputed=fitted.recomputed, fitted=fitted)
     for policy in policies():
         if not policy.before_memory:
             course = _decided(policy.name, facts, course, decisions)
@@ -97,47 +98,6 @@ def _decided(name: str, facts: Facts, course: Course, decisions: dict[str, Decis
     if decisions[name].runs:
         standing = standing | {name}
     return replace(course, standing=standing)
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A run that was fitted to the memory of its card.
-
-    Attributes:
-        memory: bytes that are expected, with the layers that stay gathered.
-        recomputed: the decision on recomputation.
-        sharding: the decision on sharding.
-    """
-
-    memory: Estimate
-    recomputed: Decision
-    sharding: Decision
-
-    @property
-    def plan(self) -> tuple[str, int]:
-        """Recomputation as ``Estimate.needed`` takes it."""
-        made = self.recomputed
-        of_the_model = made.runs and made.how == NOTHING and made.layers == 0
-        how = LAYERS if made.layers is None or of_the_model else made.how
-        if how not in self.memory.kept:
-            # Layers of which only parts run fused are estimated as if they kept everything.
-            how = NOTHING
-        return how, made.layers or 0
-
-    @property
-    def peak(self) -> Moment:
-        """Largest moment of a step."""
-        return self.memory.peak(*self.plan)
-
-    @property
-    def held(self) -> int:
-        """Bytes that the run holds at most."""
-        return self.peak.held
-
-    @property
-    def fits(self) -> bool:
-        """True if it fits into what a run plans to use of its card, or if there is no card."""
-        return not self.memory.total or self.held <= RESERVE * self.memory.total
 
 
 def planned_peak(facts: Facts, decisions: Mapping[str, Decision]) -> Moment:
@@ -203,6 +163,8 @@ def work_of(
         documents: of its data.
     """
     made = {RECOMPUTE_LAYERS.name: fitted.recomputed, SHARDING.name: fitted.sharding}
+    if CUDA_GRAPHS.has_no_room(facts, fitted):
+        made[CUDA_GRAPHS.name] = Decision(CUDA_GRAPHS.name, False, "")
     standing = asked_for(facts, frees) | conditions(facts)
     work = StepWork.of(facts, fitted.memory, sizes, documents)
     for policy in policies():

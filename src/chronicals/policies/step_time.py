@@ -181,6 +181,7 @@ class Pass:
         score_gradients: the same at the rate of its backward pass.
         moved: bytes of elementwise operations.
         dequantised: bytes that dequantise weights.
+        form: format of attention's operands.
     """
 
     products: tuple[Multiplied, ...]
@@ -188,10 +189,11 @@ class Pass:
     score_gradients: float
     moved: float
     dequantised: float
+    form: str = BF16
 
     def seconds(self, job: Job, rates: Rates) -> tuple[float, float, float]:
         """Return the seconds of products, of attention and of elementwise operations."""
-        forward, backward = rates.attention_rate(job.shape.head_dim, job.mean_length)
+        forward, backward = rates.attention_rate(job.shape.head_dim, job.mean_length, self.form)
         return (
             sum(each.seconds(rates) for each in self.products),
             self.scores / forward + self.score_gradients / backward,
@@ -340,6 +342,7 @@ class StepWork:
                 score_gradients=ATTENTION_BACKWARD * forward.scores,
                 moved=moved + 2 * dropped / 3 + magnitude_bytes(job, sizes),
                 dequantised=forward.dequantised,
+                form=form,
             ),
             head=head_products(job, form, logits.logits) if logits.logits else (),
             loss=wider * logits.moved * job.shape.vocabulary * job.labelled * job.tokens,
@@ -442,6 +445,7 @@ def forward_pass(job: Job, scale: float, form: str) -> Pass:
         score_gradients=0.0,
         moved=WIDER[form] * job.tokens * forward_bytes(job.shape),
         dequantised=dequantised_bytes(job) / 2,
+        form=form,
     )
 
 

@@ -33,7 +33,7 @@ from chronicals.distributed import (
     prove_alike,
 )
 from chronicals.lora import has_magnitudes
-from chronicals.memory import Moment, disable_gradient_checkpointing
+from chronicals.memory import Moment, disable_gradient_checkpointing, let_segments_grow
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
@@ -136,6 +136,7 @@ def prepare_session(
     goes_on = resumed is not None
     facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took
+    let_segments_grow(planned_peak(facts, decisions).held, facts.total if ranks.count == 1 else 0)
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)

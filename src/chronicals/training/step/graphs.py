@@ -340,7 +340,13 @@ class GraphedStep:
         try:
             return self.recorder.capture(run)
         except RuntimeError as error:
-            self._cannot_capture(str(error.__context__ or error).splitlines()[0])
+            cause = error.__context__ or error
+            self._cannot_capture(str(cause).splitlines()[0])
+            if self.exchange is None and isinstance(cause, torch.OutOfMemoryError):
+                # what the graphs so far keep is needed by steps without them
+                self.gradients = self.of_update = None
+                self.of_micro.clear()
+                torch.cuda.empty_cache()
             return None
 
     def _captured_by_all(
