@@ -76,6 +76,7 @@ from chronicals.kernels.linear_distillation import (
 from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
+from chronicals.kernels.paged_attention import paged_attention, paged_attention_reference
 from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -978,6 +979,43 @@ def mxfp4():
     yield Row("mxfp4 dequantise", {"ours": call}, bytes=moved)
 
 
+def attention_over_pages():
+    """``paged_attention`` of a decoding step: 64 sequences of 4k keys, one of 32k, a window, and
+    latents; the pages of a sequence lie anywhere."""
+    for name, shape, sequences, length, window in (
+        ("64 x 4k", (32, 8, 128, 128), 64, 4096, None),
+        ("1 x 32k", (32, 8, 128, 128), 1, 32768, None),
+        ("64 x 4k, window 1k", (32, 8, 128, 128), 64, 4096, 1024),
+        ("64 x 4k latents", (128, 1, 576, 512), 64, 4096, None),
+    ):
+        heads, key_heads, width, value = shape
+        size = 16
+        columns = length // size
+        keys = random(sequences * columns, size, key_heads, width)
+        latent = value < width
+        values = keys[..., :value] if latent else random(*keys.shape[:3], value)
+        q = random(sequences, heads, width)
+        table = torch.randperm(len(keys), device="cuda").view(sequences, columns)
+        lengths = torch.full((sequences,), length, device="cuda")
+        inputs = q, keys, values, table, lengths
+        options = {"scale": width**-0.5, "window": window}
+        seen = sequences * min(length, window or length) * key_heads
+        few = q[:2], keys, values, table[:2], lengths[:2]
+        exact = paged_attention_reference(
+            *(x.double() if x.is_floating_point() else x for x in few), **options
+        )
+        pair_of_errors = tuple(
+            relative(function(*few, **options), exact)
+            for function in (paged_attention, paged_attention_reference)
+        )
+        yield Row(
+            f"paged_attention {name}",
+            {"ours": partial(paged_attention, *inputs, **options)},
+            bytes=2 * seen * (width if latent else width + value),
+            error=pair_of_errors,
+        )
+
+
 def experts():
     """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``,
     ``grouped_product`` and its gradient of the weights beside torch's, ``expert_glu``,
@@ -1124,6 +1162,7 @@ GROUPS = {
     "nf4": nf4,
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
+    "paged_attention": attention_over_pages,
     "experts": experts,
     "experts_in_fp8": experts_in_fp8,
 }

@@ -1,12 +1,16 @@
 """The engine against transformers' ``generate``, alone, together, and with too little memory."""
 
+import copy
+
 import pytest
 import torch
 
+import families
 import tiny
 from chronicals.generation.engine import Engine, EngineSettings, NotFinite, TooLarge
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
+from chronicals.models import PresentedModel
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
 NEW = 20
@@ -149,6 +153,36 @@ def test_probabilities_are_those_of_the_models_own_forward_pass(model):
     assert torch.allclose(torch.tensor(answer.log_probabilities), chosen, atol=1e-4)
 
 
+def packed_log_probabilities(model, requests, answers):
+    """Of the answers' tokens, by the forward pass of training on packs."""
+    texts = [torch.tensor([*r.prompt, *a.tokens]) for r, (a,) in zip(requests, answers)]
+    batch = families.hand_made_batch(texts)
+    with torch.no_grad(), PresentedModel(model, True, True).attending_documents() as presented:
+        logits = presented.head.logits(presented.hidden_states(batch))
+    full = logits.log_softmax(-1).split([len(text) for text in texts])
+    return torch.cat(
+        [
+            rows[len(r.prompt) - 1 : -1].gather(-1, torch.tensor(a.tokens)[:, None])[:, 0]
+            for rows, r, (a,) in zip(full, requests, answers)
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_probabilities_in_bf16_agree_with_those_of_training(model):
+    """No further from the packed pass in bf16 than that is from the packed pass in fp32."""
+    half = copy.deepcopy(model).bfloat16()
+    requests = [Request(prompt, NEW, Sampling(1.0, seed=1)) for prompt in prompts()]
+    answers = Engine(half).generate(requests)
+    ours = torch.cat([torch.tensor(answer.full_log_probabilities) for (answer,) in answers])
+    in_half, in_full = (
+        packed_log_probabilities(one, requests, answers)
+        for one in (half, copy.deepcopy(half).float())
+    )
+    rounding = (in_half - in_full).abs().mean()
+    assert 0 < (ours - in_half).abs().mean() <= rounding < 0.2
+
+
 def test_a_repetition_penalty_is_of_the_requests_own_text(model):
     """Two requests, of which one has a penalty, in both orders, beside each other."""
     prompt, other = prompts()[2], prompts()[7]
@@ -208,6 +242,9 @@ def test_the_model_is_as_before_and_pages_stay_for_the_next_call(model):
     made = engine._layers
     assert tokens(engine.generate([Request(prompts()[1], 3)])) == tokens(first)
     assert engine._layers is made
+    engine.release()
+    assert not engine._layers
+    assert tokens(engine.generate([Request(prompts()[1], 3)])) == tokens(first)
     assert {name: [*vars(module)] for name, module in model.named_modules()} == before
     assert all(module.training for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -225,8 +262,6 @@ def test_a_request_that_does_not_fit_the_cache_is_named(model):
 
 
 def test_logits_that_are_not_finite_are_named(model):
-    import copy
-
     broken = copy.deepcopy(model)
     text = by_transformers(model, prompts()[0])
     place = next(n for n in range(1, NEW) if text[n] not in text[:n] + prompts()[0])

@@ -8,8 +8,11 @@ import mixtures
 from chronicals.generation.engine import Engine, EngineSettings, why_not_served
 from chronicals.generation.passes import Latents, Probe, attending_pages, run_pass
 from chronicals.generation.requests import Request
+from chronicals.kernels import paged_attention
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_model
+from chronicals.quantization import Linear4bit
+from interpreted import kernels_run
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
 NEW = 8
@@ -86,6 +89,23 @@ def test_greedy_text_is_that_of_transformers(name):
     assert_like_transformers(model, prompts())
 
 
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "native"])
+def test_decoding_by_the_kernel_is_that_of_the_reference(name, record_calls):
+    """Windows, sinks, softcaps and latents, each of some layer."""
+    model = build(name)
+    asked = [Request(prompt, 4) for prompt in prompts()[:4]]
+    expected = Engine(model).generate(asked)
+    launched = record_calls(paged_attention, "_paged_attention")
+    with kernels_run():
+        got = Engine(model).generate(asked)
+    assert launched
+    for (answer,), (other,) in zip(got, expected):
+        assert answer.tokens == other.tokens
+        assert answer.entropies == pytest.approx(other.entropies, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "native"])
 def test_latent_layers_store_a_latent_and_one_rotary_key(name):
     found = [(sizes.heads, sizes.key, sizes.latent, sizes.bytes) for sizes in probed(build(name))]
@@ -134,6 +154,16 @@ def test_a_model_that_is_trained_with_adapters_is_served_as_it_is(name):
     asked = prompts()
     assert_like_transformers(model, asked)
     assert by_transformers(model, asked[:2]) != plain
+
+
+@pytest.mark.slow
+def test_a_base_in_four_bits_is_served_as_it_is():
+    model = build("llama")
+    asked = prompts()[:6]
+    plain = by_transformers(model, asked)
+    model = families.replaced(model, Linear4bit.of)
+    assert by_transformers(model, asked) != plain
+    assert with_evictions(model, asked)[0] == by_transformers(model, asked)
 
 
 @pytest.mark.slow

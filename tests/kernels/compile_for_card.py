@@ -171,6 +171,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
+        "paged_attention": attention_over_pages,
     }
     for rank in (0, 8, 64):
         found[f"experts {rank}"] = partial(experts, rank)
@@ -325,6 +326,27 @@ def adapters(rank: int) -> None:
     write_adapters(
         torch.zeros(3 * rank, 1024, dtype=HALF), up, columns, (rank,) * 3, downs, ups, (1.0,) * 3
     )
+
+
+def attention_over_pages() -> None:
+    """Groups of query heads, narrow and wide heads, latents; few splits and many."""
+    from chronicals.kernels.paged_attention import paged_attention
+
+    for heads, key_heads, width, value, sequences, columns in (
+        (32, 8, 128, 128, 64, 256),
+        (14, 2, 64, 64, 1, 4096),
+        (16, 8, 256, 256, 8, 64),
+        (32, 32, 96, 96, 8, 64),
+        *([(128, 1, 576, 512, 8, 512)] if CAPABILITY >= 80 else []),
+    ):
+        q = torch.zeros(sequences, heads, width, dtype=HALF)
+        k = torch.zeros(columns, 16, key_heads, width, dtype=HALF)
+        v = k[..., :value]
+        table = torch.zeros(sequences, columns, dtype=torch.int64)
+        lengths = torch.ones(sequences, dtype=torch.int64)
+        sinks = torch.zeros(heads)
+        for of_scores in ({}, {"sinks": sinks, "window": 100, "softcap": 30.0}):
+            paged_attention(q, k, v, table, lengths, scale=0.1, **of_scores)
 
 
 def magnitudes() -> None:

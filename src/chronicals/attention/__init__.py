@@ -4,7 +4,6 @@ from chronicals.attention.backends import BACKENDS, FLASH, choose_backend
 from chronicals.attention.backends.per_document import attention_reference
 from chronicals.attention.context import attend_split, why_not_divided
 from chronicals.attention.documents import document_attention, gather_keys
-from chronicals.attention.paged import gather_pages, paged_attention_reference
 
 __all__ = [
     "BACKENDS",
@@ -14,8 +13,6 @@ __all__ = [
     "choose_backend",
     "document_attention",
     "gather_keys",
-    "gather_pages",
-    "paged_attention_reference",
     "why_not_divided",
 ]
 

@@ -195,6 +195,12 @@ class Engine:
             answers[one.prompt.order].append(one.answer)
         return answers
 
+    def release(self) -> None:
+        """Give the memory of the pages back; the next call makes them again."""
+        self._layers.clear()
+        self._layout = None
+        self._made = 0
+
     def _samples(self, requests: Sequence[Request]) -> list[Sample]:
         """Return the answers to generate, none of which has a token."""
         found = list[Sample]()

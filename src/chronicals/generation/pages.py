@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chronicals.attention import gather_pages
+from chronicals.kernels.paged_attention import gather_pages
 
 SCRATCH_PAGE = 0
 """Page to which the empty slots of a decode step write; no sequence ever has it."""

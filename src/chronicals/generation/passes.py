@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from chronicals.attention import document_attention, paged_attention_reference
+from chronicals.attention import document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
+from chronicals.kernels.paged_attention import paged_attention
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam
 
@@ -314,7 +315,7 @@ class DecodePass(PagedPass):
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
     ) -> Tensor:
         """Return the attention of each token to its sequence."""
-        return paged_attention_reference(
+        return paged_attention(
             q_THD,
             pages.keys,
             pages.values,

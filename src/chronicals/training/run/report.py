@@ -244,6 +244,8 @@ class Samples:
         except Exception as error:
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
+        finally:
+            self.asked.engine.release()  # training needs the memory
         begun = takewhile(lambda answers: answers[0].tokens, found)
         return [self.asked.ending.text(answer.tokens) for (answer,) in begun]
 

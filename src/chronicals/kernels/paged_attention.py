@@ -1,0 +1,435 @@
+"""Attention of one query of each sequence to keys and values that lie in pages.
+
+Pages have a fixed number of tokens; those of a sequence may lie anywhere (vLLM, Kwon et al., 2023,
+arXiv 2309.06180).
+
+    o_n = Σ_j softmax_j(scale · q_n · k_j) v_j        max(0, T_n - window) <= j < T_n
+
+T_n is the number of keys of sequence n, whose last is the query's own. With a softcap c a score s
+becomes ``c · tanh(s / c)``; a sink is the logit of an extra key without a value.
+
+Shapes: N sequences, L pages in a row of the block table, P pages in all, S tokens of a page, H
+query heads, K key heads, D and V widths of a key and a value. Queries, keys and values have one
+dtype; a value may be the beginning of its key, as in latent attention.
+
+The keys of a sequence are split among programs, so that few sequences fill a card too (Flash-
+Decoding, Dao et al., 2023). A program reads its keys once for the query heads that share them, and
+keeps a running maximum and sum; a second kernel merges the splits by their log-sum-exp. Bytes that
+must move: T_n · K · (D + V) values a sequence, so at 16 bit the floor is 2 · ΣT · K · (D + V) bytes
+at the copy rate. The splits add 4 · (V + 1) bytes a query head each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import (
+    multiplied_in,
+    multiprocessors,
+    next_power_of_2,
+    operator,
+    runs_in_16_bit,
+    shared_memory,
+    tl,
+    triton,
+)
+from chronicals.kernels.logit_rows import shaped
+
+LEAST_ROWS = 16
+"""Rows of the smallest product of tensor cores: query heads of a program are padded to them."""
+
+MOST_SPLITS = 32
+"""Splits that one merging program holds beside values of 512 channels."""
+
+KEYS_OF_A_SPLIT = 256
+"""Fewest keys that are worth a split: beside them what it writes and reads again is below 5 %."""
+
+PROGRAMS_A_MULTIPROCESSOR = 4
+"""Programs that are wanted on each multiprocessor, so that some read while others multiply."""
+
+
+VALUES_AT_ONCE = 8192
+"""Elements of a tile of values, 16 KiB in 16 bit; with one of keys, two stages of both are 64 KiB."""
+
+WIDEST_VALUE = 512
+"""Channels of a value that a program holds in registers: the latent of DeepSeek."""
+
+SHARED_MEMORY_OF_WIDE_VALUES = 96 << 10
+"""Bytes of shared memory that values of more than 256 channels need (68 KiB are taken); Turing
+(sm_75) has 64 KiB.
+"""
+
+
+@dataclass(frozen=True)
+class PagedLaunch:
+    """The launch of the kernel that reads keys and values.
+
+    Attributes:
+        rows: query heads of a program, which share one key head.
+        keys: keys that are read at once.
+        channels: channels of a key that are multiplied at once.
+        splits: programs among which the keys of a sequence are split; a power of 2.
+        warps: warps of a program.
+    """
+
+    rows: int
+    keys: int
+    channels: int
+    splits: int
+    warps: int
+
+
+def _launch(
+    q_NHD: Tensor, k_PSKD: Tensor, value: int, most_keys: int, window: int | None
+) -> PagedLaunch:
+    """Choose the launch from static sizes, so that it never depends on the sequences' lengths.
+
+    Args:
+        q_NHD: queries.
+        k_PSKD: pages of keys.
+        value: width of a value.
+        most_keys: keys that the block table has room for.
+        window: keys that a query attends to at most, or None.
+    """
+    sequences, heads, width = q_NHD.shape
+    key_heads = k_PSKD.shape[2]
+    wide = next_power_of_2(value)
+    # accumulators of 64 x 128 values are 64 registers of each of 128 threads
+    most_rows = max(LEAST_ROWS, 64 * 128 // max(wide, 128))
+    rows = min(max(LEAST_ROWS, next_power_of_2(heads // key_heads)), most_rows)
+    keys = max(16, min(64, VALUES_AT_ONCE // wide))
+    whole = width <= 128 or width % 128 == 0
+    channels = max(16, min(128, next_power_of_2(width))) if whole else 64
+    programs = sequences * key_heads * triton.cdiv(heads // key_heads, rows)
+    wanted = PROGRAMS_A_MULTIPROCESSOR * multiprocessors(q_NHD.device) // max(programs, 1)
+    useful = min(most_keys, window or most_keys) // KEYS_OF_A_SPLIT
+    splits = max(1, min(MOST_SPLITS, wanted, useful))
+    return PagedLaunch(rows, keys, channels, next_power_of_2(splits + 1) // 2, warps=4)
+
+
+@triton.jit
+def _paged_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    q_sequence,
+    q_head,
+    k_page,
+    k_token,
+    k_head,
+    v_page,
+    v_token,
+    v_head,
+    pages_sequence,
+    scale,
+    softcap,
+    window,
+    PAGE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    VALUES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    parts: tl.constexpr = (GROUPS + ROWS - 1) // ROWS
+    key_head = (tl.program_id(1) // parts).to(tl.int64)
+    split = tl.program_id(2)
+    row = (tl.program_id(1) % parts) * ROWS + tl.arange(0, ROWS)
+    head = key_head * GROUPS + row
+    is_head = row < GROUPS
+    value = tl.arange(0, VALUES)
+    channel = tl.arange(0, CHANNELS)
+
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+    each = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+
+    q_at = q_ptr + sequence * q_sequence + head[:, None] * q_head
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, VALUES), tl.float32)
+    for start in range(begin, end, KEYS):
+        token = start + tl.arange(0, KEYS)
+        inside = token < end
+        page = tl.load(
+            pages_ptr + sequence * pages_sequence + token // PAGE, mask=inside, other=0
+        ).to(tl.int64)
+        place = token % PAGE
+        k_at = k_ptr + page * k_page + place * k_token + key_head * k_head
+        scores = tl.zeros((ROWS, KEYS), tl.float32)
+        for some in tl.static_range(0, WIDTH, CHANNELS):
+            exists = some + channel < WIDTH
+            q = tl.load(
+                q_at + some + channel[None, :],
+                mask=is_head[:, None] & exists[None, :],
+                other=0.0,
+            ).to(KIND)
+            k = tl.load(
+                k_at[None, :] + some + channel[:, None],
+                mask=exists[:, None] & inside[None, :],
+                other=0.0,
+            ).to(KIND)
+            scores = tl.dot(q, k, scores)
+        scores = shaped(scores, scale, softcap, HAS_SOFTCAP)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - higher[:, None])
+        kept = tl.exp(highest - higher)
+        total = total * kept + tl.sum(weights, axis=1)
+        v = tl.load(
+            v_ptr + (page * v_page + place * v_token + key_head * v_head)[:, None] + value[None, :],
+            mask=inside[:, None] & (value < VALUE)[None, :],
+            other=0.0,
+        )
+        weights = weights.to(v.dtype).to(KIND)
+        out = tl.dot(weights, v.to(KIND), out * kept[:, None])
+        highest = higher
+
+    # a split without keys has no weight
+    used = total > 0.0
+    lse = tl.where(used, highest + tl.log(tl.where(used, total, 1.0)), float("-inf"))
+    out = out / tl.where(used, total, 1.0)[:, None]
+    heads = tl.num_programs(1) // parts * GROUPS
+    at = (sequence * heads + head) * SPLITS + split
+    tl.store(lse_ptr + at, lse, mask=is_head)
+    tl.store(
+        out_ptr + at[:, None] * VALUE + value[None, :],
+        out,
+        mask=is_head[:, None] & (value < VALUE)[None, :],
+    )
+
+
+@triton.jit
+def _merge_splits_kernel(
+    parts_ptr,
+    lse_ptr,
+    sinks_ptr,
+    out_ptr,
+    heads,
+    HAS_SINKS: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)  # sequence · H + head
+    split = tl.arange(0, SPLITS)
+    value = tl.arange(0, VALUES)
+    lse = tl.load(lse_ptr + at * SPLITS + split)
+    highest = tl.max(lse, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + at % heads).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    weights = tl.exp(lse - highest)
+    total = tl.sum(weights, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(sink - highest)
+    parts = tl.load(
+        parts_ptr + (at * SPLITS + split)[:, None] * VALUE + value[None, :],
+        mask=(value < VALUE)[None, :],
+        other=0.0,
+    )
+    out = tl.sum(weights[:, None] * parts, axis=0) / total
+    tl.store(out_ptr + at * VALUE + value, out.to(out_ptr.dtype.element_ty), mask=value < VALUE)
+
+
+@operator("chronicals::paged_attention")
+def _paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Launch both kernels."""
+    out = _output(q, k, v, pages, lengths, sinks, scale, window, softcap)
+    sequences, heads, width = q.shape
+    page_size, key_heads = k.shape[1:3]
+    value = v.shape[3]
+    groups = heads // key_heads
+    launch = _launch(q, k, value, pages.shape[1] * page_size, window)
+    values = max(16, next_power_of_2(value))
+    parts = q.new_empty((sequences, heads, launch.splits, value), dtype=torch.float32)
+    lse = q.new_empty((sequences, heads, launch.splits), dtype=torch.float32)
+    if not sequences:
+        return out
+    grid = sequences, key_heads * triton.cdiv(groups, launch.rows), launch.splits
+    _paged_attention_kernel[grid](
+        q,
+        k,
+        v,
+        pages,
+        lengths,
+        parts,
+        lse,
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        pages.stride(0),
+        scale,
+        softcap or 1.0,
+        window or 0,
+        page_size,
+        groups,
+        width,
+        value,
+        softcap is not None,
+        window is not None,
+        multiplied_in(q.dtype),
+        launch.rows,
+        launch.keys,
+        launch.channels,
+        values,
+        launch.splits,
+        num_warps=launch.warps,
+        num_stages=2,
+    )
+    _merge_splits_kernel[(sequences * heads,)](
+        parts, lse, sinks, out, heads, sinks is not None, value, values, launch.splits
+    )
+    return out
+
+
+@torch.library.register_fake(_paged_attention)
+def _output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Allocate the output."""
+    return q.new_empty(*q.shape[:2], v.shape[3])
+
+
+def _holds(v_PSKV: Tensor) -> bool:
+    """Return whether a program can hold values of this width."""
+    shared = shared_memory(v_PSKV.device)  # 0 for the interpreter
+    small = 0 < shared < SHARED_MEMORY_OF_WIDE_VALUES
+    return v_PSKV.shape[-1] <= (256 if small else WIDEST_VALUE)
+
+
+def paged_attention(
+    q_NHD: Tensor,
+    k_PSKD: Tensor,
+    v_PSKV: Tensor,
+    pages_NL: Tensor,
+    lengths_N: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute the attention of one query of each sequence, ``[N, H, V]``; without a gradient.
+
+    All shapes are static: nothing depends on the values of ``lengths_N``, and the host waits for
+    nothing. Kernels take 16 bit on a card; other dtypes and devices take the reference.
+
+    Args:
+        q_NHD: queries, each at the last token of its sequence.
+        k_PSKD: pages of keys.
+        v_PSKV: pages of values.
+        pages_NL: int64, the pages of each sequence in order; entries behind its end name any page.
+        lengths_N: int64, keys of each sequence, at least 1.
+        sinks: ``[H]``, for each head the logit of an extra key without a value.
+        scale: factor on the scores.
+        window: a query attends to its own token and the ``window - 1`` before it.
+        softcap: scores become ``softcap · tanh(score / softcap)``.
+    """
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHD, k_PSKD, v_PSKV))
+    has_kernel = _holds(v_PSKV) and pages_NL.stride(1) == 1 and pages_NL.shape[1] > 0
+    if has_kernel and not trains and runs_in_16_bit(q_NHD, k_PSKD, v_PSKV):
+        return _paged_attention(  # type: ignore[no-any-return]
+            q_NHD, k_PSKD, v_PSKV, pages_NL, lengths_N, sinks, scale, window, softcap
+        )
+    return paged_attention_reference(
+        q_NHD,
+        k_PSKD,
+        v_PSKV,
+        pages_NL,
+        lengths_N,
+        sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def gather_pages(x_PSKD: Tensor, places: Tensor) -> Tensor:
+    """Gather keys or values ``[T, K, D]`` from pages.
+
+    Args:
+        x_PSKD: the pages.
+        places: int64 ``[T]``, page · S + the token's place within its page.
+    """
+    return x_PSKD.flatten(0, 1).index_select(0, places)
+
+
+def paged_attention_reference(
+    q_NHD: Tensor,
+    k_PSKD: Tensor,
+    v_PSKV: Tensor,
+    pages_NL: Tensor,
+    lengths_N: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute ``paged_attention`` in plain torch.
+
+    Every page of the block table is read, also behind a sequence's end. Everything is computed in
+    at least fp32, but the weights are rounded to the values' dtype, before they are divided by
+    their sum: so do the kernels of training, with whose log-probabilities those of generation are
+    compared.
+    """
+    groups = q_NHD.shape[1] // k_PSKD.shape[2]
+    wide = torch.promote_types(q_NHD.dtype, torch.float32)
+    k_NTKD, v_NTKV = (x[pages_NL].flatten(1, 2).to(wide) for x in (k_PSKD, v_PSKV))
+    q_NKGD = q_NHD.unflatten(1, (-1, groups)).to(wide)
+    scores = torch.einsum("nkgd,ntkd->nkgt", q_NKGD, k_NTKD) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys = torch.arange(k_NTKD.shape[1], device=q_NHD.device)
+    seen_NT = keys < lengths_N[:, None]
+    if window is not None:
+        seen_NT = seen_NT & (keys >= lengths_N[:, None] - window)
+    scores = scores.masked_fill(~seen_NT[:, None, None], float("-inf"))
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        extra = sinks.to(wide).view(1, -1, groups, 1)
+        highest = torch.maximum(highest, extra)
+    weights = torch.exp(scores - highest)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(extra - highest)
+    # keys behind the end have no weight, but zero times a value that is not finite is not zero
+    v_NTKV = v_NTKV.masked_fill(~seen_NT[:, :, None, None], 0.0)
+    rounded = weights.to(v_PSKV.dtype).to(wide)
+    out = torch.einsum("nkgt,ntkv->nkgv", rounded, v_NTKV) / total
+    return out.flatten(1, 2).to(q_NHD.dtype)

@@ -1,0 +1,238 @@
+"""Attention over pages: the reference against attention over documents, the kernel against it."""
+
+import pytest
+import torch
+
+from chronicals.attention import attention_reference
+from chronicals.kernels import paged_attention as module
+from chronicals.kernels.launch import runs_triton
+from chronicals.kernels.paged_attention import (
+    gather_pages,
+    paged_attention,
+    paged_attention_reference,
+)
+from comparison import assert_as_exact_as_plain
+from families import distance
+from mutants import mutant
+
+PAGE = 4
+LENGTHS = (1, 4, 7, 13)
+
+MASKS = {
+    "plain": {},
+    "window": {"window": 3},
+    "wide window": {"window": 12},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5])},
+    "all": {"window": 5, "softcap": 1.5, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5])},
+}
+
+
+def pages(dtype=torch.float64, heads=2, width=8, value=5):
+    """Random pages, among them those of sequences of ``LENGTHS`` tokens, in no order."""
+    count = 16
+    keys, values = (torch.randn(count, PAGE, heads, n, dtype=dtype) for n in (width, value))
+    order = torch.randperm(count)
+    table = torch.zeros(len(LENGTHS), 4, dtype=torch.int64)
+    for row, length in enumerate(LENGTHS):
+        needed = -(-length // PAGE)
+        table[row, :needed], order = order[:needed], order[needed:]
+    return keys, values, table
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_reference_attends_to_a_sequences_own_pages(mask):
+    keys, values, table = pages()
+    q = torch.randn(len(LENGTHS), 6, 8, dtype=torch.float64)
+    lengths = torch.tensor(LENGTHS)
+    got = paged_attention_reference(q, keys, values, table, lengths, scale=0.4, **MASKS[mask])
+    for row, length in enumerate(LENGTHS):
+        places = (table[row][:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
+        k, v = (gather_pages(x, places).transpose(0, 1) for x in (keys, values))
+        window = MASKS[mask].get("window", length)
+        seen = (torch.arange(length) >= length - window)[None]
+        of_scores = MASKS[mask].get("softcap"), MASKS[mask].get("sinks")
+        expected = attention_reference(q[row][:, None], k, v, seen, 0.4, *of_scores)[:, 0]
+        assert distance(got[row], expected) < 1e-12, length
+
+
+def test_what_lies_behind_the_end_of_a_sequence_does_not_matter():
+    keys, values, table = pages()
+    q = torch.randn(len(LENGTHS), 2, 8, dtype=torch.float64)
+    lengths = torch.tensor(LENGTHS)
+    before = paged_attention_reference(q, keys, values, table, lengths, scale=1.0)
+    for row, length in enumerate(LENGTHS):
+        if length % PAGE:
+            page = table[row, length // PAGE]
+            keys[page, length % PAGE :] = values[page, length % PAGE :] = float("nan")
+    after = paged_attention_reference(q, keys, values, table, lengths, scale=1.0)
+    assert torch.equal(before, after)
+
+
+# --- the kernel
+
+SHAPES = {
+    "one key head": (1, 1, 16, 16),
+    "groups": (6, 2, 16, 16),
+    "heads of their own": (3, 3, 24, 24),
+    "more heads than rows": (40, 2, 16, 16),
+    "width of no power of 2": (4, 2, 80, 40),
+    "chunks of channels": (2, 1, 160, 32),
+    "narrow values": (4, 4, 24, 8),
+}
+"""Query heads, key heads, widths of a key and of a value."""
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def drawn(shape, lengths, dtype, device, page=PAGE, latent=False):
+    """Inputs: queries, pages, block table with entries behind the end, lengths."""
+    heads, key_heads, width, value = shape
+    needed = [-(-length // page) for length in lengths]
+    columns = 1 << (max(needed) - 1).bit_length()
+    count = sum(needed) + 3
+
+    def draw():
+        q = torch.randn(len(lengths), heads, width, device=device)
+        keys = torch.randn(count, page, key_heads, width, device=device)
+        values = torch.randn(count, page, key_heads, value, device=device)
+        order = torch.randperm(count, device=device)
+        table = torch.randint(0, count, (len(lengths), columns), device=device)
+        for row, pages_of_row in enumerate(needed):
+            table[row, :pages_of_row], order = order[:pages_of_row], order[pages_of_row:]
+        floats = [q, keys] if latent else [q, keys, values]
+        return [*(x.to(dtype) for x in floats), table, torch.tensor(lengths, device=device)]
+
+    return draw
+
+
+def functions(value, options, of=module, latent=False):
+    """Ours and the plain one; both have no gradient, which the comparison takes for zero."""
+
+    def with_zero_gradient(function):
+        def run(q, k, *rest):
+            v, table, lengths = (k[..., :value], *rest) if latent else rest
+            sinks = options.get("sinks")
+            given = {name: x for name, x in options.items() if name != "sinks"}
+            sinks = None if sinks is None else sinks.to(q.device)
+            with torch.no_grad():
+                out = function(q, k, v, table, lengths, sinks, scale=q.shape[2] ** -0.5, **given)
+            return out + 0 * sum(x.sum() for x in (q, k, v)).to(out.dtype)
+
+        return run
+
+    return with_zero_gradient(of.paged_attention), with_zero_gradient(paged_attention_reference)
+
+
+def compare(shape, lengths, dtype, device, options, of=module, page=PAGE, latent=False):
+    ours, plain = functions(shape[3], options, of, latent)
+    assert_as_exact_as_plain(ours, plain, drawn(shape, lengths, dtype, device, page, latent))
+
+
+def options_of(mask, heads):
+    sinks = MASKS[mask].get("sinks")
+    return MASKS[mask] if sinks is None else {**MASKS[mask], "sinks": torch.randn(heads)}
+
+
+def test_kernels_run_here():
+    assert runs_triton(torch.zeros(1))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_over_shapes(shape, dtype, device):
+    if dtype == torch.float32 and device.type == "cuda":
+        pytest.skip("fp32 takes the reference on a card")
+    compare(SHAPES[shape], LENGTHS, dtype, device, {})
+
+
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("mask", MASKS)
+def test_kernel_over_masks(mask, page, device):
+    compare((6, 2, 16, 16), (1, 4, 90, 13), torch.bfloat16, device, options_of(mask, 6), page=page)
+
+
+@pytest.fixture
+def splits(monkeypatch):
+    """So many splits, and few keys at once."""
+
+    def set_splits(count, keys=16, of=module):
+        made = of._launch
+
+        def launch(*given):
+            chosen = made(*given)
+            return type(chosen)(chosen.rows, keys, chosen.channels, count, chosen.warps)
+
+        monkeypatch.setattr(of, "_launch", launch)
+
+    return set_splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("mask", ["plain", "wide window", "all"])
+def test_splits_are_merged(mask, count, device, splits):
+    """Among them splits without a key: the shortest sequence has one."""
+    splits(count)
+    compare((4, 2, 16, 16), (1, 17, 90, 33), torch.bfloat16, device, options_of(mask, 4))
+
+
+@pytest.mark.slow
+def test_latents_are_values_too(device, splits):
+    """Values that are the first channels of their keys, for many query heads."""
+    splits(2)
+    shape = (20, 1, 96, 64)
+    compare(shape, (5, 40), torch.bfloat16, device, {}, page=16, latent=True)
+
+
+def test_what_lies_behind_the_end_is_not_read_by_the_kernel(device):
+    q, k, v, table, lengths = drawn((4, 2, 16, 16), LENGTHS, torch.bfloat16, device)()
+    before = paged_attention(q, k, v, table, lengths, scale=0.3)
+    held = {*(int(page) for row, n in zip(table, LENGTHS) for page in row[: -(-n // PAGE)])}
+    for page in {*range(len(k))} - held:
+        k[page] = v[page] = float("nan")
+    for row, length in zip(table, LENGTHS):
+        if length % PAGE:
+            page = row[length // PAGE]
+            k[page, length % PAGE :] = v[page, length % PAGE :] = float("nan")
+    assert torch.equal(before, paged_attention(q, k, v, table, lengths, scale=0.3))
+
+
+def test_a_launch_is_chosen_by_static_sizes():
+    q = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
+    k = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
+    one = module._launch(q, k, 128, 255, None)
+    assert (one.rows, one.keys, one.channels, one.splits) == (16, 64, 128, 1)
+    latent = module._launch(torch.zeros(2, 128, 576), torch.zeros(4, 16, 1, 576), 512, 255, None)
+    assert (latent.rows, latent.keys, latent.channels) == (16, 16, 64)
+    # one sequence of many keys is split, and a window leaves nothing to split
+    long = module._launch(q[:1, :1], k[:, :, :1], 128, 2**20, None)
+    assert long.splits > 1 and long.splits & (long.splits - 1) == 0
+    assert module._launch(q[:1, :1], k[:, :, :1], 128, 2**20, 300).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("total * kept + tl.sum(weights, axis=1)", "total + tl.sum(weights, axis=1)"),
+        ("out * kept[:, None]", "out"),
+        ("shaped(scores, scale, softcap, HAS_SOFTCAP)", "shaped(scores, scale, softcap, False)"),
+        ("tl.maximum(length - window, 0)", "tl.maximum(length - window - 1, 0)"),
+        ("tl.minimum(begin + each, length)", "tl.minimum(begin + each, length - 1)"),
+        ("weights = tl.exp(lse - highest)", "weights = tl.exp(lse - highest) * 0.0 + 1.0"),
+        ("total += tl.exp(sink - highest)", "pass"),
+        ("key_head * GROUPS + row", "row * tl.num_programs(1) + key_head"),
+    ],
+)
+@pytest.mark.slow
+def test_a_wrong_kernel_is_found(old, new, device, splits):
+    """Splits of several blocks of keys, with a window, a softcap and sinks."""
+    wrong = mutant(module, old, new)
+    splits(2, of=wrong)
+    options = {"window": 60, "softcap": 1.5, "sinks": torch.randn(4)}
+    with pytest.raises(AssertionError):
+        compare((4, 2, 16, 16), (17, 1, 90, 77), torch.bfloat16, device, options, of=wrong)
