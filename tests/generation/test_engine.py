@@ -8,9 +8,11 @@ import torch
 
 import families
 import tiny
-from chronicals.generation.engine import Engine, EngineSettings, NotFinite, TooLarge
+from chronicals.generation.call import NotFinite
+from chronicals.generation.engine import Engine, TooLarge
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
+from chronicals.generation.schedule import EngineSettings
 from chronicals.models import PresentedModel
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
@@ -282,7 +284,7 @@ def test_the_model_is_as_before_and_pages_stay_for_the_next_call(model):
     assert tokens(engine.generate([Request(prompts()[1], 3)])) == tokens(first)
     assert engine._layers is made
     engine.release()
-    assert not engine._layers
+    assert not engine._layers and engine.generate([]) == []
     assert tokens(engine.generate([Request(prompts()[1], 3)])) == tokens(first)
     assert {name: [*vars(module)] for name, module in model.named_modules()} == before
     assert all(module.training for module in model.modules())
