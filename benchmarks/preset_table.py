@@ -168,8 +168,8 @@ def measure(objectives: list[str], sizes: list[str], ways: list[str], cards: lis
                 for card in cards:
                     row = found(size, way, card, objective)
                     rows[key(row)] = row
+                    write(rows)
                     print(cells(row), flush=True)
-            write(rows)
 
 
 def write(rows: dict[tuple[int, int, int, int], dict[str, Any]]) -> None:
