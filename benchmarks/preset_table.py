@@ -204,7 +204,10 @@ def cells(row: dict[str, Any]) -> str:
 
 def page(made: dict[str, Any]) -> Iterator[str]:
     """Yield the parts of the page."""
-    cards = ", ".join(f"{name} for {size} GB" for size, name in RATES.items())
+    sizes: dict[str, list[str]] = {}
+    for size, name in RATES.items():
+        sizes.setdefault(name, []).append(str(size))
+    cards = ", ".join(f"{name} for {' and '.join(of)} GB" for name, of in sizes.items())
     yield INTRODUCTION.format(cards=cards, date=made["date"].partition("T")[0])
     for objective in OBJECTIVES:
         rows = [row for row in made["rows"] if row["objective"] == objective]
