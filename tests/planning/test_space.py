@@ -229,7 +229,7 @@ def test_attention_in_fp32_keeps_keys_for_every_query_head(tmp_path):
     for precision in ("fp16", "fp32"):
         made, model = planned(tmp_path, mixed_precision=precision)
         kept[precision] = made.space.peak.parts[ACTIVATIONS]
-    config = runs.config(tmp_path, **FIELDS)
+    config = runs.config(tmp_path, **runs.FULL)
     tokens = config.batch_size * config.max_seq_length
     repeated = 2 * 4 * model.config.hidden_size * tokens * model.config.num_hidden_layers
     assert kept["fp32"] == pytest.approx(2 * kept["fp16"] + repeated, rel=0.02)
@@ -237,7 +237,7 @@ def test_attention_in_fp32_keeps_keys_for_every_query_head(tmp_path):
 
 def test_documents_that_fill_packs_share_one_graph(tmp_path):
     """Gradients then take turns with activations, and no pool stands beside a step."""
-    length = runs.config(tmp_path, **FIELDS).max_seq_length
+    length = runs.config(tmp_path, **runs.FULL).max_seq_length
     usual, _ = planned(tmp_path)
     alike, _ = planned(tmp_path, documents=Documents(length))
     assert usual.space.graphs > alike.space.graphs == 0

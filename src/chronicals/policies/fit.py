@@ -407,24 +407,31 @@ def refuse_what_no_setting_fits(settled: Settled) -> None:
 def what_would_do(facts: Facts) -> str:
     """Return in words the smallest card, and the number of cards, on which the run would fit.
 
-    Empty where none does.
+    Where neither one larger card nor several of these do, they are several of the smallest larger
+    ones that do. Empty where none does.
 
     Args:
         facts: of the run as it was configured, which does not fit its card with any settings.
     """
-    found = []
-    for size in CARDS:
-        larger = replace(facts, total=size * GIGA)
-        if larger.total > facts.total and can_fit(larger):
-            found.append(f"a card of {size} GB")
-            break
+    larger = [replace(facts, total=size * GIGA) for size in CARDS if size * GIGA > facts.total]
+    one = next((f"a card of {card.total // GIGA} GB" for card in larger if can_fit(card)), "")
+    several = number_that_would_do(facts)
+    if one or several:
+        return ", or ".join(words for words in (one, several) if words)
+    return next(filter(None, map(number_that_would_do, larger)), "")
+
+
+def number_that_would_do(facts: Facts) -> str:
+    """Return in words the smallest number of its cards on which the run would fit.
+
+    Empty where none does, or where processes share packs.
+    """
     count = 2 * facts.ranks
     while facts.context == 1 and count <= MOST_CARDS:
         if fits_on(facts, count):
-            found.append(f"{count} cards of {facts.total / GIGA:.3g} GB")
-            break
+            return f"{count} cards of {facts.total / GIGA:.3g} GB"
         count *= 2
-    return ", or ".join(found)
+    return ""
 
 
 def fits_on(facts: Facts, count: int) -> bool:
