@@ -124,7 +124,14 @@ def test_a_card_by_its_data_sheet_reaches_the_shares_of_the_recorded_one():
     sheets = {sheet.card: sheet for sheet in DATA_SHEETS}
     reached = rates_of("H100")
     half = sheets["H100"].__class__(
-        "Other", 10**9, sheets["H100"].bandwidth / 2, sheets["H100"].bf16 * 2, 0, 64e9, "a page"
+        "Other",
+        10**9,
+        sheets["H100"].bandwidth / 2,
+        sheets["H100"].bf16 * 2,
+        0,
+        67e12,
+        64e9,
+        "a page",
     )
     other = rates_module.by_data_sheet(half, reached, sheets["H100"])
     large = Product("", "forward", 2**17, 2**15, 2**15, 1)
