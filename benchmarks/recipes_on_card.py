@@ -10,7 +10,7 @@ A recipe is a built-in shape with random weights, fields of a configuration, and
 Each runs in a process of its own, forked from one that has imported everything, so that no memory of
 another is in its peak. What is in OUT.json is not run again; each result is written as it comes.
 
-``--presets`` trains three steps of presets of a way and a card with the allocator capped at what the
+``--presets`` trains four steps of presets of a way and a card with the allocator capped at what the
 card has beside its driver. ``--recovery`` lowers the cap in the middle of a forward pass, of the loss
 and of a backward pass, and compares the losses with those of a run that never met it.
 """
@@ -59,6 +59,9 @@ WARM_UP = 4
 FEWEST_STEPS = 7
 MOST_STEPS = 12
 """Steps of a recipe, in which graphs are captured, and fewest and most of all."""
+
+AN_EPOCH = 34
+"""Steps of the documents of a preset: with fewer, its batch would shrink so that an epoch has more."""
 
 SPARE = 6
 """Steps beyond those measured, so that a run is stopped before its end, at which it would save."""
@@ -258,21 +261,28 @@ def presets() -> list[Recipe]:
         ("3b", "full", 48),
         ("8b", "qlora", 12),
         ("8b", "lora", 24),
-        ("8b", "full", 141),
+        ("3b", "full", 80),
         ("14b", "qlora", 16),
         ("14b", "lora", 48),
-        ("32b", "qlora", 24),
+        ("8b", "qlora", 16),
+        ("32b", "qlora", 48),
     )
     made = []
     for model, way, card in chosen:
-        fields = {"preset": f"{way}-{card}gb"}
         made.append(
             Recipe(
-                f"{model} {way}, {card} GB", model, fields, batch=0, length=0, card=card, steps=3
+                f"{model} {way}, {card} GB",
+                model,
+                {"preset": f"{way}-{card}gb"},
+                batch=0,
+                length=0,
+                ragged=True,
+                card=card,
+                steps=4,
             )
         )
     dpo = {"preset": "qlora-24gb", "objective": "dpo"}
-    made.append(Recipe("8b qlora, DPO, 24 GB", "8b", dpo, 0, 0, "pairs", card=24, steps=3))
+    made.append(Recipe("8b qlora, DPO, 24 GB", "8b", dpo, 0, 0, "pairs", card=24, steps=4))
     return made
 
 
@@ -434,7 +444,8 @@ def measured(recipe: Recipe, seconds: float, tiny: bool) -> dict[str, Any]:
             torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
         vocabulary = model.config.get_text_config().vocab_size
         tokenizer = byte_tokenizer() if recipe.kind == "documents" else word_tokenizer(vocabulary)
-        rows = rows_of(recipe, config, vocabulary, recipe.steps + SPARE)
+        steps = AN_EPOCH if recipe.card else recipe.steps + SPARE
+        rows = rows_of(recipe, config, vocabulary, steps)
         watch = Watch(recipe.steps, seconds)
         trainer = ChronicalsTrainer(model, tokenizer, config, callbacks=[watch])
         watch.trainer = trainer

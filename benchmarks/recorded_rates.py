@@ -2,7 +2,8 @@
 
     python benchmarks/recorded_rates.py [--out src/chronicals/cards/card_rates.json]
 
-Of each card of ``results/row-*.json``: the copy rate, products by arithmetic intensity and
+A card on which ``chronicals doctor --rates`` ran has what that measured (``rates-CARD.json``). Of each
+other card of ``results/row-*.json``: the copy rate, products by arithmetic intensity and
 attention as they were timed within steps; what the elementwise kernels of steps moved in their
 time; dequantisation, copies to the host and gaps between kernels by the profiles of steps; products
 in FP8 by ``fp8-CARD.json``; other lengths of documents by ``attention-CARD.json``. What one card has
@@ -281,11 +282,24 @@ def rates(card: str) -> Rates:
     )
 
 
+def measured_rates(card: str) -> Rates | None:
+    """Rates that ``chronicals doctor --rates`` measured on a card; None without such a result."""
+    path = RESULTS / f"rates-{card}.json"
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text())
+    del values["seconds"]
+    origin = f"{values['origin']}, benchmarks/results/{path.name}"
+    return Rates.from_dict({**values, "origin": origin})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
-    given.out.write_text(to_json([asdict(rates(card)) for card in CARDS], indent=1) + "\n")
+    given.out.write_text(
+        to_json([asdict(measured_rates(card) or rates(card)) for card in CARDS], indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

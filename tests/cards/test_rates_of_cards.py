@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from chronicals.cards.rates import (
     BF16,
     DATA_SHEET,
     FP8,
+    FP32,
     MEASURED,
     RECORD,
     Rates,
@@ -59,7 +61,7 @@ def test_names_of_cards(card, name, same):
 
 
 def test_measured_rates_come_before_records_and_these_before_data_sheets():
-    assert rates_of("H100").source == RECORD and rates_of("NVIDIA H200").source == RECORD
+    assert rates_of("H100").source == RECORD and rates_of("NVIDIA H200").source == MEASURED
     assert rates_of("L4").source == DATA_SHEET
     path = keep(measured())
     assert rates_of("L4").source == MEASURED and path.parent == rates_folder()
@@ -123,15 +125,13 @@ def test_a_card_by_its_data_sheet_reaches_the_shares_of_the_recorded_one():
     whose bytes decide, twice."""
     sheets = {sheet.card: sheet for sheet in DATA_SHEETS}
     reached = rates_of("H100")
-    half = sheets["H100"].__class__(
-        "Other",
-        10**9,
-        sheets["H100"].bandwidth / 2,
-        sheets["H100"].bf16 * 2,
-        0,
-        67e12,
-        64e9,
-        "a page",
+    half = replace(
+        sheets["H100"],
+        card="Other",
+        bandwidth=sheets["H100"].bandwidth / 2,
+        bf16=2 * sheets["H100"].bf16,
+        fp8=0,
+        fp32=2 * sheets["H100"].fp32,
     )
     other = rates_module.by_data_sheet(half, reached, sheets["H100"])
     large = Product("", "forward", 2**17, 2**15, 2**15, 1)
@@ -139,6 +139,9 @@ def test_a_card_by_its_data_sheet_reaches_the_shares_of_the_recorded_one():
     assert other.product_seconds(large) == pytest.approx(reached.product_seconds(large) / 2)
     assert other.product_seconds(thin) == pytest.approx(2 * reached.product_seconds(thin))
     assert other.copy == reached.copy / 2 and other.source == DATA_SHEET and other.margin == 0.15
+    assert other.product_seconds(large, FP32) == pytest.approx(
+        reached.product_seconds(large, FP32) / 2
+    )
     assert FP8 not in other.products and other.product_seconds(large, FP8) == pytest.approx(
         other.product_seconds(large, BF16)
     )
@@ -147,7 +150,7 @@ def test_a_card_by_its_data_sheet_reaches_the_shares_of_the_recorded_one():
 @pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.card)
 def test_every_data_sheet_is_a_card_with_its_source(sheet):
     rates = rates_of(sheet.card)
-    assert rates.source in (RECORD, DATA_SHEET) and sheet.origin
+    assert rates.source in (MEASURED, RECORD, DATA_SHEET) and sheet.origin
     # a copy reads and writes no more than the memory does, a product no more than is specified
     assert rates.copy < sheet.bandwidth
     assert max(rate for _, rate in rates.products[BF16]) < sheet.bf16

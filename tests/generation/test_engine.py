@@ -1,15 +1,18 @@
 """The engine against transformers' ``generate``, alone, together, and with too little memory."""
 
 import copy
+import random
 
 import pytest
 import torch
 
 import families
 import tiny
-from chronicals.generation.engine import Engine, EngineSettings, NotFinite, TooLarge
+from chronicals.generation.call import NotFinite
+from chronicals.generation.engine import Engine, TooLarge
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
+from chronicals.generation.schedule import EngineSettings
 from chronicals.models import PresentedModel
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
@@ -130,6 +133,44 @@ def test_answers_to_a_prompt_are_those_of_requests_of_their_own(model, memory):
     assert_alike(firsts, [answers[:1] for answers in wide])
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(8))
+def test_no_result_depends_on_the_sizes_of_the_engine(model, number):
+    """Random sizes and requests; the cache has room for the largest request, and little more."""
+    choose = random.Random(torch.initial_seed() + number)
+    page = choose.choice([1, 2, 4, 16])
+    ending = Ending(tokens=choose.sample(range(300), 20))
+    choices = [Sampling(), Sampling(1.2, seed=5), Sampling(0.9, top_k=30, repetition_penalty=1.4)]
+    requests = [
+        Request(
+            prompt, choose.randint(1, 14), choose.choice(choices), choose.randint(1, 5), n, ending
+        )
+        for n, prompt in enumerate(prompts(lengths=choose.sample(LENGTHS, 5), seed=number))
+    ]
+    # the last token is not stored; a shared page that is not full exists twice
+    needed = max(-(-(len(r.prompt) + r.max_new_tokens - 1) // page) + 1 for r in requests)
+    settings = EngineSettings(
+        (needed + choose.choice([0, 1, 5])) * page * TOKEN_BYTES,
+        page,
+        slots=choose.choice([1, 2, 3, 8]),
+        chunk_tokens=choose.choice([1, 3, 16, 200]),
+        steps_a_look=choose.choice([1, 2, 5]),
+    )
+    assert_alike(Engine(model, settings).generate(requests), Engine(model).generate(requests))
+
+
+def test_generation_within_training_on_packs(model, greedy):
+    """As a callback generates: the attention of training is installed, and comes back."""
+    batch = families.hand_made_batch([torch.tensor(prompt) for prompt in prompts()[:3]])
+    with torch.no_grad(), PresentedModel(model, True, True).attending_documents() as presented:
+        before = presented.hidden_states(batch)
+        answers = Engine(model).generate([Request(prompt, 5) for prompt in prompts()[:3]])
+        after = presented.hidden_states(batch)
+    assert tokens(answers) == [[text[:5]] for text in greedy[:3]]
+    assert torch.equal(before, after)
+
+
 def test_a_prompt_is_computed_once_for_all_its_answers(model):
     engine = Engine(model)
     engine.generate([Request(prompt, 4, Sampling(1.0), 5) for prompt in prompts()])
@@ -243,7 +284,7 @@ def test_the_model_is_as_before_and_pages_stay_for_the_next_call(model):
     assert tokens(engine.generate([Request(prompts()[1], 3)])) == tokens(first)
     assert engine._layers is made
     engine.release()
-    assert not engine._layers
+    assert not engine._layers and engine.generate([]) == []
     assert tokens(engine.generate([Request(prompts()[1], 3)])) == tokens(first)
     assert {name: [*vars(module)] for name, module in model.named_modules()} == before
     assert all(module.training for module in model.modules())

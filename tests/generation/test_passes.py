@@ -5,9 +5,10 @@ import torch
 
 import families
 import mixtures
-from chronicals.generation.engine import Engine, EngineSettings, why_not_served
+from chronicals.generation.engine import Engine, why_not_served
 from chronicals.generation.passes import Latents, Probe, attending_pages, run_pass
 from chronicals.generation.requests import Request
+from chronicals.generation.schedule import EngineSettings
 from chronicals.kernels import paged_attention
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_model

@@ -4,7 +4,7 @@ import pytest
 
 from chronicals.generation.pages import PagePool
 from chronicals.generation.requests import Request
-from chronicals.generation.schedule import Copy, Prompt, Sample, Schedule
+from chronicals.generation.schedule import Copy, EngineSettings, Prompt, Sample, Schedule
 
 PAGE = 4
 
@@ -27,7 +27,8 @@ def scheduled(prompts, answers=1, pages=100, limit=8, slots=8, chunk_tokens=100)
         prompt = Prompt(Request([7] * length, limit, answers=answers), order, limit)
         samples += [Sample(prompt, number, 0) for number in range(answers)]
     pool = PagePool(pages + 1)
-    return Schedule(samples, pool, PAGE, slots, chunk_tokens), samples, pool
+    settings = EngineSettings(None, PAGE, slots, chunk_tokens)
+    return Schedule(samples, pool, settings), samples, pool
 
 
 def compute(schedule):

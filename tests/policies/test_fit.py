@@ -14,6 +14,7 @@ from chronicals.lora import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.memory import RESERVE
 from chronicals.models import present
+from chronicals.objectives import build_objective
 from chronicals.planning import Machines, plan
 from chronicals.policies import Facts, decide, facts
 from chronicals.policies.fit import (
@@ -34,6 +35,7 @@ from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import POLICIES, policies
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run import length
+from chronicals.training.session import prepared
 
 GB = 10**9
 RESULTS = ("use_8bit_optimizer", "quantization", "max_seq_length", "use_lora", "use_fp8")
@@ -303,6 +305,25 @@ def test_a_plan_takes_the_settings_of_the_trainer():
     one = plan(given.model, given.config, 1, Machines(memory=4 * GB))
     assert one.settings == settled.taken.settings and one.held == settled.taken.fitted.held
     assert one.fits and one.words == settled.words
+
+
+@pytest.mark.slow
+def test_the_loss_has_the_rows_of_logits_that_fit_takes(let_return):
+    """The objective is built before; those of a head of 3,000 rows decide on a card of 50 MiB."""
+    let_return(facts, card_memory=50 << 20)
+    config = ChronicalsConfig(
+        fit="settings",
+        memory=[],
+        batch_size=1,
+        gradient_accumulation_steps=1,
+        max_seq_length=2048,
+        mixed_precision="fp32",
+    )
+    model = tiny.llama(vocab_size=3000, max_position_embeddings=2048)
+    objective = build_objective(config)
+    with prepared(model, config, objective) as session:
+        taken = session.config.logits_chunk_size
+        assert taken < config.logits_chunk_size and objective.chunk_size == taken
 
 
 @pytest.mark.slow

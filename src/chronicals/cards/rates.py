@@ -3,7 +3,7 @@
 There are three sources, the best first:
 
     measured     by ``chronicals doctor --rates``, kept in the user's cache folder by card and
-                 versions
+                 versions; those of an H200 are in ``card_rates.json``
     record       of measured steps, in ``card_rates.json``; made from ``benchmarks/results/`` by
                  ``benchmarks/recorded_rates.py``
     data sheet   the maker's figures (``data_sheets``), times the share of them that the recorded

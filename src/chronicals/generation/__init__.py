@@ -9,9 +9,10 @@ from chronicals.generation.answer import (
     load_trained,
     prompt_ids,
 )
-from chronicals.generation.engine import Engine, EngineSettings, why_not_served
+from chronicals.generation.engine import Engine, why_not_served
 from chronicals.generation.requests import Answer, Ending, Request
 from chronicals.generation.sampling import Sampling
+from chronicals.generation.schedule import EngineSettings
 
 __all__ = [
     "Answer",

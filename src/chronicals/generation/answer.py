@@ -21,9 +21,10 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
-from chronicals.generation.engine import Engine, EngineSettings, answer_keys, why_not_served
+from chronicals.generation.engine import Engine, answer_keys, why_not_served
 from chronicals.generation.requests import Answer, Ending, Request, new_tokens_within
 from chronicals.generation.sampling import Sampling
+from chronicals.generation.schedule import EngineSettings
 from chronicals.models import in_evaluation, input_device, last_position
 from chronicals.saving import SavedModel
 
@@ -295,13 +296,15 @@ def generate_many(
             range, or the logits are not finite.
     """
     choice = Sampling(temperature, seed, **sampling)
+    if not prompts:
+        return []
     model = trained.model
     own = choice.with_own(model.generation_config)
     requests = [
         Request(ids, max_new_tokens, own, answers, number, trained.ending)
         for number, ids in enumerate(prompts)
     ]
-    longest = max((len(ids) for ids in prompts), default=0) + max_new_tokens
+    longest = max(map(len, prompts)) + max_new_tokens
     if served_by_engine(model, choice, longest):
         found = trained.engine.generate(requests, each, seconds)
     else:

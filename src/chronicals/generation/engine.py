@@ -10,33 +10,28 @@ call it is as before.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from chronicals.generation.drawing import Choices, Drawn, draw, stream_keys
-from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, LayerSizes, PagePool
+from chronicals.generation.call import Call
+from chronicals.generation.drawing import stream_keys
+from chronicals.generation.pages import LayerPages, LayerSizes, PagePool
 from chronicals.generation.passes import (
     PROBED_TOKENS,
-    DecodePass,
     Latents,
-    Pass,
-    PrefillPass,
     Probe,
     attending_pages,
     run_pass,
 )
 from chronicals.generation.requests import Answer, Request, new_tokens_within
-from chronicals.generation.sampling import Sampling
-from chronicals.generation.schedule import Chunk, Prompt, Sample, Schedule
+from chronicals.generation.schedule import EngineSettings, Prompt, Sample
 from chronicals.kernels.host_memory import available_memory
 from chronicals.models import (
-    Head,
     UnknownHead,
     in_evaluation,
     input_device,
@@ -47,42 +42,12 @@ from chronicals.models import (
 )
 from chronicals.models.presentation import AS_FORWARD
 
-logger = logging.getLogger(__name__)
-
-LOGIT_ROWS = 64
-"""Rows of logits that exist at once: 40 MB of fp32 with a vocabulary of 150,000."""
-
 FREE_SHARE = 0.25
 """Part of the free memory that pages take at most if ``cache_memory`` is not set."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Sizes of the engine; results do not depend on them.
-
-    Attributes:
-        cache_memory: bytes of keys and values; None for as much as the requests can use at once, at
-            most a quarter of the free memory.
-        page_size: tokens of a page.
-        slots: most answers that run at once.
-        chunk_tokens: most tokens of a prefill pass.
-        steps_a_look: steps between two looks of the host at what was drawn; tokens behind an
-            answer's end are dropped.
-    """
-
-    cache_memory: int | None = None
-    page_size: int = 16
-    slots: int = 64
-    chunk_tokens: int = 2048
-    steps_a_look: int = 1
-
-
 class TooLarge(ValueError):
     """A request does not fit the cache even alone."""
-
-
-class NotFinite(ValueError):
-    """The logits of a request are not finite."""
 
 
 def why_not_served(model: Any, longest: int) -> str:
@@ -178,11 +143,14 @@ class Engine:
             NotFinite: logits are not finite; the message names the request and the token.
             ValueError: a prompt has as many tokens as the model has positions.
         """
+        if not requests:
+            return []
         end = None if seconds is None else time.monotonic() + seconds
         samples = self._samples(requests)
         with in_evaluation(self.model), attending_pages(self.model) as latents:
             self._lay_out(samples, latents)
-            call = Call(self, samples, latents)
+            pool = PagePool(self._pages)
+            call = Call(self.model, self.settings, self._layers, pool, samples, latents)
             while call.is_unfinished:
                 if end is not None and time.monotonic() >= end and call.have_begun:
                     call.stop("time")
@@ -226,7 +194,7 @@ class Engine:
         memory = self.settings.cache_memory
         if memory is None:
             at_once = sum(sorted(needed, reverse=True)[: self.settings.slots])
-            free = _free_memory(device) // page_bytes
+            free = (_free_memory(device) + self._bytes) // page_bytes
             count = max(min(at_once, int(FREE_SHARE * free)), min(max(needed), free))
         else:
             count = memory // page_bytes
@@ -250,6 +218,12 @@ class Engine:
             self._layout = wanted
             self._made = self._pages
 
+    @property
+    def _bytes(self) -> int:
+        """Bytes of the pages of the last call, which new pages may take."""
+        sizes = {} if self._layout is None else self._layout.sizes
+        return self._made * self.settings.page_size * sum(one.bytes for one in sizes.values())
+
     def _pages_of(self, prompt: Prompt) -> int:
         """Return how many pages one answer takes, with the prompt that others share."""
         size = self.settings.page_size
@@ -271,267 +245,6 @@ def _free_memory(device: torch.device) -> int:
     """Return the free bytes of a card, or of the host; 1 GiB if the host does not tell."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
-        return free
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused
     return available_memory() or 2**30
-
-
-@dataclass
-class Slots:
-    """The tensors of decode steps of N answers, of which the last are padding.
-
-    A step reads them, and writes the next tokens and positions into them. Their shapes are static:
-    N is a power of two or the number of slots, the width of the block table a power of two.
-
-    Attributes:
-        ids: int64 ``[N]``, each answer's last token.
-        positions: int64 ``[N]``, its position.
-        pages: int64 ``[N, L]``, the block table.
-        choices: settings of the draws.
-        seen: bool ``[N, V]``, tokens of each text; None without repetition penalties.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    pages: Tensor
-    choices: Choices
-    seen: Tensor | None
-
-
-class Call:
-    """One call of the engine.
-
-    Attributes:
-        schedule: what runs, and what waits.
-        computed_tokens: tokens that prefill passes computed.
-    """
-
-    def __init__(self, engine: Engine, samples: Sequence[Sample], latents: Latents):
-        settings = engine.settings
-        self.model = engine.model
-        self.settings = settings
-        self.computed_tokens = 0
-        self.schedule = Schedule(
-            samples,
-            PagePool(engine._pages),
-            settings.page_size,
-            settings.slots,
-            settings.chunk_tokens,
-        )
-        self._layers = engine._layers
-        self._latents = latents
-        self._samples = samples
-        self._device = input_device(self.model)
-        self._head: Head = read_head(self.model)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """True while an answer has not ended."""
-        return bool(self.schedule.waiting or self.schedule.running)
-
-    @property
-    def have_begun(self) -> bool:
-        """True if every answer has a token."""
-        return all(one.answer.tokens for one in self._samples)
-
-    def stop(self, reason: Any) -> None:
-        """End all answers now."""
-        for one in (*self.schedule.waiting, *self.schedule.running):
-            one.answer.ended = reason
-
-    def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:
-        """Draw first tokens, or prefill a pack and take steps with all answers that run."""
-        schedule = self.schedule
-        schedule.admit()
-        self._copy_pages()
-        began = schedule.beginning()
-        if began:
-            self._take(began, self._first_tokens(began), each)
-            return
-        chunks = schedule.chunks()
-        if chunks:
-            self._prefill(chunks)
-        steps = min([self.settings.steps_a_look, *(one.left for one in schedule.decoding())])
-        schedule.make_room(steps)
-        decoding = schedule.decoding()
-        if decoding:
-            self._take(decoding, self._decode(decoding, steps), each)
-        elif not chunks:
-            schedule.evict_youngest()
-
-    def _copy_pages(self) -> None:
-        """Copy shared pages to which an answer will write."""
-        copies = self.schedule.copies
-        if not copies:
-            return
-        sources, targets = (
-            torch.tensor(pages, device=self._device)
-            for pages in zip(*((copy.source, copy.target) for copy in copies))
-        )
-        for layer in self._layers.values():
-            layer.copy(sources, targets)
-        copies.clear()
-
-    def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Run a pack of chunks; keep the hidden state of each prompt's last token."""
-        ids = list[int]()
-        positions = list[int]()
-        places = list[int]()
-        keys = list[int]()
-        bounds = [[0], [0]]
-        for chunk in chunks:
-            ids += chunk.of.ids[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            held = self._places(chunk.of.pages, chunk.end)
-            places += held[chunk.start :]
-            keys += held
-            bounds[0].append(len(ids))
-            bounds[1].append(len(keys))
-        cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=self._device) for ends in bounds)
-        as_tensor = self._as_tensor
-        over = PrefillPass(
-            self._layers,
-            self._latents,
-            as_tensor(places),
-            cu_q,
-            max(chunk.end - chunk.start for chunk in chunks),
-            cu_k,
-            max(chunk.end for chunk in chunks),
-            as_tensor(keys) if any(chunk.start for chunk in chunks) else None,
-        )
-        states = self._states(as_tensor(ids), as_tensor(positions), over)
-        self.computed_tokens += len(ids)
-        for chunk, last in zip(chunks, bounds[0][1:]):
-            chunk.of.computed = chunk.end
-            if isinstance(chunk.of, Prompt) and chunk.end == chunk.of.wanted:
-                chunk.of.state = states[last - 1].clone()
-
-    def _first_tokens(self, began: Sequence[Sample]) -> list[Drawn]:
-        """Draw the first token of answers from the last hidden states of their prompts."""
-        states = [one.prompt.state for one in began]
-        slots = self._slots(began)
-        return [self._draw(torch.stack(states), slots, slots.positions)]  # type: ignore[arg-type]
-
-    def _decode(self, decoding: Sequence[Sample], steps: int) -> list[Drawn]:
-        """Take steps with all answers; returns what each step drew."""
-        slots = self._slots(decoding, self._bucket(len(decoding)))
-        drawn = [self.decode_step(slots) for _ in range(steps)]
-        for one in decoding:
-            one.computed += steps
-        return drawn
-
-    def decode_step(self, slots: Slots) -> Drawn:
-        """Compute the next token of each answer; writes it into ``slots``.
-
-        Reads and writes tensors of static shapes only, and the host waits for nothing.
-        """
-        size = self.settings.page_size
-        page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
-        places = page * size + slots.positions % size
-        over = DecodePass(self._layers, self._latents, places, slots.pages, slots.positions + 1)
-        states = self._states(slots.ids, slots.positions, over)
-        drawn = self._draw(states, slots, slots.positions + 1)
-        slots.ids.copy_(drawn.tokens)
-        slots.positions.add_(1)
-        if slots.seen is not None:
-            slots.seen.scatter_(1, drawn.tokens[:, None], True)
-        return drawn
-
-    def _draw(self, states: Tensor, slots: Slots, positions: Tensor) -> Drawn:
-        """Draw from the logits of hidden states ``[N, D]``, some rows at a time."""
-        parts = list[Drawn]()
-        for start in range(0, len(states), LOGIT_ROWS):
-            end = min(start + LOGIT_ROWS, len(states))
-            logits = self._head.logits(states[start:end])
-            seen = None if slots.seen is None else slots.seen[start:end]
-            parts.append(draw(logits, slots.choices.rows(start, end), positions[start:end], seen))
-        return parts[0] if len(parts) == 1 else Drawn(*map(torch.cat, zip(*parts)))
-
-    def _slots(self, samples: Sequence[Sample], count: int | None = None) -> Slots:
-        """Return the tensors of these answers, and of padding up to ``count``.
-
-        Positions are those of the last tokens, or behind the prompt if there is none yet.
-        """
-        padding = (count or len(samples)) - len(samples)
-        ids = [(one.answer.tokens or [0])[-1] for one in samples] + [0] * padding
-        positions = [one.wanted for one in samples] + [0] * padding
-        width = _power_of_two(max(len(one.pages) for one in samples))
-        table = torch.full((len(ids), width), SCRATCH_PAGE, dtype=torch.int64)
-        for row, one in enumerate(samples):
-            table[row, : len(one.pages)] = torch.tensor(one.pages)
-        sampling = [one.prompt.request.sampling for one in samples]
-        keys = [one.key for one in samples]
-        choices = Choices.of(
-            [*sampling, *[Sampling()] * padding], [*keys, *[0] * padding], self._device
-        )
-        seen = self._seen(samples, len(ids)) if choices.penalises else None
-        as_tensor = self._as_tensor
-        return Slots(as_tensor(ids), as_tensor(positions), table.to(self._device), choices, seen)
-
-    def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
-        """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""
-        size = self._head.table.shape[0]
-        seen = torch.zeros(rows, size, dtype=torch.bool, device=self._device)
-        for row, one in enumerate(samples):
-            seen[row, self._as_tensor(one.ids)] = True
-        return seen
-
-    def _take(
-        self,
-        samples: Sequence[Sample],
-        drawn: Sequence[Drawn],
-        each: Callable[[int, int, list[int]], None] | None,
-    ) -> None:
-        """Add drawn tokens to their answers, up to the end of each; the host waits here."""
-        columns = [
-            torch.stack([getattr(step, name) for step in drawn], 1).tolist()
-            for name in Drawn._fields
-        ]
-        for row, one in enumerate(samples):
-            for token, chosen, full, entropy, finite in zip(*(column[row] for column in columns)):
-                answer = one.answer
-                if not finite:
-                    raise NotFinite(
-                        f"{one.prompt.request}, token {len(answer.tokens) + 1}: the model's "
-                        "predictions are not finite; its weights are damaged or overflow: take an "
-                        "earlier checkpoint, or download it again"
-                    )
-                answer.tokens.append(token)
-                answer.log_probabilities.append(chosen)
-                answer.full_log_probabilities.append(full)
-                answer.entropies.append(entropy)
-                if self._has_ended(one):
-                    self.schedule.finish(one)
-                    break
-            if each is not None:
-                each(one.prompt.order, one.number, one.answer.tokens)
-
-    def _has_ended(self, one: Sample) -> bool:
-        """Return whether an answer's last token ends it; notes why."""
-        request = one.prompt.request
-        answer = one.answer
-        if request.ending.is_reached(answer.tokens):
-            answer.ended = "stop"
-        elif not one.left:
-            asked = one.prompt.limit == request.max_new_tokens
-            answer.ended = "length" if asked else "positions"
-        return bool(answer.ended)
-
-    def _states(self, ids: Tensor, positions: Tensor, over: Pass) -> Tensor:
-        return run_pass(self.model, ids, positions, over)
-
-    def _places(self, pages: Sequence[int], tokens: int) -> list[int]:
-        """Return where the first ``tokens`` tokens of a sequence are in the pages."""
-        size = self.settings.page_size
-        return [pages[n // size] * size + n % size for n in range(tokens)]
-
-    def _bucket(self, count: int) -> int:
-        """Return the number of slots of a step for ``count`` answers."""
-        return min(_power_of_two(count), max(self.settings.slots, count))
-
-    def _as_tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-
-def _power_of_two(count: int) -> int:
-    """Return the least power of two that is not smaller."""
-    return 1 << (count - 1).bit_length()

@@ -19,6 +19,27 @@ from chronicals.generation.pages import PagePool
 from chronicals.generation.requests import Answer, Request
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """Sizes of the engine; results do not depend on them.
+
+    Attributes:
+        cache_memory: bytes of keys and values; None for as much as the requests can use at once, at
+            most a quarter of the free memory.
+        page_size: tokens of a page.
+        slots: most answers that run at once.
+        chunk_tokens: most tokens of a prefill pass.
+        steps_a_look: steps between two looks of the host at what was drawn; tokens behind an
+            answer's end are dropped.
+    """
+
+    cache_memory: int | None = None
+    page_size: int = 16
+    slots: int = 64
+    chunk_tokens: int = 2048
+    steps_a_look: int = 1
+
+
 @dataclass(eq=False)
 class Prompt:
     """The prompt of a request.
@@ -127,9 +148,7 @@ class Schedule:
     Args:
         answers: all answers, the oldest first.
         pool: the pages.
-        page_size: tokens of a page.
-        slots: most answers that run at once.
-        chunk_tokens: most tokens of a prefill pass.
+        settings: sizes.
 
     Attributes:
         waiting, running: answers without and with pages, the oldest first.
@@ -137,23 +156,16 @@ class Schedule:
         evictions: number of answers that gave their pages back and had to be computed again.
     """
 
-    def __init__(
-        self,
-        answers: Sequence[Sample],
-        pool: PagePool,
-        page_size: int,
-        slots: int,
-        chunk_tokens: int,
-    ):
+    def __init__(self, answers: Sequence[Sample], pool: PagePool, settings: EngineSettings):
         self.waiting = [*answers]
         self.running = list[Sample]()
         self.copies = list[Copy]()
         self.evictions = 0
         self._prompts = list(dict.fromkeys(one.prompt for one in answers))
         self._pool = pool
-        self._page_size = page_size
-        self._slots = slots
-        self._chunk_tokens = chunk_tokens
+        self._page_size = settings.page_size
+        self._slots = settings.slots
+        self._chunk_tokens = settings.chunk_tokens
         for one in answers:
             one.prompt.unfinished += 1
 

@@ -136,6 +136,7 @@ def prepare_session(
     goes_on = resumed is not None
     facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took
+    objective.chunk_size = config.logits_chunk_size  # it was built before they were taken
     let_segments_grow(planned_peak(facts, decisions).held, facts.total if ranks.count == 1 else 0)
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])

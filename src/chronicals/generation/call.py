@@ -1,0 +1,295 @@
+"""One call of the engine: prefill passes, decode steps, and what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.generation.drawing import Choices, Drawn, draw
+from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
+from chronicals.generation.passes import DecodePass, Latents, Pass, PrefillPass, run_pass
+from chronicals.generation.sampling import Sampling
+from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
+from chronicals.models import Head, input_device, read_head
+
+LOGIT_ROWS = 64
+"""Rows of logits that exist at once: 40 MB of fp32 with a vocabulary of 150,000."""
+
+
+class NotFinite(ValueError):
+    """The logits of a request are not finite."""
+
+
+@dataclass
+class Slots:
+    """The tensors of decode steps of N answers, of which the last are padding.
+
+    A step reads them, and writes the next tokens and positions into them. Their shapes are static:
+    N is a power of two or the number of slots, the width of the block table a power of two.
+
+    Attributes:
+        ids: int64 ``[N]``, each answer's last token.
+        positions: int64 ``[N]``, its position.
+        pages: int64 ``[N, L]``, the block table.
+        choices: settings of the draws.
+        seen: bool ``[N, V]``, tokens of each text; None without repetition penalties.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    pages: Tensor
+    choices: Choices
+    seen: Tensor | None
+
+
+class Call:
+    """One call of the engine.
+
+    Args:
+        model: a causal language model within ``attending_pages``.
+        settings: sizes.
+        layers: pages of each attention module.
+        pool: the pages that may be used.
+        samples: the answers to generate, the oldest first.
+        latents: latents of the passes.
+
+    Attributes:
+        schedule: what runs, and what waits.
+        computed_tokens: tokens that prefill passes computed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: EngineSettings,
+        layers: dict[nn.Module, LayerPages],
+        pool: PagePool,
+        samples: Sequence[Sample],
+        latents: Latents,
+    ):
+        self.model = model
+        self.settings = settings
+        self.computed_tokens = 0
+        self.schedule = Schedule(samples, pool, settings)
+        self._layers = layers
+        self._latents = latents
+        self._samples = samples
+        self._device = input_device(self.model)
+        self._head: Head = read_head(self.model)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True while an answer has not ended."""
+        return bool(self.schedule.waiting or self.schedule.running)
+
+    @property
+    def have_begun(self) -> bool:
+        """True if every answer has a token."""
+        return all(one.answer.tokens for one in self._samples)
+
+    def stop(self, reason: Any) -> None:
+        """End all answers now."""
+        for one in (*self.schedule.waiting, *self.schedule.running):
+            one.answer.ended = reason
+
+    def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:
+        """Draw first tokens, or prefill a pack and take steps with all answers that run."""
+        schedule = self.schedule
+        schedule.admit()
+        self._copy_pages()
+        began = schedule.beginning()
+        if began:
+            self._take(began, self._first_tokens(began), each)
+            return
+        chunks = schedule.chunks()
+        if chunks:
+            self._prefill(chunks)
+        steps = min([self.settings.steps_a_look, *(one.left for one in schedule.decoding())])
+        schedule.make_room(steps)
+        decoding = schedule.decoding()
+        if decoding:
+            self._take(decoding, self._decode(decoding, steps), each)
+        elif not chunks:
+            schedule.evict_youngest()
+
+    def _copy_pages(self) -> None:
+        """Copy shared pages to which an answer will write."""
+        copies = self.schedule.copies
+        if not copies:
+            return
+        sources, targets = (
+            torch.tensor(pages, device=self._device)
+            for pages in zip(*((copy.source, copy.target) for copy in copies))
+        )
+        for layer in self._layers.values():
+            layer.copy(sources, targets)
+        copies.clear()
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Run a pack of chunks; keep the hidden state of each prompt's last token."""
+        ids = list[int]()
+        positions = list[int]()
+        places = list[int]()
+        keys = list[int]()
+        bounds = [[0], [0]]
+        for chunk in chunks:
+            ids += chunk.of.ids[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            held = self._places(chunk.of.pages, chunk.end)
+            places += held[chunk.start :]
+            keys += held
+            bounds[0].append(len(ids))
+            bounds[1].append(len(keys))
+        cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=self._device) for ends in bounds)
+        as_tensor = self._as_tensor
+        over = PrefillPass(
+            self._layers,
+            self._latents,
+            as_tensor(places),
+            cu_q,
+            max(chunk.end - chunk.start for chunk in chunks),
+            cu_k,
+            max(chunk.end for chunk in chunks),
+            as_tensor(keys) if any(chunk.start for chunk in chunks) else None,
+        )
+        states = self._states(as_tensor(ids), as_tensor(positions), over)
+        self.computed_tokens += len(ids)
+        for chunk, last in zip(chunks, bounds[0][1:]):
+            chunk.of.computed = chunk.end
+            if isinstance(chunk.of, Prompt) and chunk.end == chunk.of.wanted:
+                chunk.of.state = states[last - 1].clone()
+
+    def _first_tokens(self, began: Sequence[Sample]) -> list[Drawn]:
+        """Draw the first token of answers from the last hidden states of their prompts."""
+        states = [one.prompt.state for one in began]
+        slots = self._slots(began)
+        return [self._draw(torch.stack(states), slots, slots.positions)]  # type: ignore[arg-type]
+
+    def _decode(self, decoding: Sequence[Sample], steps: int) -> list[Drawn]:
+        """Take steps with all answers; returns what each step drew."""
+        slots = self._slots(decoding, self._bucket(len(decoding)))
+        drawn = [self.decode_step(slots) for _ in range(steps)]
+        for one in decoding:
+            one.computed += steps
+        return drawn
+
+    def decode_step(self, slots: Slots) -> Drawn:
+        """Compute the next token of each answer; writes it into ``slots``.
+
+        Reads and writes tensors of static shapes only, and the host waits for nothing.
+        """
+        size = self.settings.page_size
+        page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
+        places = page * size + slots.positions % size
+        over = DecodePass(self._layers, self._latents, places, slots.pages, slots.positions + 1)
+        states = self._states(slots.ids, slots.positions, over)
+        drawn = self._draw(states, slots, slots.positions + 1)
+        slots.ids.copy_(drawn.tokens)
+        slots.positions.add_(1)
+        if slots.seen is not None:
+            slots.seen.scatter_(1, drawn.tokens[:, None], True)
+        return drawn
+
+    def _draw(self, states: Tensor, slots: Slots, positions: Tensor) -> Drawn:
+        """Draw from the logits of hidden states ``[N, D]``, some rows at a time."""
+        parts = list[Drawn]()
+        for start in range(0, len(states), LOGIT_ROWS):
+            end = min(start + LOGIT_ROWS, len(states))
+            logits = self._head.logits(states[start:end])
+            seen = None if slots.seen is None else slots.seen[start:end]
+            parts.append(draw(logits, slots.choices.rows(start, end), positions[start:end], seen))
+        return parts[0] if len(parts) == 1 else Drawn(*map(torch.cat, zip(*parts)))
+
+    def _slots(self, samples: Sequence[Sample], count: int | None = None) -> Slots:
+        """Return the tensors of these answers, and of padding up to ``count``.
+
+        Positions are those of the last tokens, or behind the prompt if there is none yet.
+        """
+        padding = (count or len(samples)) - len(samples)
+        ids = [(one.answer.tokens or [0])[-1] for one in samples] + [0] * padding
+        positions = [one.wanted for one in samples] + [0] * padding
+        width = _power_of_two(max(len(one.pages) for one in samples))
+        table = torch.full((len(ids), width), SCRATCH_PAGE, dtype=torch.int64)
+        for row, one in enumerate(samples):
+            table[row, : len(one.pages)] = torch.tensor(one.pages)
+        sampling = [one.prompt.request.sampling for one in samples]
+        keys = [one.key for one in samples]
+        choices = Choices.of(
+            [*sampling, *[Sampling()] * padding], [*keys, *[0] * padding], self._device
+        )
+        seen = self._seen(samples, len(ids)) if choices.penalises else None
+        as_tensor = self._as_tensor
+        return Slots(as_tensor(ids), as_tensor(positions), table.to(self._device), choices, seen)
+
+    def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
+        """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""
+        size = self._head.table.shape[0]
+        seen = torch.zeros(rows, size, dtype=torch.bool, device=self._device)
+        for row, one in enumerate(samples):
+            seen[row, self._as_tensor(one.ids)] = True
+        return seen
+
+    def _take(
+        self,
+        samples: Sequence[Sample],
+        drawn: Sequence[Drawn],
+        each: Callable[[int, int, list[int]], None] | None,
+    ) -> None:
+        """Add drawn tokens to their answers, up to the end of each; the host waits here."""
+        columns = [
+            torch.stack([getattr(step, name) for step in drawn], 1).tolist()
+            for name in Drawn._fields
+        ]
+        for row, one in enumerate(samples):
+            for token, chosen, full, entropy, finite in zip(*(column[row] for column in columns)):
+                answer = one.answer
+                if not finite:
+                    raise NotFinite(
+                        f"{one.prompt.request}, token {len(answer.tokens) + 1}: the model's "
+                        "predictions are not finite; its weights are damaged or overflow: take an "
+                        "earlier checkpoint, or download it again"
+                    )
+                answer.tokens.append(token)
+                answer.log_probabilities.append(chosen)
+                answer.full_log_probabilities.append(full)
+                answer.entropies.append(entropy)
+                if self._has_ended(one):
+                    self.schedule.finish(one)
+                    break
+            if each is not None:
+                each(one.prompt.order, one.number, one.answer.tokens)
+
+    def _has_ended(self, one: Sample) -> bool:
+        """Return whether an answer's last token ends it; notes why."""
+        request = one.prompt.request
+        answer = one.answer
+        if request.ending.is_reached(answer.tokens):
+            answer.ended = "stop"
+        elif not one.left:
+            asked = one.prompt.limit == request.max_new_tokens
+            answer.ended = "length" if asked else "positions"
+        return bool(answer.ended)
+
+    def _states(self, ids: Tensor, positions: Tensor, over: Pass) -> Tensor:
+        return run_pass(self.model, ids, positions, over)
+
+    def _places(self, pages: Sequence[int], tokens: int) -> list[int]:
+        """Return where the first ``tokens`` tokens of a sequence are in the pages."""
+        size = self.settings.page_size
+        return [pages[n // size] * size + n % size for n in range(tokens)]
+
+    def _bucket(self, count: int) -> int:
+        """Return the number of slots of a step for ``count`` answers."""
+        return min(_power_of_two(count), max(self.settings.slots, count))
+
+    def _as_tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _power_of_two(count: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << (count - 1).bit_length()
