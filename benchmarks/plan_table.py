@@ -113,11 +113,12 @@ For each of several numbers of cards it prints:
   spare for, of frozen ones the last two layers.
 - **Time of the computation** by part: products, attention, elementwise bytes, loss, optimizer, copies that nothing hides and
   launches, each at the rates of a card (`--card`). An interval is printed: 10 % to either side where rates were measured, 15 %
-  where they follow from a data sheet ([planned and measured steps](planned-times.md)). `--tflops` sets one rate instead.
+  where they follow from a data sheet (planned and measured [recipes](planned-recipes.md) and [steps](planned-times.md)).
+  `--tflops` sets one rate instead.
 
   `chronicals doctor --rates` measures those of this machine's card in less than a minute and keeps them by card and versions in
-  the cache folder (`$XDG_CACHE_HOME` or `~/.cache`, `chronicals/rates`). H100 and H200 are known by records of measured steps,
-  others by their makers' figures. Data are not read: `--document-length` and `--labelled` say what is known of them.
+  the cache folder (`$XDG_CACHE_HOME` or `~/.cache`, `chronicals/rates`). The H200's come with the package as
+  measured, the H100's by records of measured steps, others by their makers' figures. Data are not read: `--document-length` and `--labelled` say what is known of them.
 - **Time of what is sent** over the link (`--link` within a machine, `--network` between machines, GB/s a card). A sum
   within the backward pass is hidden beside it as far as that is long enough;
   what comes after it is not. What is gathered for a pass is hidden beside that pass, and copies of divided weights on several
