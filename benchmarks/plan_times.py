@@ -40,7 +40,7 @@ MILLI = 1e3
 INTRODUCTION = """\
 # Planned and measured steps
 
-Steps as `chronicals plan` has them (`{command}`) beside the measured ones, on one card, at its recorded rates; what is known of
+Steps as `chronicals plan` has them (`{command}`) beside the measured ones, on one card, at its rates; what is known of
 the data, the length of documents and the share of targets, is given. Of pairs of answers a plan has the positions of the packs,
 so prompts that answers share count once, as they are computed.
 
@@ -50,8 +50,9 @@ OLMoE is planned with the 11 of 16 layers that its run recomputed, which a run o
 wait for the host, which reads the lengths of documents, up to a tenth of their time (profiles in the records). A
 teacher's divergence takes 27 ms of exponentials, and its bytes 3. Routing costs more than the bytes of its rows.
 
-The rates are those of records of the same cards, taken in the rows that train documents. So the table shows that a step is
-the sum of its parts, and what is in them, not how well another card is met. Data sheets were compared with no measurement.
+The rates of the H100 are those of records, taken in its rows that train documents: these show that a step is the sum of
+its parts, and what is in them. Those of the H200 were measured by themselves (`chronicals doctor --rates`), so its rows
+show how well a card is met. Data sheets were compared with no measurement.
 
 This page is written by `python benchmarks/plan_times.py`. Milliseconds of a step:
 

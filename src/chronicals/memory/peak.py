@@ -374,8 +374,15 @@ class Estimate:
         cheap = [policy for policy in (NOTHING, CHEAP) if policy in self.kept]
         plans = [(policy, 0) for policy in cheap]
         plans += [(cheap[-1], again) for again in range(1, self.layers + 1)]
-        leanest = min(plans, key=lambda plan: self.needed(*plan))
-        return next((plan for plan in plans if self.needed(*plan) <= RESERVE * self.total), leanest)
+        leanest = plans[0]
+        least = self.needed(*leanest)
+        for plan in plans:
+            size = self.needed(*plan)
+            if size <= RESERVE * self.total:
+                return plan
+            if size < least:
+                leanest, least = plan, size
+        return leanest
 
     @property
     def fits(self) -> bool:

@@ -289,10 +289,12 @@ def in_memory(facts: Facts, recomputed: Decision | None = None) -> tuple[Facts, 
 def can_fit(facts: Facts) -> bool:
     """Return whether any settings that change no result fit the card; the leanest come first."""
     changed = [changes[-1].config for changes in combinations(facts)]
-    return any(
-        in_memory(replace(facts, config=config))[2].fits
-        for config in (*reversed(changed), facts.config)
-    )
+    for config in (*reversed(changed), facts.config):
+        settled, sharding = settle_sharding(replace(facts, config=config))
+        memory = expected_memory(settled)[1]
+        if memory.fits and fit_to_memory(settled, sharding, memory).fits:
+            return True
+    return False
 
 
 def why_impossible(changed: Facts, facts: Facts) -> str | None:
@@ -414,7 +416,8 @@ def what_would_do(facts: Facts) -> str:
         facts: of the run as it was configured, which does not fit its card with any settings.
     """
     larger = [replace(facts, total=size * GIGA) for size in CARDS if size * GIGA > facts.total]
-    one = next((f"a card of {card.total // GIGA} GB" for card in larger if can_fit(card)), "")
+    card = smallest(larger)
+    one = "" if card is None else f"a card of {card.total // GIGA} GB"
     several = number_that_would_do(facts)
     if one or several:
         return ", or ".join(words for words in (one, several) if words)
@@ -426,20 +429,38 @@ def number_that_would_do(facts: Facts) -> str:
 
     Empty where none does, or where processes share packs.
     """
+    several = []
     count = 2 * facts.ranks
     while facts.context == 1 and count <= MOST_CARDS:
-        if fits_on(facts, count):
-            return f"{count} cards of {facts.total / GIGA:.3g} GB"
+        several.append(spread(facts, count))
         count *= 2
-    return ""
+    found = smallest([made for made in several if made is not None])
+    return "" if found is None else f"{found.ranks} cards of {facts.total / GIGA:.3g} GB"
 
 
-def fits_on(facts: Facts, count: int) -> bool:
-    """Return whether the run fits on so many of its cards, with weights divided if need be."""
+def smallest(runs: list[Facts]) -> Facts | None:
+    """Return the first of some runs that fits its cards; None if none does.
+
+    Args:
+        runs: the same run on more and more memory, so that all after one that fits fit, too. The
+            last is asked first, for it takes all candidates to see that none fits.
+    """
+    found = None
+    for run in reversed(runs):
+        if not can_fit(run):
+            break
+        found = run
+    return found
+
+
+def spread(facts: Facts, count: int) -> Facts | None:
+    """Return the run on so many of its cards, with weights divided if need be.
+
+    None if its weights cannot be divided by this number.
+    """
     several = replace(facts, ranks=count, here=min(count, facts.here or CARDS_A_MACHINE))
     try:
         config = several.config.fitted(sharding=choose_sharding(several))
-        settled, _ = settle_sharding(replace(several, config=config))
-        return can_fit(settled)
-    except ConfigurationError:  # its weights cannot be divided by this number
-        return False
+        return settle_sharding(replace(several, config=config))[0]
+    except ConfigurationError:
+        return None
