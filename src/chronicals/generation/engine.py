@@ -93,7 +93,7 @@ def _why_not_read(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the pages of a model hold, and where.
+    """Sizes of the pages of each attention layer, and their device.
 
     Attributes:
         sizes: by attention module.
