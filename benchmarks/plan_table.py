@@ -118,7 +118,8 @@ For each of several numbers of cards it prints:
 
   `chronicals doctor --rates` measures those of this machine's card in less than a minute and keeps them by card and versions in
   the cache folder (`$XDG_CACHE_HOME` or `~/.cache`, `chronicals/rates`). The H200's come with the package as
-  measured, the H100's by records of measured steps, others by their makers' figures. Data are not read: `--document-length` and `--labelled` say what is known of them.
+  measured, the H100's by records of measured steps, others by their makers' figures. Data are not read: `--document-length` and
+  `--labelled` say what is known of them.
 - **Time of what is sent** over the link (`--link` within a machine, `--network` between machines, GB/s a card). A sum
   within the backward pass is hidden beside it as far as that is long enough;
   what comes after it is not. What is gathered for a pass is hidden beside that pass, and copies of divided weights on several

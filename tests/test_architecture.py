@@ -245,6 +245,7 @@ SHARED = {
     "flash_attention_optimizer",
     "triton_kernels",
     "__init__",
+    "cuda_graphs",
     "divergence_rows",
     "host_memory",
     "launch",

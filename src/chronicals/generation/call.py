@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chronicals.generation.decode_graphs import DecodeGraphs, Slots
 from chronicals.generation.drawing import Choices, Drawn, draw
 from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
 from chronicals.generation.passes import DecodePass, Latents, Pass, PrefillPass, run_pass
@@ -24,28 +24,6 @@ class NotFinite(ValueError):
     """The logits of a request are not finite."""
 
 
-@dataclass
-class Slots:
-    """The tensors of decode steps of N answers, of which the last are padding.
-
-    A step reads them, and writes the next tokens and positions into them. Their shapes are static:
-    N is a power of two or the number of slots, the width of the block table a power of two.
-
-    Attributes:
-        ids: int64 ``[N]``, each answer's last token.
-        positions: int64 ``[N]``, its position.
-        pages: int64 ``[N, L]``, the block table.
-        choices: settings of the draws.
-        seen: bool ``[N, V]``, tokens of each text; None without repetition penalties.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    pages: Tensor
-    choices: Choices
-    seen: Tensor | None
-
-
 class Call:
     """One call of the engine.
 
@@ -56,6 +34,7 @@ class Call:
         pool: the pages that may be used.
         samples: the answers to generate, the oldest first.
         latents: latents of the passes.
+        graphs: replay decode steps; None where every step runs eagerly.
 
     Attributes:
         schedule: what runs, and what waits.
@@ -70,6 +49,7 @@ class Call:
         pool: PagePool,
         samples: Sequence[Sample],
         latents: Latents,
+        graphs: DecodeGraphs | None = None,
     ):
         self.model = model
         self.settings = settings
@@ -77,6 +57,7 @@ class Call:
         self.schedule = Schedule(samples, pool, settings)
         self._layers = layers
         self._latents = latents
+        self._graphs = graphs
         self._samples = samples
         self._device = input_device(self.model)
         self._head: Head = read_head(self.model)
@@ -172,7 +153,10 @@ class Call:
     def _decode(self, decoding: Sequence[Sample], steps: int) -> list[Drawn]:
         """Take steps with all answers; returns what each step drew."""
         slots = self._slots(decoding, self._bucket(len(decoding)))
-        drawn = [self.decode_step(slots) for _ in range(steps)]
+        if self._graphs is None:
+            drawn = [self.decode_step(slots) for _ in range(steps)]
+        else:
+            drawn = self._graphs.take(slots, steps, self.decode_step)
         for one in decoding:
             one.computed += steps
         return drawn

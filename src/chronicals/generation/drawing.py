@@ -122,7 +122,7 @@ class Choices:
 
 
 class Drawn(NamedTuple):
-    """What was drawn from N rows.
+    """Tokens drawn from N rows of logits, and how likely they were.
 
     Attributes:
         tokens: int64.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from chronicals.generation.call import Call
+from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.generation.drawing import stream_keys
 from chronicals.generation.pages import LayerPages, LayerSizes, PagePool
 from chronicals.generation.passes import (
@@ -30,6 +32,7 @@ from chronicals.generation.passes import (
 )
 from chronicals.generation.requests import Answer, Request, new_tokens_within
 from chronicals.generation.schedule import EngineSettings, Prompt, Sample
+from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.kernels.host_memory import available_memory
 from chronicals.models import (
     UnknownHead,
@@ -90,7 +93,7 @@ def _why_not_read(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the pages of a model hold, and where.
+    """Sizes of the pages of each attention layer, and their device.
 
     Attributes:
         sizes: by attention module.
@@ -107,13 +110,20 @@ class Engine:
     Args:
         model: a causal language model, with or without PEFT's wrapper.
         settings: sizes.
+        recorder: captures decode steps as graphs; by default one on the model's card, and none on
+            the CPU or without ``use_cuda_graphs``.
 
     Attributes:
         evictions: answers of the last call that were computed again because pages ran out.
         computed_tokens: tokens whose keys and values the last call computed in prefill passes.
     """
 
-    def __init__(self, model: Any, settings: EngineSettings | None = None):
+    def __init__(
+        self,
+        model: Any,
+        settings: EngineSettings | None = None,
+        recorder: Recorder | None = None,
+    ):
         self.model = within_adapters(model)
         self.settings = settings or EngineSettings()
         self.evictions = 0
@@ -122,6 +132,7 @@ class Engine:
         self._layout: Layout | None = None
         self._made = 0
         self._pages = 0
+        self._graphs = None if recorder is None else DecodeGraphs(recorder)
 
     @torch.no_grad()
     def generate(
@@ -147,10 +158,14 @@ class Engine:
             return []
         end = None if seconds is None else time.monotonic() + seconds
         samples = self._samples(requests)
-        with in_evaluation(self.model), attending_pages(self.model) as latents:
+        with (
+            in_evaluation(self.model),
+            self._graphs_of_call() as graphs,
+            attending_pages(self.model) as latents,
+        ):
             self._lay_out(samples, latents)
             pool = PagePool(self._pages)
-            call = Call(self.model, self.settings, self._layers, pool, samples, latents)
+            call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
             while call.is_unfinished:
                 if end is not None and time.monotonic() >= end and call.have_begun:
                     call.stop("time")
@@ -168,6 +183,14 @@ class Engine:
         self._layers.clear()
         self._layout = None
         self._made = 0
+
+    def _graphs_of_call(self) -> AbstractContextManager[DecodeGraphs | None]:
+        """Return a context around a call, which gives its graphs; None where there are none."""
+        device = input_device(self.model)
+        moved = self._graphs is None or self._graphs.recorder.device != device
+        if moved and device.type == "cuda" and self.settings.use_cuda_graphs:
+            self._graphs = DecodeGraphs(Recorder(device))
+        return nullcontext() if self._graphs is None else self._graphs.around_call()
 
     def _samples(self, requests: Sequence[Request]) -> list[Sample]:
         """Return the answers to generate, none of which has a token."""

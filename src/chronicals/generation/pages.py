@@ -56,7 +56,7 @@ class PagePool:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What one token takes in one attention layer.
+    """Sizes of what one token keeps in one attention layer.
 
     Attributes:
         heads: number of key heads.

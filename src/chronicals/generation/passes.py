@@ -52,7 +52,7 @@ Rounding in bf16 gives up to 1e-2, another formula 1.
 
 @dataclass(frozen=True)
 class Scores:
-    """What is done to the scores of one attention layer.
+    """Mask and changes of the scores of one attention layer.
 
     Attributes:
         scale: factor.
@@ -228,7 +228,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class PagedPass:
-    """What passes over pages share.
+    """Base class of the passes that write keys and values to pages.
 
     Attributes:
         layers: pages of each attention module.

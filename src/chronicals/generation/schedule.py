@@ -31,6 +31,7 @@ class EngineSettings:
         chunk_tokens: most tokens of a prefill pass.
         steps_a_look: steps between two looks of the host at what was drawn; tokens behind an
             answer's end are dropped.
+        use_cuda_graphs: replay decode steps on a card.
     """
 
     cache_memory: int | None = None
@@ -38,6 +39,7 @@ class EngineSettings:
     slots: int = 64
     chunk_tokens: int = 2048
     steps_a_look: int = 1
+    use_cuda_graphs: bool = True
 
 
 @dataclass(eq=False)

@@ -137,7 +137,8 @@ def prepare_session(
     facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took
     objective.chunk_size = config.logits_chunk_size  # it was built before they were taken
-    let_segments_grow(planned_peak(facts, decisions).held, facts.total if ranks.count == 1 else 0)
+    if facts.total and ranks.count == 1:
+        let_segments_grow(planned_peak(facts, decisions).held, facts.total)
     check_frozen_context(facts, objective.frozen.values())
     stop_other_recomputation(presented.model, decisions["use_gradient_checkpointing"])
     apply_policies(Stage.LAYERS, presented.model, facts, decisions)

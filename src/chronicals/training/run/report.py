@@ -28,7 +28,7 @@ from chronicals.data import DataReport, Ledger, TokenStore
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.reading.ledger import LEDGER_COLUMNS
 from chronicals.distributed import Mesh
-from chronicals.generation import Trained, generate_many
+from chronicals.generation import EngineSettings, Trained, generate_many
 from chronicals.models import input_device
 from chronicals.objectives import Objective
 from chronicals.policies.facts import DIVIDE_WEIGHTS
@@ -192,7 +192,8 @@ class Samples:
             on_card or sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_MODEL
         )
         self.file = config.output_dir / _SAMPLES_FILE
-        self.asked = Trained(model, tokenizer, tuple(store.kinds))
+        settings = EngineSettings(use_cuda_graphs=config.use_cuda_graphs)
+        self.asked = Trained(model, tokenizer, tuple(store.kinds), engine_settings=settings)
         self.answered: list[str] = []
         # Each prompt ends before its first trained token; of a text that is trained whole it is
         # the beginning.

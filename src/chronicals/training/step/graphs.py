@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
+from chronicals.kernels.cuda_graphs import CapturedResult, Graph, Recorder
 from chronicals.kernels.gradient_norm import norm_tables
-from chronicals.kernels.products import HIGH_PRIORITY
-from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.step.training_step import EagerStep, gradients_of
@@ -49,72 +47,11 @@ The added rows of the head cost time, but fewer shapes occur.
 _MOST = 64
 """Maximum number of shapes that are captured; others run eagerly."""
 
-CapturedResult = TypeVar("CapturedResult")
-"""What a captured function returns."""
-
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather between hosts: from the numbers of this rank to those of all ranks."""
 BatchShape = tuple[
     int, int, int | tuple[int, int], int | None, tuple[tuple[str, torch.Size], ...], bool
 ]
-
-
-@dataclass
-class Graph:
-    """A CUDA graph, and the tables that its launches read."""
-
-    graph: torch.cuda.CUDAGraph
-    looked_up: list[Tensor]
-
-    def replay(self) -> None:
-        """Launch the graph on the current stream."""
-        self.graph.replay()
-
-
-class Recorder:
-    """Captures graphs that share one memory pool, on a stream of its own."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        self.pool = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Context manager that queues work on the stream of captures and replays."""
-        caller = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            yield
-        caller.wait_stream(self.stream)
-
-    def capture(self, run: Callable[[], CapturedResult]) -> tuple[Graph, CapturedResult]:
-        """Capture ``run``; return its graph and its result.
-
-        Tensors of the result are filled by the first replay.
-
-        Raises:
-            RuntimeError: it cannot be captured; nothing has run.
-        """
-        graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.device.index or 0]
-        before = generator.clone_state()
-        try:
-            capture = torch.cuda.graph(
-                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
-            )
-            with tables_looked_up() as tables, capture:
-                return Graph(graph, tables), run()
-        except RuntimeError:
-            generator.graphsafe_set_state(
-                before
-            )  # the generator would stay registered with the failed capture
-            raise
-
-    def forget(self) -> None:
-        """Use a new memory pool from now on; the old one is freed once its graphs are dropped."""
-        torch.cuda.synchronize(self.device)
-        self.pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass

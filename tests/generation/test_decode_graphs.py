@@ -1,0 +1,161 @@
+"""Decode steps as CUDA graphs beside eager ones, bit for bit; emulated without a card."""
+
+import copy
+import logging
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+import families
+import tiny
+from chronicals.generation.decode_graphs import DecodeGraphs
+from chronicals.generation.engine import Engine
+from chronicals.generation.requests import Request
+from chronicals.generation.sampling import Sampling
+from chronicals.generation.schedule import EngineSettings
+
+NEW = 20
+LENGTHS = (3, 40, 17, 16, 32, 1, 25, 9)
+PAGE_BYTES = 16 * 2 * 2 * 2 * 16 * 4
+"""Of keys and values of ``tiny.llama``: tokens, layers, both, heads, width, fp32."""
+
+
+class Emulated:
+    """What was captured runs again, and writes where it wrote when it was captured."""
+
+    def __init__(self, recorder: "EmulatedRecorder", run: partial):
+        self.recorder = recorder
+        self.run = run
+        (slots,) = run.args
+        before = copy.deepcopy(slots)
+        self.result = run()
+        slots.fill(before)
+
+    def replay(self):
+        self.recorder.replays += 1
+        for kept, new in zip(self.result, self.run()):
+            kept.copy_(new)
+
+
+class EmulatedRecorder:
+    device = torch.device("cpu")
+    on_stream = staticmethod(nullcontext)
+
+    def __init__(self):
+        self.captures = []
+        self.replays = 0
+        self.forgotten = 0
+
+    def capture(self, run):
+        graph = Emulated(self, run)
+        (slots,) = run.args
+        self.captures.append(slots.bucket)
+        return graph, graph.result
+
+    def forget(self):
+        self.forgotten += 1
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.llama(eos_token_id=None).eval()
+
+
+def requests():
+    generator = torch.Generator().manual_seed(1)
+    settings = [
+        Sampling(1.0, seed=3),
+        Sampling(),
+        Sampling(1.5, seed=3, top_k=20),
+        Sampling(repetition_penalty=1.7),
+        Sampling(0.8, seed=5, top_p=0.9, repetition_penalty=1.5),
+    ]
+    return [
+        Request(
+            torch.randint(1, 300, (length,), generator=generator).tolist(),
+            NEW + n % 3,
+            settings[n % len(settings)],
+            1 + n % 2,
+            n,
+        )
+        for n, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("memory", [None, 6 * PAGE_BYTES], ids=["room for all", "evictions"])
+def test_graphs_and_eager_steps_are_bit_equal(model, memory, steps):
+    settings = EngineSettings(memory, slots=6, chunk_tokens=50, steps_a_look=steps)
+    eager = Engine(model, settings)
+    expected = eager.generate(requests())
+    recorder = EmulatedRecorder()
+    assert Engine(model, settings, recorder).generate(requests()) == expected
+    assert len(recorder.captures) == len(set(recorder.captures)) > 1
+    assert recorder.replays > len(recorder.captures)
+    assert bool(eager.evictions) == (memory is not None)
+
+
+@pytest.mark.slow
+def test_graphs_of_latent_layers_are_bit_equal():
+    latent = families.routed("DeepseekV3").eval()
+    latent.generation_config.eos_token_id = None
+    asked = [Request([5, 6, 7], NEW, number=0), Request([9] * 20, NEW, Sampling(1.0), number=1)]
+    recorder = EmulatedRecorder()
+    assert Engine(latent, recorder=recorder).generate(asked) == Engine(latent).generate(asked)
+    assert recorder.replays
+
+
+def test_graphs_end_with_their_call(model):
+    """Weights may lie elsewhere in the next one, which captures its own."""
+    recorder = EmulatedRecorder()
+    changed = copy.deepcopy(model)
+    engine = Engine(changed, recorder=recorder)
+    request = Request([5, 6, 7], NEW, Sampling(1.0, seed=4))
+    first = engine.generate([request])
+    assert first == Engine(model).generate([request])
+    captures = [*recorder.captures]
+    assert captures and recorder.forgotten == 1
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.data = parameter.data * 1.5
+    second = engine.generate([request])
+    assert second == Engine(changed).generate([request]) != first
+    assert recorder.captures == captures * 2 and recorder.forgotten == 2
+
+
+def test_a_step_that_cannot_be_captured_is_named_once(model, monkeypatch, caplog):
+    def fails(recorder, run):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(EmulatedRecorder, "capture", fails)
+    request = Request([5, 6, 7], NEW, Sampling(1.0, seed=4))
+    engine = Engine(model, recorder=EmulatedRecorder())
+    with caplog.at_level(logging.WARNING):
+        found = [engine.generate([request]) for _ in range(2)]
+    assert found == [Engine(model).generate([request])] * 2
+    (said,) = caplog.messages
+    assert said.startswith("use_cuda_graphs: answers are generated without graphs from here on")
+    assert said.endswith("(operation not permitted when stream is capturing)")
+
+
+def test_results_of_a_replay_outlive_the_next(model):
+    """Two looks of three steps; what a graph draws is written to the same memory each time."""
+    recorder = EmulatedRecorder()
+    graphs = DecodeGraphs(recorder)
+    taken = []
+    usual = graphs.take
+
+    def noted(slots, steps, step):
+        taken.append(usual(slots, steps, step))
+        return taken[-1]
+
+    graphs.take = noted
+    engine = Engine(model, EngineSettings(steps_a_look=3), recorder)
+    engine._graphs = graphs
+    engine.generate([Request([5, 6, 7], 7)])
+    assert [len(drawn) for drawn in taken] == [3, 3]
+    addresses = {step.tokens.data_ptr() for drawn in taken for step in drawn}
+    assert len(addresses) == 6
