@@ -76,6 +76,7 @@ from chronicals.kernels.linear_distillation import (
 from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
+from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference
 from chronicals.kernels.paged_attention import paged_attention, paged_attention_reference
 from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
@@ -958,6 +959,46 @@ def in_turn(calls: list[Callable[[], object]]) -> None:
         call()
 
 
+def products_of_few_rows():
+    """``nf4_product``: the products of a layer of an 8B for 1, 8 and 64 sequences, beside those of
+    its weights in 16 bits, which they must not be slower than, and with dequantised weights.
+    """
+    dense = [random(*shape, scale=0.02) for shape in LAYER_OF_8B]
+    packed = list[tuple[Tensor, Scales, int]]()
+    moved = 0
+    for weight in dense:
+        codes, absmax = quantize_nf4(weight)
+        scales = quantize_scales(absmax)
+        packed.append((codes, scales, len(weight)))
+        moved += codes.nbytes + scales.absmax.nbytes
+    room = torch.empty(max(weight.numel() for weight in dense), dtype=torch.bfloat16, device="cuda")
+
+    def dequantised(x: Tensor, codes: Tensor, scales: Scales, outputs: int) -> Tensor:
+        count = outputs * x.shape[1]
+        return x @ dequantize_4bit(codes, scales, room[:count].view(outputs, -1)).t()
+
+    for rows in (1, 8, 64):
+        xs = [random(rows, weight.shape[1]) for weight in dense]
+        of_rows = sum(2 * rows * sum(weight.shape) for weight in dense)
+        last = xs[1], *packed[1]
+        exact = nf4_product_reference(torch.eye(4096, device="cuda").bfloat16(), *packed[1])
+        exact = xs[1].double() @ exact.double()
+        yield Row(
+            f"nf4_product, a layer of an 8B, {rows} rows",
+            {
+                "ours": partial(in_turn, [partial(nf4_product, x, *w) for x, w in zip(xs, packed)]),
+                "16 bit": partial(in_turn, [partial(F.linear, *x) for x in zip(xs, dense)]),
+                "dequantised": partial(
+                    in_turn, [partial(dequantised, x, *w) for x, w in zip(xs, packed)]
+                ),
+            },
+            bytes=moved + of_rows,
+            error=tuple(
+                relative(product(*last), exact) for product in (nf4_product, nf4_product_reference)
+            ),
+        )
+
+
 def gguf_blocks():
     """2^26 weights in the blocks of GGUF files."""
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
@@ -1160,6 +1201,7 @@ GROUPS = {
     "layers": layers,
     "fp8": fp8,
     "nf4": nf4,
+    "nf4_product": products_of_few_rows,
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,

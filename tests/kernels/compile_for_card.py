@@ -168,6 +168,7 @@ def calls() -> dict[str, Callable[[], object]]:
             square_scales=[torch.zeros(1172)],
         ),
         "nf4": lambda: four_bits(nf4),
+        "nf4_product": lambda: products_of_few_rows(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
@@ -432,6 +433,20 @@ def four_bits(nf4) -> None:
         nf4.Scales(absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(())),
     ):
         nf4.dequantize_4bit(packed, scales, torch.empty(256, 512, dtype=HALF))
+
+
+def products_of_few_rows(nf4) -> None:
+    """One row and many, with splits and without, both forms of scales, small blocks and large."""
+    from chronicals.kernels.nf4_product import nf4_product
+
+    for outputs, columns, block in ((1024, 4096, 64), (16384, 896, 32), (64, 4096, 512)):
+        packed = torch.zeros(outputs * columns // 2, dtype=torch.uint8)
+        absmax = torch.zeros(outputs * columns // block)
+        nested = absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(())
+        for rows in (1, 17, 64):
+            x = torch.zeros(rows, columns, dtype=HALF)
+            for scales in (nf4.Scales(absmax), nf4.Scales(*nested)):
+                nf4_product(x, packed, scales, outputs, block)
 
 
 def main() -> None:

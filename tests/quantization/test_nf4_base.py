@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from chronicals.kernels.linear_head import Adapter
+from chronicals.lora import LoRAConfig, LoRALinear
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import merged_linear_reference
 from chronicals.quantization import NF4, Dense, Linear4bit, Operand, Packed
@@ -341,3 +342,68 @@ def test_the_operator_is_whole_for_a_compiler(device):
     dy = torch.randn(3, 29, device=device)
     eager, compiled = ([y := of(x), *torch.autograd.grad(y, x, dy)] for of in (ours, whole))
     assert all(torch.equal(one, other) for one, other in zip(eager, compiled))
+
+
+@pytest.fixture
+def without_dense_values(monkeypatch):
+    """No weight in 4 bits is dequantised as a whole."""
+
+    def refuse(self):
+        raise AssertionError("dequantised as a whole")
+
+    def start():
+        monkeypatch.setattr(Packed, "dense", refuse)
+
+    return start
+
+
+@pytest.mark.parametrize("adapter", ["none", "LoRA", "DoRA"])
+def test_few_rows_are_multiplied_without_the_dense_values(adapter, without_dense_values, device):
+    """Of a layer alone, of one with an adapter, and of that with its adapter off. The norms of DoRA
+    take the dense values.
+    """
+    layer = Linear4bit.of(nn.Linear(128, 24, device=device).bfloat16())
+    plain = layer.plain()
+    if adapter != "none":
+        config = LoRAConfig(rank=4, use_dora=adapter == "DoRA")
+        layer, plain = (LoRALinear(each, config, 128, 24) for each in (layer, plain))
+        nn.init.normal_(layer.lora_B)
+        for name in layer.trained:
+            plain.get_parameter(name).data.copy_(layer.get_parameter(name))
+    x = torch.randn(4, 16, 128, device=device).bfloat16()
+    if adapter != "DoRA":
+        without_dense_values()
+    for enabled in (True, False) if adapter != "none" else (True,):
+        layer.enabled = plain.enabled = enabled
+        with torch.no_grad(), kernels_run():
+            expected = plain(x).double()
+            assert (layer(x).double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+def test_what_is_not_few_rows_is_multiplied_by_the_dense_values(without_dense_values, device):
+    layer = Linear4bit.of(nn.Linear(128, 24, device=device).bfloat16())
+    uneven = Linear4bit.of(nn.Linear(96, 24, device=device).bfloat16())
+    x = torch.randn(65, 128, device=device).bfloat16()
+    without_dense_values()
+    with kernels_run():
+        layer(x[:64])
+        for of, given in (
+            (layer, x),
+            (layer, x[:2].float()),
+            (layer.float(), x[:2]),
+            (uneven, x[:2, :96]),
+        ):
+            with pytest.raises(AssertionError, match="as a whole"):
+                of(given)
+
+
+def test_few_rows_have_the_gradient_of_all(device):
+    layer = Linear4bit.of(nn.Linear(128, 24, device=device).bfloat16())
+    x = torch.randn(5, 128, device=device).bfloat16().requires_grad_()
+    with kernels_run():
+        y = layer(x)
+        dy = torch.randn_like(y)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        with torch.no_grad():
+            assert torch.equal(layer(x), y)
+        assert torch.equal(dx, dy @ layer.packed.dense())

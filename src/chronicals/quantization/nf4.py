@@ -1,6 +1,6 @@
 """A frozen weight in 4 bits (QLoRA, Dettmers et al., 2023): about half a byte per value.
 
-It is dequantised for each product.
+It is dequantised for each product, or inside a product of few rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from chronicals.kernels.nf4 import (
     quantize_nf4,
     quantize_scales,
 )
+from chronicals.kernels.nf4_product import multiplies_few_rows, nf4_product
 from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
@@ -149,6 +150,17 @@ class Packed(PackedWeight):
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
         return dequantize_4bit(self.codes, self.scales, out, self.block, self.code)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``; of few rows in ``dtype`` on a card without the dense values.
+
+        The rows alone decide, not whether a gradient is wanted: a pass that is recomputed with one
+        gives the same values.
+        """
+        if x.dtype != self.dtype or not multiplies_few_rows(x, self.block):
+            return super().product(x)
+        outputs = self.shape[0]
+        return nf4_product(x, self.codes, self.scales, outputs, self.block, self.code)
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.quantization.base import Operand, Storage
@@ -256,6 +257,16 @@ class PackedWeight(ABC):
     def dense(self) -> Tensor:
         """Return the dequantised values, ``[n, K]``."""
         return self.into(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``, ``[..., n]``, in the dtype of x; without a gradient.
+
+        A format may multiply few rows without the dense values.
+
+        Args:
+            x: ``[..., K]``.
+        """
+        return F.linear(x, self.dense().to(x.dtype))
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch, by the definition of the format."""

@@ -1,6 +1,7 @@
 """Modules with packed weights, and the operator of their products.
 
-    y = x Wᵀ + b,   dx = dy W        W is dequantised for each product and freed after it
+    y = x Wᵀ + b,   dx = dy W        W is dequantised for each product and freed after it,
+                                 or inside the product (``PackedWeight.product``)
 
 The fused decoder layers read a layer's weight (``packed``) and multiply themselves. A layer that is
 called as a module runs one ``torch.library`` operator, ``chronicals::packed_linear``, which
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.launch import operator
@@ -299,7 +299,7 @@ def packed_linear(
         dtype: dtype to which W is dequantised.
     """
     weight = weight_from(settings, tensors, (outputs, x.shape[-1]), dtype)
-    return F.linear(x, weight.dense().to(x.dtype))
+    return weight.product(x)
 
 
 @torch.library.register_fake(packed_linear)

@@ -1,0 +1,286 @@
+"""Tokens a second of generation at two shapes, beside transformers, on a card.
+
+    python benchmarks/generation_rows.py OUT.json [--rates RATES.json] [--only NAME ...] [--limit 560]
+    python benchmarks/generation_rows.py OUT.json --tiny      # the same at tiny sizes, also without a card
+
+Prompts of 256 random tokens, 512 new ones, 8 x 8 and 64 x 8 answers, drawn at temperature 1; random
+weights, so no answer ends early. Each arm runs in a process of its own, which generates a few tokens
+first: kernels are compiled and graphs captured then. Peers have at most a minute: where that is not
+enough for 512 new tokens they make as many as ``--peer-tokens``, and ours runs at that number, too.
+
+A step's floor is what it must read and multiply, at the rates of the card (``chronicals doctor
+--rates``): for each product the longer of its weight's bytes at the copy rate and its FLOPs at the
+product rate, keys and values of all sequences (a shared prompt once), and the logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from recipes_on_card import GIB, forked, machine, model_of, shape_of
+
+from chronicals.benchmark.shapes import zipf_ids
+from chronicals.cards import BF16, Rates
+from chronicals.generation import Engine, EngineSettings, Request, Sampling
+from chronicals.models import quantise_layers
+from chronicals.quantization import NF4
+from chronicals.step_work import DecoderShape, Product
+
+PROMPT = 256
+NEW = 512
+WARM = 8
+"""New tokens of the call that compiles and captures."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shape, and the answers that are wanted of it.
+
+    Attributes:
+        name: in tables.
+        model: of ``recipes_on_card``.
+        prompts: number of prompts.
+        answers: of each prompt.
+        packed: True for a base in NF4.
+    """
+
+    name: str
+    model: str
+    prompts: int
+    answers: int = 8
+    packed: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Answers in all."""
+        return self.prompts * self.answers
+
+
+ROWS = (
+    Row("0.5b, 8 x 8", "0.5b", 8),
+    Row("0.5b, 64 x 8", "0.5b", 64),
+    Row("8b, 8 x 8", "8b", 8),
+    Row("8b, 64 x 8", "8b", 64),
+    Row("8b NF4, 1 x 1", "8b", 1, 1, packed=True),
+    Row("8b, 1 x 1", "8b", 1, 1),
+    Row("8b NF4, 8 x 1", "8b", 8, 1, packed=True),
+    Row("8b, 8 x 1", "8b", 8, 1),
+    Row("8b NF4, 8 x 8", "8b", 8, packed=True),
+)
+
+ARMS = ("ours", "generate", "generate_batch")
+
+
+def prompts_of(row: Row, vocabulary: int, length: int) -> list[list[int]]:
+    """Return random prompts of one length."""
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.rand(row.prompts, length, generator=generator, dtype=torch.float64)
+    return [zipf_ids(each.numpy(), vocabulary) for each in draws]
+
+
+def built(row: Row, length: int, tiny: bool) -> Any:
+    """Return the model of a row, in evaluation mode."""
+    model = model_of(row.model, length, tiny)
+    if row.packed:
+        quantise_layers(model)
+    return model.eval()
+
+
+def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
+    """Generate with an arm, and return tokens a second and the peak of memory.
+
+    Args:
+        row: the shape and the prompts.
+        arm: of ``ARMS``.
+        new: new tokens of each answer.
+        tiny: a tiny shape.
+    """
+    length = 32 if tiny else PROMPT
+    new = min(new, 24) if tiny else new
+    model = built(row, length + new, tiny)
+    prompts = prompts_of(row, model.config.vocab_size, length)
+    call = CALLS[arm](model, row, prompts)
+    call(min(WARM, new))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    made = call(new)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {
+        "row": row.name,
+        "arm": arm,
+        "new": new,
+        "tokens": made,
+        "seconds": seconds,
+        "tokens_per_second": made / seconds,
+        "peak": peak,
+    }
+
+
+def ours(model: Any, row: Row, prompts: list[list[int]]) -> Any:
+    """Return a function that generates so many tokens with the engine, and counts them."""
+    engine = Engine(model, EngineSettings(slots=row.sequences, steps_a_look=8))
+
+    def call(new: int) -> int:
+        requests = [
+            Request(ids, new, Sampling(temperature=1.0), row.answers, number)
+            for number, ids in enumerate(prompts)
+        ]
+        answers = engine.generate(requests)
+        return sum(len(answer.tokens) for group in answers for answer in group)
+
+    return call
+
+
+def by_generate(model: Any, row: Row, prompts: list[list[int]]) -> Any:
+    """Return the same of transformers' ``generate``."""
+    ids = torch.tensor(prompts, device=model.device)
+
+    def call(new: int) -> int:
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            num_return_sequences=row.answers,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            pad_token_id=0,
+            use_cache=True,
+        )
+        return int(made.numel() - row.answers * ids.numel())
+
+    return call
+
+
+def by_batch(model: Any, row: Row, prompts: list[list[int]]) -> Any:
+    """Return the same of transformers' ``generate_batch``, its continuous batching."""
+    everything = [ids for ids in prompts for _ in range(row.answers)]
+
+    def call(new: int) -> int:
+        settings = transformers.GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=new,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        found = model.generate_batch(inputs=everything, generation_config=settings)
+        return sum(len(one.generated_tokens) for one in found.values())
+
+    return call
+
+
+CALLS = {"ours": ours, "generate": by_generate, "generate_batch": by_batch}
+
+
+def floor_of_step(row: Row, shape: DecoderShape, rates: Rates, keys: float, prompt: int) -> float:
+    """Return the seconds that a decode step takes at least.
+
+    Args:
+        row: sequences, and the format of weights.
+        shape: of the model.
+        rates: of the card.
+        keys: tokens of a sequence in the mean over the steps.
+        prompt: tokens that the answers of a prompt share.
+    """
+    each = NF4.bytes_a_value(2) if row.packed else 2
+    rows = row.sequences
+    layer = (
+        (shape.width, shape.q + 2 * shape.kv),
+        (shape.q, shape.width),
+        (shape.width, 2 * shape.inner),
+        (shape.inner, shape.width),
+    )
+    products = [(inputs, outputs, shape.layers, each) for inputs, outputs in layer]
+    products.append((shape.width, shape.vocabulary, 1, 2))
+    seconds = 0.0
+    for inputs, outputs, count, size in products:
+        flops = rates.product_seconds(Product("", "forward", rows, inputs, outputs, 1), BF16)
+        seconds += count * max(inputs * outputs * size / rates.copy, flops)
+    tokens = row.prompts * prompt + rows * (keys - prompt)
+    seconds += shape.layers * tokens * 2 * 2 * shape.kv / rates.copy
+    return seconds + rows * shape.vocabulary * 2 * 2 / rates.copy
+
+
+def with_floor(result: dict[str, Any], row: Row, tiny: bool, rates: Rates) -> dict[str, Any]:
+    """Return a result with the floor of its steps, and the share of it that was reached."""
+    name, sizes = shape_of(row.model, PROMPT + NEW, tiny)
+    shape = DecoderShape.of(getattr(transformers, name)(**sizes))
+    prompt = 32 if tiny else PROMPT
+    new = result["new"]
+    step = floor_of_step(row, shape, rates, prompt + new / 2, prompt)
+    return {**result, "floor_seconds": new * step, "share": new * step / result["seconds"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rates", type=Path, default=None)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--arms", nargs="*", default=list(ARMS))
+    parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--each", type=float, default=90)
+    parser.add_argument("--limit", type=float, default=540)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    begun = time.perf_counter()
+    results = json.loads(given.out.read_text()) if given.out.exists() else {}
+    results["machine"] = forked(machine, 60)
+    rates = None
+    if given.rates is not None:
+        values = json.loads(given.rates.read_text())
+        rates = Rates.from_dict({name: v for name, v in values.items() if name != "seconds"})
+    for row in ROWS:
+        if given.only and not any(part in row.name for part in given.only):
+            continue
+        for arm in given.arms:
+            counts = (NEW, given.peer_tokens) if arm == "ours" else (given.peer_tokens,)
+            for new in counts:
+                key = f"{row.name}, {arm}, {new}"
+                left = given.limit - (time.perf_counter() - begun)
+                if "error" not in results.get(key, {"error": ""}):
+                    continue
+                if left < 20:
+                    print(f"{key}: not reached", flush=True)
+                    continue
+                run = partial(measured, row, arm, new, given.tiny)
+                result = forked(run, min(given.each, left))
+                if rates is not None and "error" not in result:
+                    result = with_floor(result, row, given.tiny, rates)
+                results[key] = result
+                given.out.write_text(json.dumps(results))
+                print(line_of(key, result), flush=True)
+    rates_made = [one["tokens_per_second"] for one in results.values() if "tokens" in one]
+    if rates_made:
+        print(f"median {statistics.median(rates_made):,.0f} tokens/s of {len(rates_made)} runs")
+
+
+def line_of(key: str, result: dict[str, Any]) -> str:
+    """Return a line on a result for the terminal."""
+    if "error" in result:
+        return f"{key}: {result['error'][:300]}"
+    share = f", {result['share']:.0%} of the floor" if "share" in result else ""
+    return (
+        f"{key}: {result['tokens_per_second']:,.0f} tokens/s, {result['tokens']:,} tokens in "
+        f"{result['seconds']:.1f} s, {result['peak'] / GIB:.1f} GiB{share}"
+    )
+
+
+if __name__ == "__main__":
+    main()

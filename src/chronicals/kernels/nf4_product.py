@@ -1,0 +1,369 @@
+"""Products of few rows with a weight in 4 bits, which is dequantised inside the product.
+
+    y[r, n] = Σ_k x[r, k] · W[n, k]        W as of ``nf4.py``, rounded to the dtype of x
+
+A token that is generated asks each weight for one row of each sequence, so the bytes of the weight
+are what such a product costs (Frantar et al., 2024, MARLIN, arXiv 2408.11743, for 4-bit weights
+with scales of groups). Through a dense weight they are 0.5 + 2 + 2 a value, of a weight in 16 bits
+2, here 0.5 + scales.
+
+Shapes: R rows, at most ``MOST_ROWS``; K columns, whole blocks of scales; N outputs. x and y are
+bf16 or fp16, sums are fp32. Bytes that must move: N · K · (1/2 + bytes of a scale / block) + 2 · R ·
+(K + N). A dequantised tile is in registers and never in memory. The columns are split among
+programs where N is too small to fill a card; the splits add 8 · R · N bytes each and are summed in
+a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chronicals.kernels.launch import (
+    in_rows,
+    multiplied_in,
+    multiprocessors,
+    next_power_of_2,
+    operator,
+    runs_triton,
+    tl,
+    triton,
+)
+from chronicals.kernels.nf4 import (
+    BLOCK_SIZES,
+    CODE_VALUES,
+    Scales,
+    code_of,
+    dequantize_4bit_reference,
+)
+
+MOST_ROWS = 64
+"""Rows up to which the weight's bytes are most of the cost.
+
+With more, the accumulators of a program and the rows that each reads again are, and a product over
+the dense weight is better.
+"""
+
+LEAST_ROWS = 16
+"""Rows of the smallest product of tensor cores: rows of a program are padded to them."""
+
+OUTPUTS_AT_ONCE = 64
+"""Outputs of a program: one ``wgmma`` of Hopper multiplies 64, whose weights are in registers."""
+
+COLUMNS_AT_ONCE = 128
+"""Columns that are dequantised at once: 64 bytes of codes a row, two sectors of the memory."""
+
+COLUMNS_OF_A_SPLIT = 256
+"""Fewest columns that are worth a split: two steps, of which one is read while one is multiplied."""
+
+PROGRAMS_A_MULTIPROCESSOR = 4
+"""Programs that are wanted on each multiprocessor, so that some read while others dequantise.
+
+Each has two steps of 4 KiB under way. Reading 1.2 TB/s, a quarter of an H200's rate and so as many
+values a second as in 16 bits, takes 7 KiB under way on each multiprocessor at 0.8 µs of latency.
+"""
+
+MERGED_AT_ONCE = 1024
+"""Elements of y that a program sums over the splits."""
+
+
+@dataclass(frozen=True)
+class FewRowsLaunch:
+    """The launch of the kernel that multiplies.
+
+    Attributes:
+        rows: rows of a program, padded to a power of 2.
+        splits: programs among which the columns are split; a power of 2.
+    """
+
+    rows: int
+    splits: int
+
+
+def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
+    """Choose the launch from the shape and the card.
+
+    Args:
+        x_RK: the rows.
+        outputs: N.
+    """
+    rows, columns = x_RK.shape
+    tiles = triton.cdiv(outputs, OUTPUTS_AT_ONCE)
+    wanted = PROGRAMS_A_MULTIPROCESSOR * multiprocessors(x_RK.device) // tiles
+    # the sums of splits, 8 bytes a row and output, move at most as many bytes as the codes
+    within_bytes = columns // (16 * rows)
+    splits = max(1, min(wanted, within_bytes, columns // COLUMNS_OF_A_SPLIT))
+    return FewRowsLaunch(max(LEAST_ROWS, next_power_of_2(rows)), next_power_of_2(splits + 1) // 2)
+
+
+@triton.jit
+def _read_step(
+    packed_ptr,
+    absmax_ptr,
+    absmax2_ptr,
+    code2_ptr,
+    offset_ptr,
+    at,
+    is_output,
+    pair,
+    end,
+    BLOCK: tl.constexpr,
+    BLOCK2: tl.constexpr,
+    NESTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Return codes ``[N, G, SIZE / 2]`` and scales ``[N, G]`` of ``GROUPS`` groups of columns.
+
+    A group of ``SIZE`` columns has one scale. ``at`` is the first byte of each output's row,
+    ``pair`` that of the first group in the row; the groups before ``end`` exist.
+    """
+    group = pair + tl.arange(0, GROUPS) * (SIZE // 2)
+    exists = is_output[:, None] & (group < end)[None, :]
+    first = at[:, None] + group[None, :]
+    block = first // (BLOCK // 2)
+    packed = tl.load(
+        packed_ptr + first[:, :, None] + tl.arange(0, SIZE // 2)[None, None, :],
+        mask=exists[:, :, None],
+        other=0,
+    )
+    if NESTED:
+        codes = tl.load(absmax_ptr + block, mask=exists, other=0).to(tl.int32)
+        absmax = tl.load(code2_ptr + codes) * tl.load(
+            absmax2_ptr + block // BLOCK2, mask=exists, other=0.0
+        )
+        absmax = absmax + tl.load(offset_ptr)
+    else:
+        absmax = tl.load(absmax_ptr + block, mask=exists, other=0.0)
+    return packed, absmax
+
+
+@triton.jit
+def _nf4_product_kernel(
+    # read: rows, codes, scales, what the codes of both stand for
+    x_ptr,
+    packed_ptr,
+    absmax_ptr,
+    absmax2_ptr,
+    code2_ptr,
+    offset_ptr,
+    code_ptr,
+    # written: y, or its sums over each split
+    out_ptr,
+    # sizes, bytes of codes of an output, and the stride of rows
+    rows,
+    outputs,
+    pairs,
+    x_row,
+    # options
+    BLOCK: tl.constexpr,
+    BLOCK2: tl.constexpr,
+    NESTED: tl.constexpr,
+    KIND: tl.constexpr,
+    # tile
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    HALF: tl.constexpr = COLUMNS // 2
+    GROUPS: tl.constexpr = COLUMNS // SIZE
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = output < outputs
+    split = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    each = tl.cdiv(tl.cdiv(pairs, SPLITS), HALF) * HALF
+    begin = split * each
+    end = tl.minimum(begin + each, pairs)
+    at = output * pairs
+
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    packed, absmax = _read_step(
+        packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, at, is_output, begin, end,
+        BLOCK, BLOCK2, NESTED, GROUPS, SIZE,
+    )  # fmt: skip
+    for pair in range(begin, end, HALF):
+        # the next step is under way while this one is multiplied
+        next_packed, next_absmax = _read_step(
+            packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, at, is_output,
+            pair + HALF, end, BLOCK, BLOCK2, NESTED, GROUPS, SIZE,
+        )  # fmt: skip
+        x = tl.load(
+            x_ptr + row.to(tl.int64)[:, None] * x_row + (2 * pair + column)[None, :],
+            mask=(row < rows)[:, None] & (2 * pair + column < 2 * end)[None, :],
+            other=0.0,
+        )
+        # the two codes of a byte meet the even and the odd columns, so nothing is interleaved
+        even, odd = tl.split(tl.reshape(x, (ROWS, HALF, 2)))
+        codes = packed.to(tl.int32)
+        upper = tl.load(code_ptr + (codes >> 4)) * absmax[:, :, None]
+        lower = tl.load(code_ptr + (codes & 15)) * absmax[:, :, None]
+        upper = tl.reshape(upper.to(x.dtype), (OUTPUTS, HALF)).to(KIND)
+        lower = tl.reshape(lower.to(x.dtype), (OUTPUTS, HALF)).to(KIND)
+        total = tl.dot(upper, tl.trans(even).to(KIND), total)
+        total = tl.dot(lower, tl.trans(odd).to(KIND), total)
+        packed = next_packed
+        absmax = next_absmax
+
+    place = (split * rows + row).to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(
+        out_ptr + place,
+        total.to(out_ptr.dtype.element_ty),
+        mask=is_output[:, None] & (row < rows)[None, :],
+    )
+
+
+@triton.jit
+def _sum_splits_kernel(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, ELEMENTS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    total = tl.zeros((ELEMENTS,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + split * count + at, mask=at < count, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+@operator("chronicals::nf4_product")
+def _nf4_product(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    block2: int,
+    outputs: int,
+    block: int,
+    code: str,
+) -> Tensor:
+    """Launch the product and, where the columns are split, the sum of the splits."""
+    out = _output(x, packed, absmax, absmax2, code2, offset, block2, outputs, block, code)
+    rows, columns = x.shape
+    if not rows or not outputs:
+        return out
+    launch = _launch(x, outputs)
+    parts = out
+    if launch.splits > 1:
+        parts = x.new_empty((launch.splits, rows, outputs), dtype=torch.float32)
+    nested = absmax2 is not None
+    grid = triton.cdiv(outputs, OUTPUTS_AT_ONCE), launch.splits
+    _nf4_product_kernel[grid](
+        x,
+        packed,
+        absmax,
+        *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)),
+        code_of(code, x.device),
+        parts,
+        rows,
+        outputs,
+        columns // 2,
+        x.stride(0),
+        block,
+        block2,
+        nested,
+        multiplied_in(x.dtype),
+        launch.rows,
+        OUTPUTS_AT_ONCE,
+        COLUMNS_AT_ONCE,
+        min(block, COLUMNS_AT_ONCE),
+        launch.splits,
+        num_warps=4,
+        num_stages=1,  # the kernel itself reads a step ahead; the look-ups of codes must not be
+        # nested scales are those of ``dequantize_4bit``, bit by bit
+        enable_fp_fusion=False,
+    )
+    if launch.splits > 1:
+        _sum_splits_kernel[(triton.cdiv(out.numel(), MERGED_AT_ONCE),)](
+            parts, out, out.numel(), launch.splits, MERGED_AT_ONCE
+        )
+    return out
+
+
+@torch.library.register_fake(_nf4_product)
+def _output(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    block2: int,
+    outputs: int,
+    block: int,
+    code: str,
+) -> Tensor:
+    """Allocate the output."""
+    return x.new_empty((x.shape[0], outputs))
+
+
+def multiplies_few_rows(x: Tensor, block: int = 64) -> bool:
+    """Return whether the kernel takes these rows.
+
+    They are 16 bit, on a card, at most ``MOST_ROWS``, and a row of the weight has whole blocks.
+
+    Args:
+        x: ``[..., K]``.
+        block: elements of the weight that share a scale.
+    """
+    columns = x.shape[-1]
+    is_few = 0 < x.numel() <= MOST_ROWS * columns
+    is_16_bit = x.dtype in (torch.bfloat16, torch.float16)
+    return is_few and is_16_bit and columns % block == 0 and runs_triton(x)
+
+
+def nf4_product(
+    x: Tensor, packed: Tensor, scales: Scales, outputs: int, block: int = 64, code: str = "nf4"
+) -> Tensor:
+    """Compute ``x Wᵀ``, ``[..., N]``, in the dtype of x; without a gradient.
+
+    Rows that ``multiplies_few_rows`` does not take go to the reference.
+
+    Args:
+        x: ``[..., K]``.
+        packed: uint8, two codes a byte, of W ``[N, K]``.
+        scales: scales of the weight's blocks.
+        outputs: N.
+        block: elements that share a scale.
+        code: "nf4" or "fp4".
+
+    Raises:
+        ValueError: sizes do not fit.
+    """
+    columns = x.shape[-1]
+    count = outputs * columns
+    if code not in CODE_VALUES or block not in BLOCK_SIZES:
+        codes = ", ".join(CODE_VALUES)
+        blocks = ", ".join(map(str, BLOCK_SIZES))
+        raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
+    if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
+        raise ValueError(
+            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {outputs} "
+            f"x {columns} values in blocks of {block}"
+        )
+    if not multiplies_few_rows(x, block):
+        return nf4_product_reference(x, packed, scales, outputs, block, code)
+    y: Tensor = _nf4_product(
+        in_rows(x),
+        packed.view(-1),
+        scales.absmax,
+        scales.absmax2,
+        scales.code2,
+        scales.offset,
+        scales.block2,
+        outputs,
+        block,
+        code,
+    )
+    return y.view(*x.shape[:-1], outputs)
+
+
+def nf4_product_reference(
+    x: Tensor, packed: Tensor, scales: Scales, outputs: int, block: int = 64, code: str = "nf4"
+) -> Tensor:
+    """Compute ``nf4_product`` in plain torch."""
+    shape = outputs, x.shape[-1]
+    return F.linear(x, dequantize_4bit_reference(packed, scales, shape, x.dtype, block, code))
