@@ -248,12 +248,14 @@ def test_every_list_is_a_flag_that_may_be_repeated():
 )
 def test_a_size_is_gigabytes_or_has_a_unit(given, size):
     assert ChronicalsConfig(gpu_memory=given).gpu_memory == size
+    assert ChronicalsConfig(cache_memory=given).cache_bytes == round(size * 10**9)
 
 
 @pytest.mark.parametrize("given", [0, -1, "0", "-5GB", "10001", "11 TB", "nan", "lots", "8 bits"])
-def test_a_size_that_is_none_is_refused(given):
-    with pytest.raises(ConfigurationError, match=r"^gpu_memory=[^\n]*$"):
-        ChronicalsConfig(gpu_memory=given)
+@pytest.mark.parametrize("name", ["gpu_memory", "cache_memory"])
+def test_a_size_that_is_none_is_refused(name, given):
+    with pytest.raises(ConfigurationError, match=rf"^{name}=[^\n]*$"):
+        ChronicalsConfig(**{name: given})
 
 
 def test_off_of_yaml_is_off(tmp_path):

@@ -13,6 +13,7 @@ from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.policies import facts
 from chronicals.policies.needed_memory import (
     FILLED,
+    cache_room,
     longest_that_fits,
     refuse_what_cannot_fit,
     what_helps,
@@ -194,3 +195,13 @@ def test_a_card_that_is_full_says_what_helps_and_goes_on_afterwards(tmp_path, gr
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     runs.train(tmp_path / "after", model=model, **options)
+
+
+def test_keys_and_values_take_what_the_peak_leaves_or_turns_with_activations():
+    card = 80 * 2**30
+    fill = int(FILLED * card)
+    assert cache_room(card, peak=20 * 2**30, held=10 * 2**30) == fill - 20 * 2**30
+    # a step gives back more than its peak leaves
+    assert cache_room(card, peak=70 * 2**30, held=10 * 2**30) == 60 * 2**30
+    # before the first step
+    assert cache_room(card, peak=0, held=10 * 2**30) == fill - 10 * 2**30

@@ -7,9 +7,11 @@ import json
 import re
 
 import pytest
+import torch
 
 import runs
 import tiny
+from chronicals.policies.needed_memory import FILLED
 from chronicals.training.run import report
 
 
@@ -133,6 +135,34 @@ def test_a_model_that_cannot_generate_is_trained_all_the_same(tmp_path, caplog, 
         result = runs.train(tmp_path, report_samples=2, max_steps=1)
     assert "the report has no sample answers: " in caplog.text
     assert "Answers before" not in result.report.read_text()
+
+
+def test_answers_take_no_more_memory_than_the_run_gives_them(tmp_path, caplog):
+    """Keys and values of one answer of ``tiny.llama`` take tens of KB."""
+    with caplog.at_level("INFO"):
+        runs.train(tmp_path, report_samples=1, max_steps=1, cache_memory="1e-3MB")
+    assert re.search(r"no sample answers: request 0: .* MiB \(cache_memory\); ask", caplog.text)
+
+
+def test_by_default_answers_take_what_the_peak_leaves(tmp_path, monkeypatch):
+    held, peak = 10 * 10**9, 30 * 10**9
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held + 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    usual = runs.config(tmp_path)
+    filled = int(FILLED * 80 * 10**9)
+    assert report.cache_memory(usual, card, 0) == filled - peak
+    assert report.cache_memory(usual, card, 40 * 10**9) == filled - 40 * 10**9
+    bounded = runs.config(tmp_path, gpu_memory=24)
+    assert report.cache_memory(bounded, card, 0) == peak - held
+    # others hold the rest of the card
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
+    assert report.cache_memory(usual, card, 0) == 2 * 10**9
+    given = runs.config(tmp_path, cache_memory="512MiB")
+    assert report.cache_memory(given, card, 0) == 2**29
+    assert report.cache_memory(usual, torch.device("cpu"), 0) is None
 
 
 def test_a_batch_that_shrank_is_told_as_fitted(tmp_path):

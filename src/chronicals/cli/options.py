@@ -43,7 +43,7 @@ SOURCE_FLAGS = ("data", "validation_data")
 NEGATIVE_NUMBER = re.compile(r"-[.\d].*")
 """A value that begins like a flag."""
 
-SIZES = ("gpu_memory",)
+SIZES = ("gpu_memory", "cache_memory")
 """Fields that read their texts themselves, because a size may have a unit."""
 
 PRESET_HELP = f"Start from a preset: {PRESET_WORDS}"

@@ -518,6 +518,12 @@ class ChronicalsConfig:
         description="Memory of a card that a run may fill, in GB: 24, 24GB or 16GiB (default: all "
         "of it; 80 where a plan is made)",
     )
+    cache_memory: Annotated[float | None, BeforeValidator(as_gigabytes)] = Field(
+        default=None,
+        description="Most memory for keys and values where a run generates (the report's "
+        "answers), in GB: 2, 2GB or 512MiB (default: what training's peak leaves, or what a step "
+        "gives back)",
+    )
     check_memory: bool = Field(
         default=True,
         description="End the run before its first step where it is expected to hold more than the "
@@ -896,6 +902,11 @@ class ChronicalsConfig:
     def card_bytes(self) -> int | None:
         """Bytes of a card that the run may fill; None for all of it."""
         return None if self.gpu_memory is None else round(self.gpu_memory * 10**9)
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Most bytes of keys and values where the run generates; None if the run decides."""
+        return None if self.cache_memory is None else round(self.cache_memory * 10**9)
 
     @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:

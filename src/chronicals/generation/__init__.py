@@ -9,7 +9,7 @@ from chronicals.generation.answer import (
     load_trained,
     prompt_ids,
 )
-from chronicals.generation.engine import Engine, why_not_served
+from chronicals.generation.engine import Engine, free_memory, why_not_served
 from chronicals.generation.requests import Answer, Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
@@ -23,6 +23,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Trained",
+    "free_memory",
     "generate",
     "generate_answer",
     "generate_many",

@@ -215,12 +215,12 @@ class Engine:
         page_bytes = size * sum(sizes.bytes for sizes in probe.sizes.values())
         needed = [self._pages_of(one.prompt) for one in samples]
         memory = self.settings.cache_memory
+        at_once = sum(sorted(needed, reverse=True)[: self.settings.slots])
         if memory is None:
-            at_once = sum(sorted(needed, reverse=True)[: self.settings.slots])
-            free = (_free_memory(device) + self._bytes) // page_bytes
+            free = (free_memory(device) + self._bytes) // page_bytes
             count = max(min(at_once, int(FREE_SHARE * free)), min(max(needed), free))
         else:
-            count = memory // page_bytes
+            count = min(memory // page_bytes, at_once)
         for one, pages in zip(samples, needed):
             if pages > count:
                 request = one.prompt.request
@@ -264,7 +264,7 @@ def answer_keys(request: Request) -> list[int]:
     return keys
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Return the free bytes of a card, or of the host; 1 GiB if the host does not tell."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]

@@ -24,8 +24,8 @@ class EngineSettings:
     """Sizes of the engine; results do not depend on them.
 
     Attributes:
-        cache_memory: bytes of keys and values; None for as much as the requests can use at once, at
-            most a quarter of the free memory.
+        cache_memory: most bytes of keys and values; None for a quarter of the free memory. No more
+            are taken than the requests can use at once.
         page_size: tokens of a page.
         slots: most answers that run at once.
         chunk_tokens: most tokens of a prefill pass.

@@ -161,6 +161,21 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     return memory
 
 
+def cache_room(fillable: int, peak: int, held: int) -> int:
+    """Return the bytes that keys and values may take while no step runs.
+
+    It is what the peak of training leaves of the memory that a run may fill, or the memory that
+    steps give back where that is more: there pages and activations take turns.
+
+    Args:
+        fillable: bytes of the card that the run may fill.
+        peak: bytes at the largest moment of a step; 0 if there was none.
+        held: bytes that are held now.
+    """
+    peak = max(peak, held)
+    return max(int(FILLED * fillable) - peak, peak - held)
+
+
 def adapter_columns(model: Any) -> AdapterColumns:
     """Return the columns that fused products keep for the adapters of a decoder layer."""
     ranks = dict.fromkeys(PRODUCT_OF.values(), 0)

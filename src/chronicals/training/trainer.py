@@ -372,6 +372,6 @@ class ChronicalsTrainer:
                 loop.train()
             say_if_memory_was_other(session.planned, before, peak_bytes(self.device))
             check_that_something_was_applied(run, session.precision)
-            return finish(
-                run, model, self.tokenizer, config, self.ranks, saved, about, samples.after
-            )
+            expected = 0 if session.planned is None else session.planned.held
+            answers = partial(samples.after, expected)
+            return finish(run, model, self.tokenizer, config, self.ranks, saved, about, answers)

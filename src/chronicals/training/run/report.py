@@ -28,10 +28,12 @@ from chronicals.data import DataReport, Ledger, TokenStore
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.reading.ledger import LEDGER_COLUMNS
 from chronicals.distributed import Mesh
-from chronicals.generation import EngineSettings, Trained, generate_many
+from chronicals.generation import EngineSettings, Trained, free_memory, generate_many
 from chronicals.models import input_device
 from chronicals.objectives import Objective
-from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable
+from chronicals.policies.needed_memory import cache_room
+from chronicals.training.run.guard import peak_bytes
 from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -192,8 +194,8 @@ class Samples:
             on_card or sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_MODEL
         )
         self.file = config.output_dir / _SAMPLES_FILE
-        settings = EngineSettings(use_cuda_graphs=config.use_cuda_graphs)
-        self.asked = Trained(model, tokenizer, tuple(store.kinds), engine_settings=settings)
+        self.config = config
+        self.asked = Trained(model, tokenizer, tuple(store.kinds))
         self.answered: list[str] = []
         # Each prompt ends before its first trained token; of a text that is trained whole it is
         # the beginning.
@@ -210,7 +212,7 @@ class Samples:
 
     def before(self) -> None:
         """Generate the answers before training."""
-        self.answered = self._answers(self.prompts)
+        self.answered = self._answers(self.prompts, 0)
 
     def keep(self) -> None:
         """Write the answers before training to the folder of the run, once it begins."""
@@ -223,32 +225,55 @@ class Samples:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(kept))
 
-    def after(self) -> list[Sample]:
-        """Generate the answers after training, to prompts that have an answer before it."""
+    def after(self, planned: int = 0) -> list[Sample]:
+        """Generate the answers after training, to prompts that have an answer before it.
+
+        Args:
+            planned: bytes that were expected at the largest moment of a step; 0 if unknown.
+        """
         if not self.prompts or not self.file.exists():
             return []
         kept = json.loads(self.file.read_text())
-        answers = self._answers([one["prompt"] for one in kept])
+        answers = self._answers([one["prompt"] for one in kept], planned)
         read = self.asked.tokenizer.decode
         return [
             Sample(read(one["prompt"]), one["before"], answer) for one, answer in zip(kept, answers)
         ]
 
-    def _answers(self, prompts: Sequence[list[int]]) -> list[str]:
+    def _answers(self, prompts: Sequence[list[int]], planned: int) -> list[str]:
         """Return the texts for as many prompts as there is time for.
 
         Empty, with a log message, if the model cannot generate.
         """
+        memory = cache_memory(self.config, input_device(self.asked.model), planned)
+        settings = EngineSettings(memory, use_cuda_graphs=self.config.use_cuda_graphs)
+        asked = dataclasses.replace(self.asked, engine_settings=settings)
         try:
-            found = generate_many(self.asked, prompts, NEW_TOKENS, seconds=SECONDS)
+            found = generate_many(asked, prompts, NEW_TOKENS, seconds=SECONDS)
         # The model's own code may raise anything, and answers are optional.
         except Exception as error:
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
         finally:
-            self.asked.engine.release()  # training needs the memory
+            asked.engine.release()  # training needs the memory
         begun = takewhile(lambda answers: answers[0].tokens, found)
         return [self.asked.ending.text(answer.tokens) for (answer,) in begun]
+
+
+def cache_memory(config: ChronicalsConfig, device: torch.device, planned: int) -> int | None:
+    """Return the most bytes of keys and values of a run; None where the engine decides.
+
+    Args:
+        config: configuration of the run.
+        device: device of the model; without a card the engine decides.
+        planned: bytes that are expected at the largest moment of a step; 0 if unknown.
+    """
+    if config.cache_bytes is not None or device.type != "cuda":
+        return config.cache_bytes
+    _, whole = torch.cuda.mem_get_info(device)
+    peak = max(planned, peak_bytes(device))
+    room = cache_room(fillable(whole, config), peak, torch.cuda.memory_allocated(device))
+    return min(room, free_memory(device))
 
 
 def data_reports(output_dir: Path) -> list[dict]:
