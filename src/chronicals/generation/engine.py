@@ -44,6 +44,13 @@ from chronicals.models import (
     within_adapters,
 )
 from chronicals.models.presentation import AS_FORWARD
+from chronicals.quantization import dense_copies
+
+COPIES_SHARE = 0.5
+"""Part of the free memory that dense copies of packed weights take at most.
+
+The rest is for activations, logits and the graphs of the decode steps.
+"""
 
 FREE_SHARE = 0.25
 """Part of the free memory that pages take at most if ``cache_memory`` is not set."""
@@ -166,11 +173,13 @@ class Engine:
             self._lay_out(samples, latents)
             pool = PagePool(self._pages)
             call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
-            while call.is_unfinished:
-                if end is not None and time.monotonic() >= end and call.have_begun:
-                    call.stop("time")
-                    break
-                call.step(each)
+            rows = min(self.settings.slots, len(samples))
+            with dense_copies(self.model, rows, self._spare_memory()):
+                while call.is_unfinished:
+                    if end is not None and time.monotonic() >= end and call.have_begun:
+                        call.stop("time")
+                        break
+                    call.step(each)
         self.evictions = call.schedule.evictions
         self.computed_tokens = call.computed_tokens
         answers: list[list[Answer]] = [[] for _ in requests]
@@ -240,6 +249,12 @@ class Engine:
             }
             self._layout = wanted
             self._made = self._pages
+
+    def _spare_memory(self) -> int:
+        """Return the bytes that dense copies may take beside the pages."""
+        spare = int(COPIES_SHARE * free_memory(input_device(self.model)))
+        memory = self.settings.cache_memory
+        return spare if memory is None else min(spare, memory - self._bytes)
 
     @property
     def _bytes(self) -> int:
