@@ -13,6 +13,9 @@ from chronicals.generation.engine import Engine, TooLarge
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import layers as lora_layers
+from chronicals.lora.layers import linear_adapters
 from chronicals.models import PresentedModel
 from chronicals.quantization import Linear4bit, Packed, packed_layers
 
@@ -107,6 +110,23 @@ def test_a_packed_weight_is_dequantised_once_where_memory_is_spare(model, memory
     assert (counts[1] > counts[0] >= probed_and_copied) == in_each_step
     assert (counts[1] == counts[0] == probed_and_copied) == (not in_each_step)
     assert all(layer.dense_copy is None for layer in layers)
+
+
+def test_norms_of_dora_are_computed_once_for_all_steps(model, monkeypatch):
+    """And again in the next call, for adapters that have been trained meanwhile."""
+    model = apply_lora(copy.deepcopy(model), LoRAConfig(rank=4, dropout=0.0, use_dora=True))
+    adapted = [layer for _, layer in linear_adapters(model)]
+    calls = []
+    own = lora_layers.crossed
+    monkeypatch.setattr(lora_layers, "crossed", lambda *given: calls.append(0) or own(*given))
+    for new in (2, 6):
+        for layer in adapted:
+            torch.nn.init.normal_(layer.lora_B)
+        calls.clear()
+        (answers,) = tokens(Engine(model).generate([Request(prompts()[1], new)]))
+        assert len(calls) == 2 * len(adapted)  # by the probe, and for all steps
+        assert answers == [by_transformers(model.eval(), prompts()[1], new)]
+        assert all(layer.held_norms is None for layer in adapted)
 
 
 def drawn_requests(answers=1):

@@ -34,6 +34,7 @@ from chronicals.generation.requests import Answer, Request, new_tokens_within
 from chronicals.generation.schedule import EngineSettings, Prompt, Sample
 from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.kernels.host_memory import available_memory
+from chronicals.lora import holding_norms
 from chronicals.models import (
     UnknownHead,
     in_evaluation,
@@ -174,7 +175,8 @@ class Engine:
             pool = PagePool(self._pages)
             call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
             rows = min(self.settings.slots, len(samples))
-            with dense_copies(self.model, rows, self._spare_memory()):
+            copies = dense_copies(self.model, rows, self._spare_memory())
+            with copies, holding_norms(self.model):
                 while call.is_unfinished:
                     if end is not None and time.monotonic() >= end and call.have_begun:
                         call.stop("time")
