@@ -179,7 +179,7 @@ def test_it_is_exported_once_it_is_merged(tmp_path):
 def test_a_plan_counts_its_values(tmp_path):
     fields = {"lora_rank": 4, "use_lora": True, "mixed_precision": "bf16", "batch_size": 1}
     config = runs.config(tmp_path, **fields)
-    machines = Machines(80 * 10**9, 8, 370 * 10**9, 46 * 10**9, 600 * 10**12)
+    machines = Machines(80 * 10**9, 8, 370 * 10**9, 46 * 10**9, flops=600 * 10**12)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     plans = []
     for way in (packed, plain):
