@@ -22,6 +22,7 @@ from torch import nn
 from chronicals.generation.call import Call
 from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.generation.drawing import stream_keys
+from chronicals.generation.exact import exact_passes
 from chronicals.generation.pages import LayerPages, LayerSizes, PagePool
 from chronicals.generation.passes import (
     PROBED_TOKENS,
@@ -151,6 +152,7 @@ class Engine:
 
         Raises:
             TooLarge: a request does not fit the cache even alone.
+            NotExact: ``generation_exact`` is set, and not possible.
             NotFinite: logits are not finite; the message names the request and the token.
             ValueError: a prompt has as many tokens as the model has positions.
         """
@@ -166,11 +168,9 @@ class Engine:
             self._lay_out(samples, latents)
             pool = PagePool(self._pages)
             call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
-            while call.is_unfinished:
-                if end is not None and time.monotonic() >= end and call.have_begun:
-                    call.stop("time")
-                    break
-                call.step(each)
+            exact = self.settings.generation_exact
+            with exact_passes(self.model) if exact else nullcontext():
+                call.run(each, end)
         self.evictions = call.schedule.evictions
         self.computed_tokens = call.computed_tokens
         answers: list[list[Answer]] = [[] for _ in requests]
