@@ -13,7 +13,11 @@ from chronicals.generation.engine import Engine, TooLarge
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import layers as lora_layers
+from chronicals.lora.layers import linear_adapters
 from chronicals.models import PresentedModel
+from chronicals.quantization import Linear4bit, Packed, packed_layers
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
 NEW = 20
@@ -85,6 +89,44 @@ def assert_alike(got, expected):
             for name in ("log_probabilities", "full_log_probabilities", "entropies"):
                 pair = torch.tensor([getattr(answer, name), getattr(other, name)])
                 assert (pair[0] - pair[1]).abs().max() < 2e-4, name
+
+
+@pytest.mark.parametrize("memory", [None, pages(9)], ids=["spare", "none spare"])
+def test_a_packed_weight_is_dequantised_once_where_memory_is_spare(model, memory, monkeypatch):
+    """And its copy is dropped with the call. What pages leave of the memory is spare."""
+    model = families.replaced(copy.deepcopy(model), Linear4bit.of)
+    calls = []
+    own = Packed.dense
+    monkeypatch.setattr(Packed, "dense", lambda self: calls.append(0) or own(self))
+    counts = []
+    for new in (2, 6):
+        calls.clear()
+        settings = EngineSettings(memory, PAGE)
+        Engine(model, settings).generate([Request(prompt, new) for prompt in prompts()[:3]])
+        counts.append(len(calls))
+    layers = [layer for _, layer in packed_layers(model)]
+    in_each_step = memory is not None
+    probed_and_copied = 2 * len(layers)
+    assert (counts[1] > counts[0] >= probed_and_copied) == in_each_step
+    assert (counts[1] == counts[0] == probed_and_copied) == (not in_each_step)
+    assert all(layer.dense_copy is None for layer in layers)
+
+
+def test_norms_of_dora_are_computed_once_for_all_steps(model, monkeypatch):
+    """And again in the next call, for adapters that have been trained meanwhile."""
+    model = apply_lora(copy.deepcopy(model), LoRAConfig(rank=4, dropout=0.0, use_dora=True))
+    adapted = [layer for _, layer in linear_adapters(model)]
+    calls = []
+    own = lora_layers.crossed
+    monkeypatch.setattr(lora_layers, "crossed", lambda *given: calls.append(0) or own(*given))
+    for new in (2, 6):
+        for layer in adapted:
+            torch.nn.init.normal_(layer.lora_B)
+        calls.clear()
+        (answers,) = tokens(Engine(model).generate([Request(prompts()[1], new)]))
+        assert len(calls) == 2 * len(adapted)  # by the probe, and for all steps
+        assert answers == [by_transformers(model.eval(), prompts()[1], new)]
+        assert all(layer.held_norms is None for layer in adapted)
 
 
 def drawn_requests(answers=1):

@@ -365,7 +365,7 @@ def test_few_rows_are_multiplied_without_the_dense_values(adapter, without_dense
     layer = Linear4bit.of(nn.Linear(128, 24, device=device).bfloat16())
     plain = layer.plain()
     if adapter != "none":
-        config = LoRAConfig(rank=4, use_dora=adapter == "DoRA")
+        config = LoRAConfig(rank=4, dropout=0.0, use_dora=adapter == "DoRA")
         layer, plain = (LoRALinear(each, config, 128, 24) for each in (layer, plain))
         nn.init.normal_(layer.lora_B)
         for name in layer.trained:

@@ -35,6 +35,7 @@ from chronicals.generation.requests import Answer, Request, new_tokens_within
 from chronicals.generation.schedule import EngineSettings, Prompt, Sample
 from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.kernels.host_memory import available_memory
+from chronicals.lora import holding_norms
 from chronicals.models import (
     UnknownHead,
     in_evaluation,
@@ -45,6 +46,13 @@ from chronicals.models import (
     within_adapters,
 )
 from chronicals.models.presentation import AS_FORWARD
+from chronicals.quantization import dense_copies
+
+COPIES_SHARE = 0.5
+"""Part of the free memory that dense copies of packed weights take at most.
+
+The rest is for activations, logits and the graphs of the decode steps.
+"""
 
 FREE_SHARE = 0.25
 """Part of the free memory that pages take at most if ``cache_memory`` is not set."""
@@ -168,8 +176,11 @@ class Engine:
             self._lay_out(samples, latents)
             pool = PagePool(self._pages)
             call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
+            rows = min(self.settings.slots, len(samples))
+            copies = dense_copies(self.model, rows, self._spare_memory())
             exact = self.settings.generation_exact
-            with exact_passes(self.model) if exact else nullcontext():
+            exactly = exact_passes(self.model) if exact else nullcontext()
+            with copies, holding_norms(self.model), exactly:
                 call.run(each, end)
         self.evictions = call.schedule.evictions
         self.computed_tokens = call.computed_tokens
@@ -240,6 +251,12 @@ class Engine:
             }
             self._layout = wanted
             self._made = self._pages
+
+    def _spare_memory(self) -> int:
+        """Return the bytes that dense copies may take beside the pages."""
+        spare = int(COPIES_SHARE * free_memory(input_device(self.model)))
+        memory = self.settings.cache_memory
+        return spare if memory is None else min(spare, memory - self._bytes)
 
     @property
     def _bytes(self) -> int:

@@ -8,6 +8,7 @@ from chronicals.lora.layers import (
     adapters,
     adapters_are_fresh,
     has_magnitudes,
+    holding_norms,
     why_base_is_gone,
     without_adapters,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "apply_lora",
     "delete_adapter",
     "has_magnitudes",
+    "holding_norms",
     "load_adapter",
     "lora_preset",
     "merge_and_unload",

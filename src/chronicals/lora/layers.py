@@ -164,8 +164,10 @@ class LoRALinear(AdapterLayer):
         lora_start_A, lora_start_B: starting values of the adapter, if a part of the base's weight
             was moved into it (``starting_values``); else None. With its adapter off, such a layer
             computes the product of the original weight.
+        held_norms: n of DoRA while no weight changes (``holding_norms``), else None.
     """
 
+    held_norms: Tensor | None = None
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude_vector: Tensor | None
@@ -257,6 +259,8 @@ class LoRALinear(AdapterLayer):
     @torch.no_grad()
     def norms(self) -> Tensor:
         """Return n of DoRA: the norms of the rows of ``W + s B A``, fp32 ``[out]``."""
+        if self.held_norms is not None:
+            return self.held_norms
         across = crossed(self.base_layer, self.lora_A)
         weight = cast(Tensor, self.base_layer.weight)
         # a compiled graph cannot test whether the weight has changed
@@ -495,6 +499,27 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enabled = True
+
+
+@contextmanager
+def holding_norms(model: nn.Module) -> Iterator[None]:
+    """Context manager in which the norms of DoRA are computed once, for generation.
+
+    In each step of an answer W Aᵀ would take longer than the layer's own product. Nothing may
+    change weights or adapters meanwhile.
+    """
+    layers = [
+        layer for _, layer in linear_adapters(model) if layer.lora_magnitude_vector is not None
+    ]
+    held = list[LoRALinear]()
+    try:
+        for layer in layers:
+            layer.held_norms = layer.norms()
+            held.append(layer)
+        yield
+    finally:
+        for layer in held:
+            del layer.held_norms
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:

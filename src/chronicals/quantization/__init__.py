@@ -5,6 +5,7 @@ They are 16 bit, FP8, FP8 with its 16-bit values in host memory, 4 bits, MXFP4 a
 
 from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import AdapterPadding, Dense, columns_for
+from chronicals.quantization.dense_copies import dense_copies
 from chronicals.quantization.experts import (
     Experts4bit,
     PackedExperts,
@@ -64,6 +65,7 @@ __all__ = [
     "call_with",
     "class_module",
     "columns_for",
+    "dense_copies",
     "dense_stack",
     "format_of_files",
     "frozen_weight",

@@ -151,13 +151,17 @@ class Packed(PackedWeight):
         """Write the dequantised values to ``out``, and return it."""
         return dequantize_4bit(self.codes, self.scales, out, self.block, self.code)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x Wᵀ``; of few rows in ``dtype`` on a card without the dense values.
+    def reads_dense(self, x: Tensor) -> bool:
+        """Return whether the product with x reads the dense values.
 
-        The rows alone decide, not whether a gradient is wanted: a pass that is recomputed with one
-        gives the same values.
+        That of few rows in ``dtype`` does not on a card. The rows alone decide, not whether a
+        gradient is wanted: a pass that is recomputed with one gives the same values.
         """
-        if x.dtype != self.dtype or not multiplies_few_rows(x, self.block):
+        return x.dtype != self.dtype or not multiplies_few_rows(x, self.block)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``."""
+        if self.reads_dense(x):
             return super().product(x)
         outputs = self.shape[0]
         return nf4_product(x, self.codes, self.scales, outputs, self.block, self.code)

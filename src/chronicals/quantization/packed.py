@@ -258,10 +258,15 @@ class PackedWeight(ABC):
         """Return the dequantised values, ``[n, K]``."""
         return self.into(torch.empty(self.shape, dtype=self.dtype, device=self.codes.device))
 
+    def reads_dense(self, x: Tensor) -> bool:
+        """Return whether the product with x, ``[..., K]``, reads the dense values.
+
+        A format may multiply few rows without them.
+        """
+        return True
+
     def product(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ``, ``[..., n]``, in the dtype of x; without a gradient.
-
-        A format may multiply few rows without the dense values.
 
         Args:
             x: ``[..., K]``.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.launch import operator
@@ -148,7 +149,12 @@ class PackedLinear(PackedModule):
     Args:
         packed: the weight ``[out, in]``.
         bias: ``[out]``, or None.
+
+    Attributes:
+        dense_copy: the dequantised values while they are held (``dense_copies``), else None.
     """
+
+    dense_copy: Tensor | None = None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None):
         super().__init__()
@@ -230,6 +236,8 @@ class PackedLinear(PackedModule):
 
     def _product(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ``; a layer whose rows lie on several ranks has a product of its own."""
+        if self.dense_copy is not None and self.packed.reads_dense(x):
+            return F.linear(x, self.dense_copy.to(x.dtype))
         y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
         return y
 

@@ -1,0 +1,72 @@
+"""Dense copies of packed layers: where they fit, as long as they are wanted, with the same results."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from chronicals.quantization import Linear4bit, Packed, dense_copies
+from interpreted import kernels_run
+
+NEEDED = 24 * 128 * 2
+"""Bytes of a copy."""
+
+
+@pytest.fixture
+def model(device):
+    layers = (nn.Linear(128, 24, bias=False, device=device).bfloat16() for _ in range(3))
+    return nn.ModuleList(Linear4bit.of(layer) for layer in layers)
+
+
+def copied(model):
+    return [layer.dense_copy is not None for layer in model]
+
+
+@pytest.fixture
+def dequantised(monkeypatch):
+    """Counts how often a weight is dequantised."""
+    calls = []
+    own = Packed.dense
+    monkeypatch.setattr(Packed, "dense", lambda self: calls.append(0) or own(self))
+    return calls
+
+
+def test_within_nothing_is_dequantised_and_nothing_changes(model, dequantised, device):
+    x = torch.randn(70, 128, device=device).bfloat16()
+    expected = [layer(x) for layer in model]
+    with dense_copies(model, 70, 3 * NEEDED):
+        dequantised.clear()
+        assert all(torch.equal(layer(x), y) for layer, y in zip(model, expected))
+        assert not dequantised and copied(model) == [True] * 3
+    assert copied(model) == [False] * 3
+
+
+def test_as_many_layers_as_fit_have_a_copy(model, caplog):
+    caplog.set_level(logging.INFO)
+    for memory, count in ((2 * NEEDED, 2), (3 * NEEDED - 1, 2), (NEEDED - 1, 0)):
+        with dense_copies(model, 70, memory):
+            assert sum(copied(model)) == count
+    said = [record.message for record in caplog.records if "packed layers" in record.message]
+    assert len(said) == 2, "the same is said once"
+    assert said[0].startswith("2 of 3 packed layers have a dense copy")
+    assert said[1].startswith("no memory is spare for dense copies: 3 packed layers")
+
+
+def test_few_rows_need_no_copy_where_the_kernel_runs(model, device):
+    with kernels_run(), dense_copies(model, 64, 3 * NEEDED):
+        assert copied(model) == [False] * 3
+    with kernels_run(), dense_copies(model, 65, 3 * NEEDED):
+        assert copied(model) == [True] * 3
+        model[0].dense_copy.fill_(float("nan"))
+        with torch.no_grad():  # the last answers of many are few rows
+            x = torch.randn(2, 128, device=device).bfloat16()
+            few = model[0](x)
+    with kernels_run(), torch.no_grad():
+        assert torch.equal(few, model[0](x))
+
+
+def test_copies_are_dropped_after_an_error(model):
+    with pytest.raises(RuntimeError, match="stop"), dense_copies(model, 70, 3 * NEEDED):
+        raise RuntimeError("stop")
+    assert copied(model) == [False] * 3
