@@ -10,6 +10,7 @@ from chronicals.generation.answer import (
     prompt_ids,
 )
 from chronicals.generation.engine import Engine, free_memory, why_not_served
+from chronicals.generation.exact import NotExact, packed_log_probabilities
 from chronicals.generation.requests import Answer, Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
@@ -20,6 +21,7 @@ __all__ = [
     "Ending",
     "Engine",
     "EngineSettings",
+    "NotExact",
     "Request",
     "Sampling",
     "Trained",
@@ -28,6 +30,7 @@ __all__ = [
     "generate_answer",
     "generate_many",
     "load_trained",
+    "packed_log_probabilities",
     "prompt_ids",
     "why_not_served",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from chronicals.generation.decode_graphs import DecodeGraphs, Slots
 from chronicals.generation.drawing import Choices, Drawn, draw
+from chronicals.generation.exact import ExactPass
 from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
 from chronicals.generation.passes import DecodePass, Latents, Pass, PrefillPass, run_pass
 from chronicals.generation.sampling import Sampling
@@ -77,6 +79,14 @@ class Call:
         for one in (*self.schedule.waiting, *self.schedule.running):
             one.answer.ended = reason
 
+    def run(self, each: Callable[[int, int, list[int]], None] | None, end: float | None) -> None:
+        """Take steps until all answers have ended, or until a time of ``time.monotonic``."""
+        while self.is_unfinished:
+            if end is not None and time.monotonic() >= end and self.have_begun:
+                self.stop("time")
+                break
+            self.step(each)
+
     def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:
         """Draw first tokens, or prefill a pack and take steps with all answers that run."""
         schedule = self.schedule
@@ -112,10 +122,12 @@ class Call:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Run a pack of chunks; keep the hidden state of each prompt's last token."""
+        as_tensor = self._as_tensor
         ids = list[int]()
         positions = list[int]()
         places = list[int]()
         keys = list[int]()
+        each_keys = list[Tensor]()
         bounds = [[0], [0]]
         for chunk in chunks:
             ids += chunk.of.ids[chunk.start : chunk.end]
@@ -123,11 +135,13 @@ class Call:
             held = self._places(chunk.of.pages, chunk.end)
             places += held[chunk.start :]
             keys += held
+            if self.settings.generation_exact:
+                at = as_tensor(held)
+                each_keys += [at[: place + 1] for place in range(chunk.start, chunk.end)]
             bounds[0].append(len(ids))
             bounds[1].append(len(keys))
         cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=self._device) for ends in bounds)
-        as_tensor = self._as_tensor
-        over = PrefillPass(
+        over: Pass = PrefillPass(
             self._layers,
             self._latents,
             as_tensor(places),
@@ -137,6 +151,8 @@ class Call:
             max(chunk.end for chunk in chunks),
             as_tensor(keys) if any(chunk.start for chunk in chunks) else None,
         )
+        if self.settings.generation_exact:
+            over = ExactPass(self._layers, self._latents, as_tensor(places), each_keys)
         states = self._states(as_tensor(ids), as_tensor(positions), over)
         self.computed_tokens += len(ids)
         for chunk, last in zip(chunks, bounds[0][1:]):
@@ -169,7 +185,10 @@ class Call:
         size = self.settings.page_size
         page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
         places = page * size + slots.positions % size
-        over = DecodePass(self._layers, self._latents, places, slots.pages, slots.positions + 1)
+        lengths = slots.positions + 1
+        over: Pass = DecodePass(self._layers, self._latents, places, slots.pages, lengths)
+        if self.settings.generation_exact:
+            over = ExactPass(self._layers, self._latents, places, self._keys_of(slots))
         states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
         slots.ids.copy_(drawn.tokens)
@@ -177,6 +196,13 @@ class Call:
         if slots.seen is not None:
             slots.seen.scatter_(1, drawn.tokens[:, None], True)
         return drawn
+
+    def _keys_of(self, slots: Slots) -> list[Tensor]:
+        """Return where the keys of each answer are, the new token's included."""
+        size = self.settings.page_size
+        places = slots.pages[:, :, None] * size + torch.arange(size, device=self._device)
+        lengths = (slots.positions + 1).tolist()
+        return [at[:length] for at, length in zip(places.flatten(1), lengths)]
 
     def _draw(self, states: Tensor, slots: Slots, positions: Tensor) -> Drawn:
         """Draw from the logits of hidden states ``[N, D]``, some rows at a time."""

@@ -22,6 +22,7 @@ from torch import nn
 from chronicals.generation.call import Call
 from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.generation.drawing import stream_keys
+from chronicals.generation.exact import exact_passes
 from chronicals.generation.pages import LayerPages, LayerSizes, PagePool
 from chronicals.generation.passes import (
     PROBED_TOKENS,
@@ -159,6 +160,7 @@ class Engine:
 
         Raises:
             TooLarge: a request does not fit the cache even alone.
+            NotExact: ``generation_exact`` is set, and not possible.
             NotFinite: logits are not finite; the message names the request and the token.
             ValueError: a prompt has as many tokens as the model has positions.
         """
@@ -176,12 +178,10 @@ class Engine:
             call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
             rows = min(self.settings.slots, len(samples))
             copies = dense_copies(self.model, rows, self._spare_memory())
-            with copies, holding_norms(self.model):
-                while call.is_unfinished:
-                    if end is not None and time.monotonic() >= end and call.have_begun:
-                        call.stop("time")
-                        break
-                    call.step(each)
+            exact = self.settings.generation_exact
+            exactly = exact_passes(self.model) if exact else nullcontext()
+            with copies, holding_norms(self.model), exactly:
+                call.run(each, end)
         self.evictions = call.schedule.evictions
         self.computed_tokens = call.computed_tokens
         answers: list[list[Answer]] = [[] for _ in requests]

@@ -21,7 +21,7 @@ from chronicals.generation.requests import Answer, Request
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Sizes of the engine; results do not depend on them.
+    """Sizes of the engine, on which results do not depend, and how it computes.
 
     Attributes:
         cache_memory: most bytes of keys and values; None for a quarter of the free memory. No more
@@ -32,6 +32,7 @@ class EngineSettings:
         steps_a_look: steps between two looks of the host at what was drawn; tokens behind an
             answer's end are dropped.
         use_cuda_graphs: replay decode steps on a card.
+        generation_exact: give the same bits as ``packed_log_probabilities``; in fp32 on the CPU.
     """
 
     cache_memory: int | None = None
@@ -40,6 +41,7 @@ class EngineSettings:
     chunk_tokens: int = 2048
     steps_a_look: int = 1
     use_cuda_graphs: bool = True
+    generation_exact: bool = False
 
 
 @dataclass(eq=False)
