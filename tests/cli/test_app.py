@@ -428,7 +428,7 @@ def test_prompts_of_a_file_are_answered(trained, within, place):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert found[0]["answers"][0]["text"] == once.stdout.strip()
     drawn = *asked, "--temperature", 1.5, "--answers", 3, "--output", "answers.jsonl"
-    assert within(*drawn, "--min-p", 0.01, "--cache-memory", 0.1).stdout == ""
+    assert within(*drawn, "--min-p", 0.01, "--cache-memory", "100MiB").stdout == ""
     rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
     assert [len(row["answers"]) for row in rows] == [3, 3]
     assert all(answer["log_probability"] < 0 for row in rows for answer in row["answers"])
@@ -444,6 +444,10 @@ def test_prompts_of_a_file_are_answered(trained, within, place):
         (
             ["--prompts", "data.jsonl", "--cache-memory", 1e-6],
             "(--cache-memory); ask for fewer tokens, or give it more memory",
+        ),
+        (
+            ["--prompts", "data.jsonl", "--cache-memory", "3 parsecs"],
+            "--cache-memory '3 parsecs': the unit parsecs is not known; take GB, GiB, MB, MiB, TB or TiB",
         ),
     ],
 )

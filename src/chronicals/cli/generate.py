@@ -37,11 +37,11 @@ def generate_command(
     ] = None,
     answers: Annotated[int, typer.Option(min=1, help="Answers to each of --prompts")] = 1,
     cache_memory: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=0.0,
-            help="GiB for keys and values (default: as --prompts need, at most a quarter of what "
-            "is free)",
+            metavar="SIZE",
+            help="Most for keys and values, GB or with a unit as 512MiB (default: as --prompts "
+            "need, at most a quarter of what is free)",
         ),
     ] = None,
     system: Annotated[
@@ -100,6 +100,7 @@ def generate_command(
     """
     from rich.console import Console
 
+    from chronicals.config import ChronicalsConfig
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import Chat, EngineSettings, load_trained
 
@@ -107,7 +108,7 @@ def generate_command(
     _check_prompts(prompts, prompt, system, output, answers, temperature)
     trained = load_trained(model, base_model, trust_remote_code)
     if cache_memory is not None:
-        sizes = EngineSettings(cache_memory=int(cache_memory * 2**30))
+        sizes = EngineSettings(cache_memory=ChronicalsConfig(cache_memory=cache_memory).cache_bytes)
         trained = replace(trained, engine_settings=sizes)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
