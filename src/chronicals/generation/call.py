@@ -223,9 +223,8 @@ class Call:
         ids = [(one.answer.tokens or [0])[-1] for one in samples] + [0] * padding
         positions = [one.wanted for one in samples] + [0] * padding
         width = _power_of_two(max(len(one.pages) for one in samples))
-        table = torch.full((len(ids), width), SCRATCH_PAGE, dtype=torch.int64)
-        for row, one in enumerate(samples):
-            table[row, : len(one.pages)] = torch.tensor(one.pages)
+        table = [one.pages + [SCRATCH_PAGE] * (width - len(one.pages)) for one in samples]
+        table += [[SCRATCH_PAGE] * width] * padding
         sampling = [one.prompt.request.sampling for one in samples]
         keys = [one.key for one in samples]
         choices = Choices.of(
@@ -233,7 +232,7 @@ class Call:
         )
         seen = self._seen(samples, len(ids)) if choices.penalises else None
         as_tensor = self._as_tensor
-        return Slots(as_tensor(ids), as_tensor(positions), table.to(self._device), choices, seen)
+        return Slots(as_tensor(ids), as_tensor(positions), as_tensor(table), choices, seen)
 
     def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
         """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""
@@ -255,23 +254,30 @@ class Call:
             for name in Drawn._fields
         ]
         for row, one in enumerate(samples):
-            for token, chosen, full, entropy, finite in zip(*(column[row] for column in columns)):
-                answer = one.answer
-                if not finite:
-                    raise NotFinite(
-                        f"{one.prompt.request}, token {len(answer.tokens) + 1}: the model's "
-                        "predictions are not finite; its weights are damaged or overflow: take an "
-                        "earlier checkpoint, or download it again"
-                    )
-                answer.tokens.append(token)
-                answer.log_probabilities.append(chosen)
-                answer.full_log_probabilities.append(full)
-                answer.entropies.append(entropy)
-                if self._has_ended(one):
-                    self.schedule.finish(one)
-                    break
+            tokens, chosen, full, entropies, finite = (column[row] for column in columns)
+            answer = one.answer
+            before = len(answer.tokens)
+            count = self._append(one, tokens)
+            if not all(finite[:count]):
+                raise NotFinite(
+                    f"{one.prompt.request}, token {before + finite.index(False) + 1}: the model's "
+                    "predictions are not finite; its weights are damaged or overflow: take an "
+                    "earlier checkpoint, or download it again"
+                )
+            answer.log_probabilities += chosen[:count]
+            answer.full_log_probabilities += full[:count]
+            answer.entropies += entropies[:count]
             if each is not None:
                 each(one.prompt.order, one.number, one.answer.tokens)
+
+    def _append(self, one: Sample, tokens: Sequence[int]) -> int:
+        """Add tokens to an answer up to its end, and return how many were added."""
+        for count, token in enumerate(tokens, 1):
+            one.answer.tokens.append(token)
+            if self._has_ended(one):
+                self.schedule.finish(one)
+                return count
+        return len(tokens)
 
     def _has_ended(self, one: Sample) -> bool:
         """Return whether an answer's last token ends it; notes why."""
@@ -296,7 +302,7 @@ class Call:
         """Return the number of slots of a step for ``count`` answers."""
         return min(_power_of_two(count), max(self.settings.slots, count))
 
-    def _as_tensor(self, values: Sequence[int]) -> Tensor:
+    def _as_tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
