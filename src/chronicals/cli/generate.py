@@ -108,7 +108,8 @@ def generate_command(
     _check_prompts(prompts, prompt, system, output, answers, temperature)
     trained = load_trained(model, base_model, trust_remote_code)
     if cache_memory is not None:
-        sizes = EngineSettings(cache_memory=ChronicalsConfig(cache_memory=cache_memory).cache_bytes)
+        size: dict[str, Any] = {"cache_memory": cache_memory}  # a text, which the field reads
+        sizes = EngineSettings(cache_memory=ChronicalsConfig(**size).cache_bytes)
         trained = replace(trained, engine_settings=sizes)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
