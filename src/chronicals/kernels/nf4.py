@@ -288,6 +288,26 @@ def quantize_scales(absmax: Tensor) -> Scales:
 # --- dequantize ---
 
 
+def check_codes(
+    packed: Tensor, scales: Scales, rows: int, columns: int, block: int, code: str
+) -> None:
+    """Check that codes and scales are those of a weight ``[rows, columns]``.
+
+    Raises:
+        ValueError: sizes do not fit, or the code or the size of blocks is not known.
+    """
+    count = rows * columns
+    if code not in CODE_VALUES or block not in BLOCK_SIZES:
+        codes = ", ".join(CODE_VALUES)
+        blocks = ", ".join(map(str, BLOCK_SIZES))
+        raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
+    if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
+        raise ValueError(
+            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {rows} x "
+            f"{columns} values in blocks of {block}"
+        )
+
+
 def dequantize_4bit(
     packed: Tensor, scales: Scales, out: Tensor, block: int = 64, code: str = "nf4"
 ) -> Tensor:
@@ -307,17 +327,7 @@ def dequantize_4bit(
         ValueError: sizes do not fit.
     """
     rows, columns = out.shape
-    count = rows * columns
-    if code not in CODE_VALUES or block not in BLOCK_SIZES:
-        codes = ", ".join(CODE_VALUES)
-        blocks = ", ".join(map(str, BLOCK_SIZES))
-        raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
-    if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
-        raise ValueError(
-            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {rows} x "
-            f"{columns} values in blocks "
-            f"of {block}"
-        )
+    check_codes(packed, scales, rows, columns, block, code)
     if columns > 1 and out.stride(1) != 1:
         raise ValueError(f"out has strides {out.stride()}: give one whose rows are dense")
     _dequantize(

@@ -33,9 +33,8 @@ from chronicals.kernels.launch import (
     triton,
 )
 from chronicals.kernels.nf4 import (
-    BLOCK_SIZES,
-    CODE_VALUES,
     Scales,
+    check_codes,
     code_of,
     dequantize_4bit_reference,
 )
@@ -184,15 +183,39 @@ def _nf4_product_kernel(
 
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     packed, absmax = _read_step(
-        packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, at, is_output, begin, end,
-        BLOCK, BLOCK2, NESTED, GROUPS, SIZE,
-    )  # fmt: skip
+        packed_ptr,
+        absmax_ptr,
+        absmax2_ptr,
+        code2_ptr,
+        offset_ptr,
+        at,
+        is_output,
+        begin,
+        end,
+        BLOCK,
+        BLOCK2,
+        NESTED,
+        GROUPS,
+        SIZE,
+    )
     for pair in range(begin, end, HALF):
         # the next step is under way while this one is multiplied
         next_packed, next_absmax = _read_step(
-            packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, at, is_output,
-            pair + HALF, end, BLOCK, BLOCK2, NESTED, GROUPS, SIZE,
-        )  # fmt: skip
+            packed_ptr,
+            absmax_ptr,
+            absmax2_ptr,
+            code2_ptr,
+            offset_ptr,
+            at,
+            is_output,
+            pair + HALF,
+            end,
+            BLOCK,
+            BLOCK2,
+            NESTED,
+            GROUPS,
+            SIZE,
+        )
         x = tl.load(
             x_ptr + row.to(tl.int64)[:, None] * x_row + (2 * pair + column)[None, :],
             mask=(row < rows)[:, None] & (2 * pair + column < 2 * end)[None, :],
@@ -333,17 +356,7 @@ def nf4_product(
     Raises:
         ValueError: sizes do not fit.
     """
-    columns = x.shape[-1]
-    count = outputs * columns
-    if code not in CODE_VALUES or block not in BLOCK_SIZES:
-        codes = ", ".join(CODE_VALUES)
-        blocks = ", ".join(map(str, BLOCK_SIZES))
-        raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
-    if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
-        raise ValueError(
-            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {outputs} "
-            f"x {columns} values in blocks of {block}"
-        )
+    check_codes(packed, scales, outputs, x.shape[-1], block, code)
     if not multiplies_few_rows(x, block):
         return nf4_product_reference(x, packed, scales, outputs, block, code)
     y: Tensor = _nf4_product(
