@@ -16,6 +16,7 @@ latent, N and P widths of the plain and the rotary part of a key.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -227,7 +228,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class PagedPass:
+class PagedPass(ABC):
     """Base class of the passes that write keys and values to pages.
 
     Attributes:
@@ -260,11 +261,11 @@ class PagedPass:
         """True if the new tokens attend to each other only, without earlier ones in pages."""
         return False
 
+    @abstractmethod
     def over(
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
     ) -> Tensor:
         """Return the attention over pages, to which the new keys and values have been written."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which sequences have pages, and what is computed next.
+"""Schedule of the engine: sequences that have pages, and what is computed next.
 
 A request's prompt is computed and stored once; its answers share the pages, and each copies the
 last one if it is not full. Answers run in the order of the requests. When pages run out the
