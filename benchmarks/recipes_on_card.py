@@ -47,6 +47,7 @@ from chronicals.benchmark.shapes import (
     word_tokenizer,
     zipf_ids,
 )
+from chronicals.benchmark.work import MODES
 from chronicals.config import ChronicalsConfig, preset
 from chronicals.config.presets import CARDS
 from chronicals.models import load_model, quantise_layers
@@ -66,17 +67,9 @@ AN_EPOCH = 34
 SPARE = 6
 """Steps beyond those measured, so that a run is stopped before its end, at which it would save."""
 
-LORA = {
-    "use_lora": True,
-    "lora_rank": 32,
-    "lora_alpha": 32,
-    "lora_dropout": 0.0,
-    "use_lora_plus": False,
-    "lora_target_modules": "all-linear",
-    "learning_rate": 1e-4,
-}
-FULL = {"use_lora": False, "learning_rate": 5e-7}
-NF4 = {**LORA, "quantization": "nf4"}
+LORA = MODES["lora"]
+FULL = {"use_lora": False, **MODES["full"]}
+NF4 = MODES["qlora"]
 HALF_STATES = {"optimizer_state_dtype": "bf16"}
 
 OTHER_SIZES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -59,9 +59,21 @@ def test_a_plan_writes_the_recipe_that_train_reads(folder, tmp_path):
     """With the settings that were taken and the fields that were given, and no others."""
     file = tmp_path / "recipe.yaml"
     done = planned(
-        "--model", folder, "--data", "rows.jsonl", "--gpus", 1, "--gpu-memory", "4GB",
-        "--fit", "settings", "--output", file, "--seed", 7,
-    )  # fmt: skip
+        "--model",
+        folder,
+        "--data",
+        "rows.jsonl",
+        "--gpus",
+        1,
+        "--gpu-memory",
+        "4GB",
+        "--fit",
+        "settings",
+        "--output",
+        file,
+        "--seed",
+        7,
+    )
     assert done.exit_code == 0, done.output
     assert "fit: the fastest settings that fit: --" in done.output
     written = yaml.safe_load(file.read_text())
