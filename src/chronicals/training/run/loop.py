@@ -250,6 +250,7 @@ class Loop:
                 scalars,
                 began,
                 passes,
+                step.shown,
                 step=run.step,
                 learning_rate=config.learning_rate * factor,
                 tokens=step.counts["tokens"],
