@@ -8,7 +8,14 @@ import torch
 
 import tiny
 from chronicals.config.config import ChronicalsConfig, laid_over
+from chronicals.data.packs.steps import Step
+from chronicals.objectives import build_objective
+from chronicals.objectives.policy_gradient import DRAWN, OLD
+from chronicals.objectives.terms import REFERENCE_POLICY
 from chronicals.training import ChronicalsTrainer
+from chronicals.training.columns.frozen import present_frozen
+from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, Group
+from chronicals.training.session import prepared
 
 
 def prompts(count: int = 12) -> list[dict]:
@@ -79,3 +86,92 @@ def train(folder, rows=None, model=None, rewards=None, resume=False, held_out=No
         rewards=rewards or Rewards(),
     )
     return trainer.train(rows or prompts(), held_out, resume=resume)
+
+
+@dataclass
+class Recorded:
+    """Answers to some prompts, with all that a loss takes of them; made by a seed.
+
+    Attributes:
+        prompts: tokens of each prompt.
+        answers: tokens of each answer, prompt after prompt.
+        drawn, old: log-probabilities of these tokens, some of which differ much from the model's.
+        complete: which answers have an end.
+        rewards: ``[prompts, answers]``.
+    """
+
+    prompts: list
+    answers: list
+    drawn: list
+    old: list
+    complete: list
+    rewards: torch.Tensor
+
+    @classmethod
+    def of(cls, seed: int = 0, prompts: int = 3, answers: int = 4) -> Any:
+        draw = torch.Generator().manual_seed(seed)
+
+        def ids(least: int, most: int) -> Any:
+            length = int(torch.randint(least, most + 1, (1,), generator=draw))
+            return torch.randint(4, 300, (length,), generator=draw)
+
+        asked = [ids(8, 30) for _ in range(prompts)]  # some are too short to be shared
+        answered = [ids(1, 12) for _ in range(prompts * answers)]
+        logs = [
+            [-5.7 + 0.4 * torch.randn(len(one), generator=draw) for one in answered]
+            for _ in range(2)
+        ]
+        complete = [bool(torch.rand(1, generator=draw) < 0.7) for _ in answered]
+        rewards = torch.randn(prompts, answers, generator=draw, dtype=torch.float64)
+        return cls(asked, answered, logs[0], logs[1], complete, rewards)
+
+    def groups(self, objective: Any, old: bool = True) -> list:
+        """Groups as a step of the objective has them."""
+        advantages = objective.advantages(self.rewards).flatten().tolist()
+        rewards = self.rewards.flatten().tolist()
+        masks = objective.settings.truncated == "mask"
+        count = self.rewards.shape[1]
+        found = []
+        for place, prompt in enumerate(self.prompts):
+            answers = []
+            for number in range(place * count, (place + 1) * count):
+                of_tokens = {DRAWN: self.drawn[number].numpy()}
+                if old:
+                    of_tokens[OLD] = self.old[number].numpy()
+                answers.append(
+                    DrawnAnswer(
+                        number,
+                        self.answers[number].numpy(),
+                        self.complete[number] or not masks,
+                        rewards[number],
+                        advantages[number],
+                        of_tokens,
+                    )
+                )
+            found.append(Group(prompt.numpy(), answers))
+        return found
+
+
+def one_update(recorded, folder, model=None, old=True, age=1, reference=None, **changes):
+    """Metrics and gradients of one step over recorded answers, before clipping."""
+    changes = {"max_grad_norm": float("inf"), "batch_size": 1, **changes}
+    given = config(folder, **changes)
+    model = model or tiny.llama()
+    objective = build_objective(given)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def look() -> None:
+        gradients.update(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
+
+    packs = AnswerPacks(given, tiny.tokenizer().pad_token_id)
+    batches, counts = packs.batches(recorded.groups(objective, old), age)
+    given = given.fitted(gradient_accumulation_steps=len(batches))
+    with prepared(model, given, objective, tokenizer=tiny.tokenizer()) as session:
+        if reference is not None:
+            present_frozen(objective, {REFERENCE_POLICY: reference}, model, given)
+        with session.stepping():
+            model.train()
+            terms = session.train_once(Step(batches, counts, None, None), look)
+    return {name: float(value) for name, value in terms.items()}, gradients

@@ -7,11 +7,12 @@ With π_old the distribution that its tokens were drawn from, at the temperature
 
 An objective's own file has its loss, a function of r_t and A_i. What all of them add to it is here:
 
-    β · KL(π ‖ π_ref)     estimated at the drawn tokens (Schulman, 2020), d = log π − log π_ref
-        k1   r_t · d      d held fixed: its own gradient has mean 0
-        k2   d² / 2
-        k3   e⁻ᵈ + d − 1  DeepSeek-R1's and GRPO's, equation 4 of Shao et al., 2024
-    − c · H(π)            the entropy of the predictions
+    β · KL(π ‖ π_ref)           estimated at the drawn tokens, with d = log π − log π_ref
+        k1   r_t · sg(d)          the own gradient of d has mean 0 (Schulman, 2020)
+        k2   sg(r_t) · d² / 2
+        k3   r_t · (e⁻ᵈ + d − 1)  equation 4 of Shao et al., 2024, and with the ratio the gradient
+                                  of the divergence (DeepSeek-V3.2, 2025, equation 7)
+    − c · H(π)                  the entropy of the predictions
 
 Divisors are counts of the whole step: tokens of all answers, or answers. So it does not matter how
 a step is divided into micro-batches and over ranks. (TRL's ``bnpo`` divides by the tokens of each
@@ -112,6 +113,11 @@ class RolloutSettings(ReferenceSettings):
         default=0.0, ge=0, description="Weight of the divergence from the reference policy"
     )
     kl: KL = Field(default="k3", description="Estimator of the divergence")
+    kl_ratio: bool = Field(
+        default=True,
+        description="Weigh the estimates k2 and k3 by the ratio, so that their gradient is that of "
+        "the divergence",
+    )
     entropy: float = Field(default=0.0, description="Weight of the entropy bonus")
     importance: Importance = Field(
         default="none",
@@ -180,7 +186,9 @@ def clipped_losses(
     return -torch.minimum(bounded * advantage, clipped * advantage)
 
 
-def divergence(log_p: Tensor, reference: Tensor, ratio: Tensor, kl: KL) -> Tensor:
+def divergence(
+    log_p: Tensor, reference: Tensor, ratio: Tensor, kl: KL, weighted: bool = True
+) -> Tensor:
     """Return the estimate of KL(π ‖ π_ref) at each drawn token; see the module's docstring.
 
     Args:
@@ -188,13 +196,16 @@ def divergence(log_p: Tensor, reference: Tensor, ratio: Tensor, kl: KL) -> Tenso
         reference: log π_ref of them.
         ratio: π / π_old.
         kl: which estimator.
+        weighted: weigh k2 and k3 by the ratio.
     """
     difference = log_p - reference
     if kl == "k1":
         return ratio * difference.detach()
     if kl == "k2":
-        return difference.square() / 2
-    return torch.exp(-difference) + difference - 1
+        estimate = difference.square() / 2
+        return estimate * ratio.detach() if weighted else estimate
+    estimate = torch.exp(-difference) + difference - 1
+    return estimate * ratio if weighted else estimate
 
 
 class Answers:
@@ -297,7 +308,7 @@ class PolicyGradient(WithReference):
         if weight is not None:
             losses = losses * weight
         if reference is not None and self.penalises_in_loss:
-            kl = divergence(scores.log_p, reference, ratio, given.kl)
+            kl = divergence(scores.log_p, reference, ratio, given.kl, given.kl_ratio)
             losses = losses + given.beta * kl
             terms["kl"] = Term(answers.total(kl.detach()), 0.0, PER_TOKEN)
         policy = self.reduced(losses, answers)
