@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.generation.decode_graphs import DecodeGraphs, Slots
-from chronicals.generation.drawing import Choices, Drawn, draw
+from chronicals.generation.drawing import Choices, draw
 from chronicals.generation.exact import ExactPass
 from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
 from chronicals.generation.passes import DecodePass, Latents, Pass, PrefillPass, run_pass
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
+from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
 
 LOGIT_ROWS = 64
