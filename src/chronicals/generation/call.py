@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.generation.decode_graphs import DecodeGraphs, Slots
-from chronicals.generation.drawing import Choices, Drawn, draw
+from chronicals.generation.drawing import Choices, draw
 from chronicals.generation.exact import ExactPass
 from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
 from chronicals.generation.passes import (
@@ -24,6 +24,7 @@ from chronicals.generation.passes import (
 )
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
+from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
 
 LOGIT_ROWS = 64
