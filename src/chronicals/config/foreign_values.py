@@ -522,7 +522,7 @@ _BY_REASON: dict[str, str] = {
         "dpo_loss_weights "
         "dpo_norm_loss num_labels process_reward_model qat quantization_config "
         "ppo_target vllm trl ebft "
-        "reward_funcs use_dft_loss use_asft_loss "
+        "use_dft_loss use_asft_loss "
         "use_eaft_loss "
         "mixture_of_depths use_kt diffusion"
     ),
