@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import tiny
+from chronicals.config import ConfigurationError
 from chronicals.config.config import ChronicalsConfig, laid_over
 from chronicals.data.packs.steps import Step
 from chronicals.objectives import build_objective
@@ -43,6 +44,11 @@ class Rewards:
     def __post_init__(self) -> None:
         self.names = [function.__name__ for function in self.functions]
         self.weights = self.weights or [1.0] * len(self.names)
+
+    def check_columns(self, columns: Any) -> None:
+        missing = self.columns_wanted - set(columns)
+        if missing:
+            raise ConfigurationError(f"rewards: no {missing}")
 
     def score(self, rows: Any) -> Any:
         self.calls.append(rows)

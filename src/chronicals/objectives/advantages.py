@@ -93,6 +93,19 @@ def normalised_rewards(values: Tensor, weights: Tensor) -> Tensor:
     return summed_rewards(differences / (deviation(values, 1) + LEAST_DEVIATION), weights)
 
 
+def summed_advantages(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the advantages ``[prompts, G]`` of rewards that are normalised before they are summed.
+
+    The sums of the batch have mean 0 and deviation 1 then (GDPO, equation 6).
+
+    Args:
+        values: ``[prompts, G, rewards]``, NaN where a reward does not apply.
+        weights: ``[rewards]``.
+    """
+    sums = normalised_rewards(values, weights)
+    return ((sums - sums.nanmean()) / (deviation(sums) + LEAST_DEVIATION)).nan_to_num(0.0)
+
+
 def overlong_penalty(lengths: Tensor, longest: int, margin: int) -> Tensor:
     """Return the soft penalty of long answers (DAPO, Yu et al., 2025, equation 13).
 

@@ -359,6 +359,16 @@ class PolicyGradient(WithReference):
             model, batch, self.chunk_size, given.temperature, entropy_gradient=bool(given.entropy)
         )
 
+    def token_log_p(self, model: PresentedModel, batch: Batch) -> Tensor:
+        """Return the log-probability of each target, fp32 ``[T]``."""
+        return self.token_scores(model, batch).log_p
+
+    @property
+    def wants_old_passes(self) -> bool:
+        """True if weights of answers need the trainer's own pass from before later updates."""
+        given = self.settings
+        return given.importance != "none" and given.updates * given.iterations > 1
+
     # --- the reference policy
 
     @torch.no_grad()
@@ -439,17 +449,16 @@ class PolicyGradient(WithReference):
         gap = torch.where(new, (log_p - drawn).abs(), 0.0)
         # A gap that is not a number is the largest.
         gap = gap.nan_to_num(torch.inf)
-        at = gap.argmax()
-        places = torch.stack(
-            [
-                gap[at],
-                log_p[at],
-                drawn[at],
-                batch.targets[at].float(),
-                batch.position_ids[at].float(),
-                answers.of_tokens(batch.segments[ANSWER])[at].float(),
-            ]
-        ).to(self._largest.device)
+        named = (
+            gap,
+            log_p,
+            drawn,
+            batch.targets,
+            batch.position_ids,
+            answers.of_tokens(batch.segments[ANSWER]),
+        )
+        of_tokens = torch.stack([values.float() for values in named])
+        places = of_tokens.index_select(1, gap.argmax()[None])[:, 0].to(self._largest.device)
         torch.where(places[0] > self._largest[0], places, self._largest, out=self._largest)
         over = (gap > self.settings.max_gap).float()
         return {

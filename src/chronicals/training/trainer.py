@@ -28,6 +28,7 @@ from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.sharding import with_sharding
+from chronicals.rewards import Rewards
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.columns.frozen import with_frozen_columns
 from chronicals.training.columns.start_columns import StartColumns
@@ -43,7 +44,7 @@ from chronicals.training.preparation import (
     readable_again,
     teach_generation_to_stop,
 )
-from chronicals.training.rollouts.rollout_run import RolloutRun, check_rollouts
+from chronicals.training.rollouts.rollout_run import RolloutRun, check_rollouts, rewards_of
 from chronicals.training.run.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.run.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.run.finish import about_data, finish
@@ -71,8 +72,6 @@ from chronicals.versions import check_versions_for
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from chronicals.rewards import Rewards
 
 logger = logging.getLogger(__name__)
 
@@ -314,9 +313,9 @@ class ChronicalsTrainer:
         with ExitStack() as around:
             rewards = self._rewards
             if rewards is None:
-                from chronicals.rewards import build_rewards
-
-                rewards = around.enter_context(build_rewards(self.config))
+                rewards = rewards_of(self.objective, self.config, self.ranks)
+                if rewards is not None:
+                    around.enter_context(rewards)
             yield RolloutRun.of(
                 self.objective,
                 self.tokenizer,

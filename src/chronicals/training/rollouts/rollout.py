@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,24 @@ class Rollout:
         """Return where the tokens of an answer lie in ``tokens``."""
         end = int(self.lengths[: answer + 1].sum())
         return slice(end - int(self.lengths[answer]), end)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of ``values`` ``[T]`` over each answer's tokens, float64 ``[P · G]``."""
+        bounds = np.append(0, np.cumsum(self.lengths))
+        running = np.append(0.0, np.cumsum(values.astype(np.float64)))
+        return np.diff(running[bounds])
+
+    def with_advantages(
+        self,
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+        passed: np.ndarray,
+        shown: Mapping[str, float],
+    ) -> Rollout:
+        """Return the rollout with what was computed of its answers."""
+        return replace(
+            self, rewards=rewards, advantages=advantages, passed=passed, shown=dict(shown)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the rollout as JSON, bit for bit."""

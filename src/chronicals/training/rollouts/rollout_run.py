@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import DataError, RowSource, TokenStore, read_records
+from chronicals.data import RowSource, TokenStore, read_records
 from chronicals.distributed import Mesh
 from chronicals.generation import EngineSettings, why_not_served
+from chronicals.objectives import Objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.rewards import Rewards, build_rewards
 from chronicals.training.rollouts.answer_packs import AnswerPacks
 from chronicals.training.rollouts.draws import Draws, DrawSettings, PromptRows
+from chronicals.training.rollouts.rollout_maker import RolloutMaker
 from chronicals.training.rollouts.rollout_steps import HeldOutSteps, RolloutSteps, rollout_steps
+from chronicals.training.rollouts.samples import SamplesFile
+from chronicals.training.rollouts.scoring import PROMPT_FIELDS, Scoring
 from chronicals.training.run.report import cache_memory
 from chronicals.training.session import Session
 
@@ -60,12 +65,38 @@ def check_rollouts(config: ChronicalsConfig, ranks: Mesh, model: Any, tokens: in
             f"{objective}.max_new_tokens={tokens}: leaves no room for a prompt in "
             f"max_seq_length={config.max_seq_length}; lower it, or raise max_seq_length"
         )
+    if config.reward_aggregation == "normalize_then_sum":
+        given = config.sections.get(objective, {})
+        if objective == "rloo" or given.get("truncated") == "shape":
+            raise ConfigurationError(
+                "reward_aggregation='normalize_then_sum': rewards that are normalised one by one "
+                f"give the advantages themselves, and {objective} takes them of the sum of rewards "
+                "with the penalty of long answers; leave it out, or take objective='grpo' without "
+                "truncated='shape'"
+            )
     reason = why_not_served(model, config.max_seq_length)
     if reason:
         raise ConfigurationError(
             f"objective={objective!r}: answers cannot be drawn with {type(model).__name__}: "
             f"{reason}"
         )
+
+
+def rewards_of(objective: Objective, config: ChronicalsConfig, ranks: Mesh) -> Rewards | None:
+    """Start the rewards of a run on the first rank, before a model is loaded.
+
+    Returns:
+        The rewards, which the caller closes; None on the other ranks, and for an objective that
+            draws no answers.
+
+    Raises:
+        ConfigurationError: there is none, or one cannot be had.
+    """
+    if not objective.draws_answers:
+        return None
+    started = list[Rewards]()
+    ranks.writer_does(lambda: started.append(build_rewards(config)), ConfigurationError)
+    return started[0] if started else None
 
 
 @dataclass
@@ -75,21 +106,21 @@ class RolloutRun:
     Attributes:
         objective: objective of the run.
         tokenizer: the model's tokenizer.
-        rewards: ``chronicals.rewards.Rewards``.
+        rewards: rewards of the run, on the first rank.
         records: rows of the training data and of the held-out data, on the first rank.
     """
 
     objective: PolicyGradient
     tokenizer: Any
-    rewards: Any
-    records: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+    rewards: Rewards | None
+    records: tuple[Sequence[Any], Sequence[Any]]
 
     @classmethod
     def of(
         cls,
         objective: PolicyGradient,
         tokenizer: Any,
-        rewards: Any,
+        rewards: Rewards | None,
         sources: tuple[RowSource, RowSource | None],
         config: ChronicalsConfig,
         ranks: Mesh,
@@ -99,18 +130,21 @@ class RolloutRun:
         Without held-out data of their own, both parts are of the training data.
 
         Raises:
-            DataError: a row lacks a column.
+            ConfigurationError: a row lacks a column.
         """
 
         def read() -> None:
-            train = list(_records(sources[0], config.seed))
-            held_out = train if sources[1] is None else list(_records(sources[1], config.seed))
+            assert rewards is not None
+            train = [record for _, record in read_records(sources[0], config.seed)]
+            held_out = train
+            if sources[1] is not None:
+                held_out = [record for _, record in read_records(sources[1], config.seed)]
             for rows in (train, held_out):
-                check_columns(rows, rewards.columns_wanted)
+                check_columns(rows, rewards)
             run.records = train, held_out
 
         run = cls(objective, tokenizer, rewards, ((), ()))
-        ranks.writer_does(read, DataError)
+        ranks.writer_does(read, ConfigurationError)
         return run
 
     def fitted(self, config: ChronicalsConfig, store: TokenStore, ranks: Mesh) -> ChronicalsConfig:
@@ -128,7 +162,7 @@ class RolloutRun:
                 "give more prompts"
             )
         packs = AnswerPacks(config, ranks=ranks.data_count)
-        heaviest = RolloutSteps(PromptRows(store, ()), given, config, _nothing, packs).heaviest()
+        heaviest = RolloutSteps(PromptRows(store), given, config, _nothing, packs).heaviest()
         steps = rollout_steps(given, config, len(store))
         if ranks.writer:
             again = given.iterations if given.iterations > 1 else 1
@@ -164,11 +198,16 @@ class RolloutRun:
         given = self.objective.settings
         rows = PromptRows(store, self.records[0])
         draws = self._draws(session, rows, DrawSettings.of(given), limited)
+        scoring = Scoring(self.tokenizer, rows, self.rewards, session.ranks)
         held = RolloutSteps.Held()
 
         def made(config: ChronicalsConfig) -> RolloutSteps:
             packs = self._packs(session, config, padding_token_id)
-            return RolloutSteps(rows, given, config, draws.rollout, packs, held)
+            normalises_first = config.reward_aggregation == "normalize_then_sum"
+            maker = RolloutMaker(draws, scoring, packs, normalises_first)
+            if session.ranks.writer:
+                maker.samples = SamplesFile(config.output_dir)
+            return RolloutSteps(rows, given, config, maker.rollout, packs, held)
 
         return made
 
@@ -183,8 +222,9 @@ class RolloutRun:
         given = self.objective.settings
         rows = PromptRows(store, self.records[1])
         draws = self._draws(session, rows, DrawSettings.greedy(given), limited)
+        scoring = Scoring(self.tokenizer, rows, self.rewards, session.ranks)
         packs = self._packs(session, session.config, padding_token_id)
-        return HeldOutSteps(rows, draws.rollout, packs)
+        return HeldOutSteps(rows, RolloutMaker(draws, scoring, packs), packs)
 
     def _draws(
         self,
@@ -199,7 +239,7 @@ class RolloutRun:
             cache_memory(session.config, device, planned),
             use_cuda_graphs=session.config.use_cuda_graphs,
         )
-        return Draws(session, self.tokenizer, rows, self.rewards, settings, engine, limited)
+        return Draws(session, self.tokenizer, rows, settings, engine, limited)
 
     def _packs(
         self, session: Session, config: ChronicalsConfig, padding_token_id: int
@@ -218,26 +258,16 @@ def _nothing(*_: Any) -> Any:
     raise AssertionError("these steps are only measured")
 
 
-def _records(source: RowSource, seed: int) -> Iterator[Any]:
-    """Yield the rows of a source; those that cannot be read are none of a store."""
-    for _, record in read_records(source, seed):
-        yield record
-
-
-def check_columns(records: Sequence[Any], wanted: set[str]) -> None:
+def check_columns(records: Sequence[Any], rewards: Rewards) -> None:
     """Check that the rows have the columns that rewards need.
 
     Raises:
-        DataError: a row lacks one; the message names both.
+        ConfigurationError: a row lacks one; the message names the row, the reward and the column.
     """
     for number, record in enumerate(records, 1):
-        if not isinstance(record, Mapping):
+        if not isinstance(record, Mapping) or rewards.columns_wanted <= record.keys():
             continue
-        lacking = sorted(wanted - record.keys())
-        if lacking:
-            raise DataError(
-                f"row {number}: has no {', '.join(lacking)}, which a reward needs; it has "
-                f"{', '.join(map(str, record))}: rename the column (columns={{{lacking[0]!r}: "
-                "'THEIR_NAME'}), or take another reward",
-                "missing_field",
-            )
+        try:
+            rewards.check_columns([name for name in record if name not in PROMPT_FIELDS])
+        except ConfigurationError as error:
+            raise ConfigurationError(f"row {number}: {error}") from None

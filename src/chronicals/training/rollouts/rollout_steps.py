@@ -19,10 +19,11 @@ import numpy as np
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
 from chronicals.objectives.policy_gradient import DRAWN, OLD, RolloutSettings
-from chronicals.training.errors import TrainingError
+from chronicals.training.errors import RolloutFailed
 from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, Group
 from chronicals.training.rollouts.draws import PromptRows
 from chronicals.training.rollouts.rollout import Rollout
+from chronicals.training.rollouts.rollout_maker import RolloutMaker
 
 NEXT = "rollout"
 UPDATE = "update"
@@ -155,7 +156,7 @@ class RolloutSteps:
         held = self._held.rollout
         if held is None or held.number != number:
             first = number * self.prompts_a_rollout
-            places = np.arange(first, first + self.prompts_a_rollout)
+            places = range(first, first + self.prompts_a_rollout)
             prompts = np.array([self._prompt_at(place) for place in places])
             held = self.draw(number, prompts, first)
             self._held.rollout = held
@@ -163,7 +164,7 @@ class RolloutSteps:
 
     def _prompt_at(self, place: int) -> int:
         """Return the document of the prompt at a place of the stream."""
-        epoch, within = divmod(int(place), len(self.rows.store))
+        epoch, within = divmod(place, len(self.rows.store))
         if self._known_order[0] != epoch:
             order = np.random.default_rng([self.config.seed, epoch]).permutation(
                 len(self.rows.store)
@@ -184,7 +185,7 @@ class HeldOutSteps:
 
     Args:
         rows: the prompts.
-        draw: draws a rollout.
+        maker: draws the answers, and rewards them.
         packs: makes Batches of answers.
 
     Attributes:
@@ -195,9 +196,9 @@ class HeldOutSteps:
     PROMPTS = 64
     """Prompts that are answered together: the most answers that the engine runs at once."""
 
-    def __init__(self, rows: PromptRows, draw: Draw, packs: AnswerPacks):
+    def __init__(self, rows: PromptRows, maker: RolloutMaker, packs: AnswerPacks):
         self.rows = rows
-        self.draw = draw
+        self.maker = maker
         self.packs = packs
         self.data = rows.store.key
         self.earlier_data = rows.store.earlier_keys
@@ -218,7 +219,7 @@ class HeldOutSteps:
         for number in range(start, start + min(left, left if count is None else count)):
             first = number * self.PROMPTS
             prompts = np.arange(first, min(first + self.PROMPTS, len(self.rows.store)))
-            rollout = self.draw(number, prompts, first)
+            rollout = self.maker.rollout(number, prompts, first)
             groups = groups_of(self.rows, rollout, range(len(prompts)))
             batches, counts = self.packs.batches(groups, age=1)
             yield Step(batches, counts, number, number + 1)
@@ -240,7 +241,7 @@ def groups_of(
         masks_truncated: leave answers without an end out of the loss.
 
     Raises:
-        TrainingError: no answer has a reward.
+        RolloutFailed: no answer has a reward.
     """
     groups = []
     for place in places:
@@ -252,7 +253,7 @@ def groups_of(
         if answers:
             groups.append(Group(rows.ids(rollout.prompts[place]), answers))
     if not groups:
-        raise TrainingError(
+        raise RolloutFailed(
             "no answer of a step has a reward: every reward gave None for all of them; look at "
             "what the rewards apply to"
         )
