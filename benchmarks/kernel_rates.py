@@ -83,6 +83,7 @@ from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_re
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
+from chronicals.kernels.token_draws import draw_tokens, draw_tokens_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import MergedWeights, merged_linear
@@ -1057,6 +1058,20 @@ def attention_over_pages():
         )
 
 
+def draws_of_tokens():
+    """``draw_tokens``: 64 rows of a vocabulary of 152,000, whose logits are read twice."""
+    logits = random(64, 152_064).float()
+    ones = torch.ones(64, device="cuda")
+    keys = torch.arange(64, device="cuda")
+    given = logits, logits, ones, 0 * ones, keys, keys
+    arms = {"ours": draw_tokens, "plain": draw_tokens_reference}
+    yield Row(
+        "draw_tokens, 64 x 152k",
+        {name: partial(function, *given) for name, function in arms.items()},
+        bytes=2 * logits.nbytes,
+    )
+
+
 def experts():
     """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``,
     ``grouped_product`` and its gradient of the weights beside torch's, ``expert_glu``,
@@ -1205,6 +1220,7 @@ GROUPS = {
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,
+    "token_draws": draws_of_tokens,
     "experts": experts,
     "experts_in_fp8": experts_in_fp8,
 }

@@ -10,15 +10,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from chronicals.generation.drawing import (
-    Choices,
-    draw,
-    inverse_cumulative,
-    stream_keys,
-    uniform,
-    warped,
-)
+from chronicals.generation.drawing import Choices, draw, narrowed, stream_keys
 from chronicals.generation.sampling import Sampling
+from chronicals.kernels.token_draws import inverse_cumulative, uniform, warped
 
 TOKENS = 23
 DRAWS = 10_000
@@ -90,7 +84,8 @@ def test_what_is_left_out_is_what_transformers_leaves_out(name):
     logits = torch.randn(50, TOKENS) * 3
     logits[:, 4] = logits[:, 9]
     sampling = SETTINGS[name]
-    got = warped(logits, Choices.of([sampling] * 50, [0] * 50))
+    choices = Choices.of([sampling] * 50, [0] * 50)
+    got = warped(narrowed(logits, choices), choices.temperature, choices.min_p)
     for row, scores in zip(logits, got):
         plain = Sampling(
             sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p

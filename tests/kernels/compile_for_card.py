@@ -173,6 +173,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
         "paged_attention": attention_over_pages,
+        "token_draws": draws_of_tokens,
     }
     for rank in (0, 8, 64):
         found[f"experts {rank}"] = partial(experts, rank)
@@ -348,6 +349,17 @@ def attention_over_pages() -> None:
         sinks = torch.zeros(heads)
         for of_scores in ({}, {"sinks": sinks, "window": 100, "softcap": 30.0}):
             paged_attention(q, k, v, table, lengths, scale=0.1, **of_scores)
+
+
+def draws_of_tokens() -> None:
+    """Logits in 16 and 32 bit, small and large vocabularies."""
+    from chronicals.kernels.token_draws import draw_tokens
+
+    for vocabulary, dtype in ((32_000, HALF), (262_144, torch.float32)):
+        logits = torch.zeros(4, vocabulary, dtype=dtype)
+        ones = torch.ones(4)
+        keys = torch.zeros(4, dtype=torch.int64)
+        draw_tokens(logits, logits.float(), ones, ones, keys, keys)
 
 
 def magnitudes() -> None:

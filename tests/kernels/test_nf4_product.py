@@ -172,13 +172,16 @@ def test_it_is_an_operator_of_torch(device):
     ("old", "new"),
     [
         ("absmax = absmax + tl.load(offset_ptr)", "absmax = absmax"),
-        ("block // BLOCK2", "block // BLOCK"),
-        ("tl.load(code_ptr + (codes >> 4))", "tl.load(code_ptr + (codes & 15))"),
-        ("packed = next_packed", "packed = packed"),
-        ("absmax = next_absmax", "absmax = absmax"),
+        ("block // BLOCK2", "block // (2 * BLOCK2)"),
+        ("tl.load(code + (codes >> 4))", "tl.load(code + (codes & 15))"),
+        ("tl.join(upper, lower)", "tl.join(lower, upper)"),
+        ("pair + byte < end", "pair + byte < end - 1"),
         ("tl.minimum(begin + each, pairs)", "tl.minimum(begin + each - HALF, pairs)"),
         ("parts_ptr + split * count + at", "parts_ptr + at"),
-        ("first // (BLOCK // 2)", "first // BLOCK"),
+        (
+            "(at[:, None] + (pair + group)[None, :]) // (BLOCK // 2)",
+            "(at[:, None] + (pair + group)[None, :]) // BLOCK",
+        ),
     ],
 )
 def test_a_wrong_kernel_is_found(old, new, device):

@@ -18,12 +18,13 @@ from functools import partial
 
 from torch import Tensor
 
-from chronicals.generation.drawing import Choices, Drawn
+from chronicals.generation.drawing import Choices
 from chronicals.kernels.cuda_graphs import Graph, Recorder
+from chronicals.kernels.token_draws import Drawn
 
 logger = logging.getLogger(__name__)
 
-Bucket = tuple[int, int, bool, bool, bool]
+Bucket = tuple[int, int, bool, bool]
 """Number of slots, width of the block table, and which operations the draws take."""
 
 
@@ -52,7 +53,7 @@ class Slots:
     def bucket(self) -> Bucket:
         """Whatever decides which operations a step consists of."""
         choices = self.choices
-        return *self.pages.shape, choices.draws, choices.narrows, choices.penalises  # type: ignore[return-value]
+        return *self.pages.shape, choices.narrows, choices.penalises  # type: ignore[return-value]
 
     def fill(self, others: Slots) -> None:
         """Take the values of other slots of the same bucket, in place."""

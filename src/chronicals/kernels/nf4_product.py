@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.kernels.launch import (
+    INTERPRETED,
     in_rows,
     multiplied_in,
     multiprocessors,
@@ -99,36 +100,73 @@ def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
 
 
 @triton.jit
-def _read_step(
-    packed_ptr,
+def _code_of_lane(code_ptr):
+    """Return what code ``lane % 16`` stands for, one value a thread; for the interpreter the table."""
+    if INTERPRETED:
+        code = code_ptr
+    else:
+        lane = tl.inline_asm_elementwise(
+            "mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+        )
+        code = tl.load(code_ptr + (lane & 15))
+    return code
+
+
+@triton.jit
+def _values_of(packed, code):
+    """Return what the upper and the lower codes of bytes stand for, fp32.
+
+    A shuffle reads the register of the lane that a code names: a look-up of one instruction, where
+    one in memory takes four. It takes the five lowest bits of its index, and lanes 16 to 31 have
+    the values of lanes 0 to 15, so the bit above a code needs no mask.
+    """
+    if INTERPRETED:
+        codes = packed.to(tl.int32)
+        upper = tl.load(code + (codes >> 4))
+        lower = tl.load(code + (codes & 15))
+    else:
+        upper, lower = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 at;
+            shr.b32 at, $8, 4;
+            shfl.sync.idx.b32 $0, $9, at, 31, 0xffffffff;
+            shfl.sync.idx.b32 $4, $9, $8, 31, 0xffffffff;
+            shr.b32 at, $8, 12;
+            shfl.sync.idx.b32 $1, $9, at, 31, 0xffffffff;
+            shr.b32 at, $8, 8;
+            shfl.sync.idx.b32 $5, $9, at, 31, 0xffffffff;
+            shr.b32 at, $8, 20;
+            shfl.sync.idx.b32 $2, $9, at, 31, 0xffffffff;
+            shr.b32 at, $8, 16;
+            shfl.sync.idx.b32 $6, $9, at, 31, 0xffffffff;
+            shr.b32 at, $8, 28;
+            shfl.sync.idx.b32 $3, $9, at, 31, 0xffffffff;
+            shr.b32 at, $8, 24;
+            shfl.sync.idx.b32 $7, $9, at, 31, 0xffffffff;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [packed, code],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    return upper, lower
+
+
+@triton.jit
+def _scales_of(
     absmax_ptr,
     absmax2_ptr,
     code2_ptr,
     offset_ptr,
-    at,
-    is_output,
-    pair,
-    end,
-    BLOCK: tl.constexpr,
+    block,
+    exists,
     BLOCK2: tl.constexpr,
     NESTED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
 ):
-    """Return codes ``[N, G, SIZE / 2]`` and scales ``[N, G]`` of ``GROUPS`` groups of columns.
-
-    A group of ``SIZE`` columns has one scale. ``at`` is the first byte of each output's row,
-    ``pair`` that of the first group in the row; the groups before ``end`` exist.
-    """
-    group = pair + tl.arange(0, GROUPS) * (SIZE // 2)
-    exists = is_output[:, None] & (group < end)[None, :]
-    first = at[:, None] + group[None, :]
-    block = first // (BLOCK // 2)
-    packed = tl.load(
-        packed_ptr + first[:, :, None] + tl.arange(0, SIZE // 2)[None, None, :],
-        mask=exists[:, :, None],
-        other=0,
-    )
+    """Return the scales of blocks of the weight; zero where none exists."""
     if NESTED:
         codes = tl.load(absmax_ptr + block, mask=exists, other=0).to(tl.int32)
         absmax = tl.load(code2_ptr + codes) * tl.load(
@@ -137,7 +175,7 @@ def _read_step(
         absmax = absmax + tl.load(offset_ptr)
     else:
         absmax = tl.load(absmax_ptr + block, mask=exists, other=0.0)
-    return packed, absmax
+    return absmax
 
 
 @triton.jit
@@ -167,7 +205,6 @@ def _nf4_product_kernel(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     HALF: tl.constexpr = COLUMNS // 2
     GROUPS: tl.constexpr = COLUMNS // SIZE
@@ -176,68 +213,47 @@ def _nf4_product_kernel(
     split = tl.program_id(1)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    each = tl.cdiv(tl.cdiv(pairs, SPLITS), HALF) * HALF
+    byte = tl.arange(0, HALF)
+    group = tl.arange(0, GROUPS) * (SIZE // 2)
+    each = tl.cdiv(tl.cdiv(pairs, tl.num_programs(1)), HALF) * HALF
     begin = split * each
     end = tl.minimum(begin + each, pairs)
     at = output * pairs
+    code = _code_of_lane(code_ptr)
 
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    packed, absmax = _read_step(
-        packed_ptr,
-        absmax_ptr,
-        absmax2_ptr,
-        code2_ptr,
-        offset_ptr,
-        at,
-        is_output,
-        begin,
-        end,
-        BLOCK,
-        BLOCK2,
-        NESTED,
-        GROUPS,
-        SIZE,
-    )
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for pair in range(begin, end, HALF):
-        # the next step is under way while this one is multiplied
-        next_packed, next_absmax = _read_step(
-            packed_ptr,
+        packed = tl.load(
+            packed_ptr + at[:, None] + (pair + byte)[None, :],
+            mask=is_output[:, None] & (pair + byte < end)[None, :],
+            other=0,
+        )
+        absmax = _scales_of(
             absmax_ptr,
             absmax2_ptr,
             code2_ptr,
             offset_ptr,
-            at,
-            is_output,
-            pair + HALF,
-            end,
-            BLOCK,
+            (at[:, None] + (pair + group)[None, :]) // (BLOCK // 2),
+            is_output[:, None] & (pair + group < end)[None, :],
             BLOCK2,
             NESTED,
-            GROUPS,
-            SIZE,
         )
         x = tl.load(
             x_ptr + row.to(tl.int64)[:, None] * x_row + (2 * pair + column)[None, :],
             mask=(row < rows)[:, None] & (2 * pair + column < 2 * end)[None, :],
             other=0.0,
         )
-        # the two codes of a byte meet the even and the odd columns, so nothing is interleaved
-        even, odd = tl.split(tl.reshape(x, (ROWS, HALF, 2)))
-        codes = packed.to(tl.int32)
-        upper = tl.load(code_ptr + (codes >> 4)) * absmax[:, :, None]
-        lower = tl.load(code_ptr + (codes & 15)) * absmax[:, :, None]
-        upper = tl.reshape(upper.to(x.dtype), (OUTPUTS, HALF)).to(KIND)
-        lower = tl.reshape(lower.to(x.dtype), (OUTPUTS, HALF)).to(KIND)
-        total = tl.dot(upper, tl.trans(even).to(KIND), total)
-        total = tl.dot(lower, tl.trans(odd).to(KIND), total)
-        packed = next_packed
-        absmax = next_absmax
+        upper, lower = _values_of(packed, code)
+        # the upper half of a byte is the earlier column
+        values = tl.reshape(tl.join(upper, lower), (OUTPUTS, GROUPS, SIZE))
+        weight = tl.reshape(values * absmax[:, :, None], (OUTPUTS, COLUMNS)).to(x.dtype)
+        total = tl.dot(x.to(KIND), tl.trans(weight.to(KIND)), total)
 
-    place = (split * rows + row).to(tl.int64)[None, :] * outputs + output[:, None]
+    place = (split * rows + row).to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(
         out_ptr + place,
         total.to(out_ptr.dtype.element_ty),
-        mask=is_output[:, None] & (row < rows)[None, :],
+        mask=(row < rows)[:, None] & is_output[None, :],
     )
 
 
@@ -293,9 +309,8 @@ def _nf4_product(
         OUTPUTS_AT_ONCE,
         COLUMNS_AT_ONCE,
         min(block, COLUMNS_AT_ONCE),
-        launch.splits,
         num_warps=4,
-        num_stages=1,  # the kernel itself reads a step ahead; the look-ups of codes must not be
+        num_stages=3,
         # nested scales are those of ``dequantize_4bit``, bit by bit
         enable_fp_fusion=False,
     )
