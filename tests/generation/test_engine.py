@@ -9,7 +9,8 @@ import torch
 import families
 import tiny
 from chronicals.generation.call import NotFinite
-from chronicals.generation.engine import Engine, TooLarge
+from chronicals.generation.engine import Engine
+from chronicals.generation.layout import TooLarge
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings

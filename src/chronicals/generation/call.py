@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from chronicals.generation.decode_graphs import DecodeGraphs, Slots
 from chronicals.generation.drawing import Choices, draw
 from chronicals.generation.exact import ExactPass
 from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
-from chronicals.generation.passes import DecodePass, Latents, Pass, PrefillPass, run_pass
+from chronicals.generation.passes import (
+    ChunkKeys,
+    DecodePass,
+    Latents,
+    Pass,
+    PrefillPass,
+    run_pass,
+)
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
 from chronicals.kernels.token_draws import Drawn
@@ -59,6 +67,7 @@ class Call:
         self.computed_tokens = 0
         self.schedule = Schedule(samples, pool, settings)
         self._layers = layers
+        self._pool = pool
         self._latents = latents
         self._graphs = graphs
         self._samples = samples
@@ -113,12 +122,13 @@ class Call:
         copies = self.schedule.copies
         if not copies:
             return
+        self._pool.send()
         sources, targets = (
-            torch.tensor(pages, device=self._device)
+            self._pool.in_layers(torch.tensor(pages, device=self._device))
             for pages in zip(*((copy.source, copy.target) for copy in copies))
         )
         for layer in self._layers.values():
-            layer.copy(sources, targets)
+            layer.copy(sources[layer.window], targets[layer.window])
         copies.clear()
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -127,39 +137,58 @@ class Call:
         ids = list[int]()
         positions = list[int]()
         places = list[int]()
-        keys = list[int]()
-        each_keys = list[Tensor]()
-        bounds = [[0], [0]]
+        bounds = [0]
         for chunk in chunks:
             ids += chunk.of.ids[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
-            held = self._places(chunk.of.pages, chunk.end)
-            places += held[chunk.start :]
-            keys += held
-            if self.settings.generation_exact:
-                at = as_tensor(held)
-                each_keys += [at[: place + 1] for place in range(chunk.start, chunk.end)]
-            bounds[0].append(len(ids))
-            bounds[1].append(len(keys))
-        cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=self._device) for ends in bounds)
-        over: Pass = PrefillPass(
-            self._layers,
-            self._latents,
-            as_tensor(places),
-            cu_q,
-            max(chunk.end - chunk.start for chunk in chunks),
-            cu_k,
-            max(chunk.end for chunk in chunks),
-            as_tensor(keys) if any(chunk.start for chunk in chunks) else None,
-        )
+            places += self._places(chunk.of.pages, chunk.start, chunk.end)
+            bounds.append(len(ids))
+        self._pool.send()
+        written = self._in_layers(as_tensor(places))
+        over: Pass
         if self.settings.generation_exact:
-            over = ExactPass(self._layers, self._latents, as_tensor(places), each_keys)
+            over = ExactPass(self._layers, self._latents, written, self._exact_keys(chunks))
+        else:
+            over = PrefillPass(
+                self._layers,
+                self._latents,
+                written,
+                torch.tensor(bounds, dtype=torch.int32, device=self._device),
+                max(chunk.end - chunk.start for chunk in chunks),
+                self._chunk_keys(chunks) if any(chunk.start for chunk in chunks) else None,
+            )
         states = self._states(as_tensor(ids), as_tensor(positions), over)
         self.computed_tokens += len(ids)
-        for chunk, last in zip(chunks, bounds[0][1:]):
-            chunk.of.computed = chunk.end
+        for chunk, last in zip(chunks, bounds[1:]):
+            self.schedule.advance(chunk.of, chunk.end)
             if isinstance(chunk.of, Prompt) and chunk.end == chunk.of.wanted:
                 chunk.of.state = states[last - 1].clone()
+
+    def _chunk_keys(self, chunks: Sequence[Chunk]) -> dict[int | None, ChunkKeys]:
+        """Return the keys that chunks see in the layers of each window, and in those without."""
+        found = dict[int | None, ChunkKeys]()
+        for window in (None, *self._pool.windows):
+            places = list[int]()
+            counts = list[int]()
+            for chunk in chunks:
+                first = 0 if window is None else window.first_seen(chunk.start)
+                places += self._places(chunk.of.pages, first, chunk.end)
+                counts.append(chunk.end - first)
+            size = None if window is None else window.window
+            at = self._in_layers(self._as_tensor(places))[size]
+            ends = [0, *accumulate(counts)]
+            cu = torch.tensor(ends, dtype=torch.int32, device=self._device)
+            found[size] = ChunkKeys(at, cu, max(counts))
+        return found
+
+    def _exact_keys(self, chunks: Sequence[Chunk]) -> list[dict[int | None, Tensor]]:
+        """Return where the keys of each token of chunks are."""
+        found = list[dict[int | None, Tensor]]()
+        for chunk in chunks:
+            held = self._as_tensor(self._places(chunk.of.pages, 0, chunk.end))
+            for place in range(chunk.start, chunk.end):
+                found.append(self._in_layers(held[: place + 1]))
+        return found
 
     def _first_tokens(self, began: Sequence[Sample]) -> list[Drawn]:
         """Draw the first token of answers from the last hidden states of their prompts."""
@@ -170,12 +199,13 @@ class Call:
     def _decode(self, decoding: Sequence[Sample], steps: int) -> list[Drawn]:
         """Take steps with all answers; returns what each step drew."""
         slots = self._slots(decoding, self._bucket(len(decoding)))
+        self._pool.send()
         if self._graphs is None:
             drawn = [self.decode_step(slots) for _ in range(steps)]
         else:
             drawn = self._graphs.take(slots, steps, self.decode_step)
         for one in decoding:
-            one.computed += steps
+            self.schedule.advance(one, one.computed + steps)
         return drawn
 
     def decode_step(self, slots: Slots) -> Drawn:
@@ -185,11 +215,14 @@ class Call:
         """
         size = self.settings.page_size
         page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
-        places = page * size + slots.positions % size
-        lengths = slots.positions + 1
-        over: Pass = DecodePass(self._layers, self._latents, places, slots.pages, lengths)
+        places = self._in_layers(page * size + slots.positions % size)
+        over: Pass
         if self.settings.generation_exact:
             over = ExactPass(self._layers, self._latents, places, self._keys_of(slots))
+        else:
+            tables = self._pool.in_layers(slots.pages)
+            lengths = slots.positions + 1
+            over = DecodePass(self._layers, self._latents, places, tables, lengths)
         states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
         slots.ids.copy_(drawn.tokens)
@@ -198,12 +231,12 @@ class Call:
             slots.seen.scatter_(1, drawn.tokens[:, None], True)
         return drawn
 
-    def _keys_of(self, slots: Slots) -> list[Tensor]:
+    def _keys_of(self, slots: Slots) -> list[dict[int | None, Tensor]]:
         """Return where the keys of each answer are, the new token's included."""
         size = self.settings.page_size
         places = slots.pages[:, :, None] * size + torch.arange(size, device=self._device)
         lengths = (slots.positions + 1).tolist()
-        return [at[:length] for at, length in zip(places.flatten(1), lengths)]
+        return [self._in_layers(at[:length]) for at, length in zip(places.flatten(1), lengths)]
 
     def _draw(self, states: Tensor, slots: Slots, positions: Tensor) -> Drawn:
         """Draw from the logits of hidden states ``[N, D]``, some rows at a time."""
@@ -294,10 +327,14 @@ class Call:
     def _states(self, ids: Tensor, positions: Tensor, over: Pass) -> Tensor:
         return run_pass(self.model, ids, positions, over)
 
-    def _places(self, pages: Sequence[int], tokens: int) -> list[int]:
-        """Return where the first ``tokens`` tokens of a sequence are in the pages."""
+    def _places(self, pages: Sequence[int], start: int, end: int) -> list[int]:
+        """Return where tokens ``start`` to ``end`` of a sequence are in its pages."""
         size = self.settings.page_size
-        return [pages[n // size] * size + n % size for n in range(tokens)]
+        return [pages[n // size] * size + n % size for n in range(start, end)]
+
+    def _in_layers(self, places: Tensor) -> dict[int | None, Tensor]:
+        """Return where places in pages are in the layers of each window, and in those without."""
+        return self._pool.tokens_in_layers(places, self.settings.page_size)
 
     def _bucket(self, count: int) -> int:
         """Return the number of slots of a step for ``count`` answers."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from chronicals.generation.call import Call
 from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.generation.drawing import stream_keys
 from chronicals.generation.exact import exact_passes
-from chronicals.generation.pages import LayerPages, LayerSizes, PagePool
+from chronicals.generation.layout import Group, Layout
+from chronicals.generation.pages import LayerPages, PagePool, WindowPool
 from chronicals.generation.passes import (
     PROBED_TOKENS,
     Latents,
@@ -56,10 +56,6 @@ The rest is for activations, logits and the graphs of the decode steps.
 
 FREE_SHARE = 0.25
 """Part of the free memory that pages take at most if ``cache_memory`` is not set."""
-
-
-class TooLarge(ValueError):
-    """A request does not fit the cache even alone."""
 
 
 def why_not_served(model: Any, longest: int) -> str:
@@ -100,19 +96,6 @@ def _why_not_read(model: Any) -> str:
     return "" if prove_packability(model).head_proved else "its head could not be proved"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the pages of each attention layer, and their device.
-
-    Attributes:
-        sizes: by attention module.
-        device: device of all layers.
-    """
-
-    sizes: dict[nn.Module, LayerSizes]
-    device: torch.device
-
-
 class Engine:
     """Generate with a model that ``why_not_served`` does not refuse.
 
@@ -139,8 +122,7 @@ class Engine:
         self.computed_tokens = 0
         self._layers: dict[nn.Module, LayerPages] = {}
         self._layout: Layout | None = None
-        self._made = 0
-        self._pages = 0
+        self._made: dict[Group, int] = {}
         self._graphs = None if recorder is None else DecodeGraphs(recorder)
 
     @torch.no_grad()
@@ -173,8 +155,7 @@ class Engine:
             self._graphs_of_call() as graphs,
             attending_pages(self.model) as latents,
         ):
-            self._lay_out(samples, latents)
-            pool = PagePool(self._pages)
+            pool = self._lay_out(samples, latents)
             call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
             rows = min(self.settings.slots, len(samples))
             copies = dense_copies(self.model, rows, self._spare_memory())
@@ -193,7 +174,7 @@ class Engine:
         """Give the memory of the pages back; the next call makes them again."""
         self._layers.clear()
         self._layout = None
-        self._made = 0
+        self._made = {}
 
     def _graphs_of_call(self) -> AbstractContextManager[DecodeGraphs | None]:
         """Return a context around a call, which gives its graphs; None where there are none."""
@@ -216,41 +197,40 @@ class Engine:
             ]
         return found
 
-    def _lay_out(self, samples: Sequence[Sample], latents: Latents) -> None:
-        """Make the pages of each attention layer, unless those of the last call will do."""
+    def _lay_out(self, samples: Sequence[Sample], latents: Latents) -> PagePool:
+        """Make the pages of each attention layer, unless those of the last call will do.
+
+        Returns:
+            The pages that this call may use.
+        """
         device = input_device(self.model)
         probe = Probe(latents)
         ids = torch.zeros(PROBED_TOKENS, dtype=torch.int64, device=device)
         run_pass(self.model, ids, torch.arange(PROBED_TOKENS, device=device), probe)
-        size = self.settings.page_size
-        page_bytes = size * sum(sizes.bytes for sizes in probe.sizes.values())
-        needed = [self._pages_of(one.prompt) for one in samples]
+        layout = Layout(probe.sizes, device, self.settings)
+        prompts = [one.prompt for one in samples]
         memory = self.settings.cache_memory
-        at_once = sum(sorted(needed, reverse=True)[: self.settings.slots])
         if memory is None:
-            free = (free_memory(device) + self._bytes) // page_bytes
-            count = max(min(at_once, int(FREE_SHARE * free)), min(max(needed), free))
-        else:
-            count = min(memory // page_bytes, at_once)
-        for one, pages in zip(samples, needed):
-            if pages > count:
-                request = one.prompt.request
-                raise TooLarge(
-                    f"{request}: {len(request.prompt):,} tokens and {one.prompt.limit:,} new ones "
-                    f"take {pages * page_bytes / 2**20:,.1f} MiB of keys and values, the cache has "
-                    f"{count * page_bytes / 2**20:,.1f} MiB (cache_memory); ask for fewer tokens, "
-                    "or give it more memory"
-                )
-        self._pages = count + 1
-        wanted = Layout(probe.sizes, device)
-        if wanted != self._layout or self._pages > self._made:
+            free = free_memory(device) + self._bytes
+            alone = max(layout.bytes(layout.alone(prompt)) for prompt in prompts)
+            memory = max(int(FREE_SHARE * free), min(alone, free))
+        pages = layout.within(memory, prompts)
+        counts = {group: count + 1 for group, count in pages.items()}  # with a scratch page
+        if layout != self._layout or any(counts[group] > self._made[group] for group in counts):
             self._layers.clear()  # before the new pages are made
             self._layers = {
-                module: LayerPages(sizes, self._pages, size, device)
-                for module, sizes in probe.sizes.items()
+                module: LayerPages(sizes, counts[sizes.window], self.settings.page_size, device)
+                for module, sizes in layout.sizes.items()
             }
-            self._layout = wanted
-            self._made = self._pages
+            self._layout = layout
+            self._made = counts
+        size = self.settings.page_size
+        windows = [
+            WindowPool(group, count, counts[None], size, device)
+            for group, count in counts.items()
+            if group is not None
+        ]
+        return PagePool(counts[None], windows)
 
     def _spare_memory(self) -> int:
         """Return the bytes that dense copies may take beside the pages."""
@@ -261,16 +241,7 @@ class Engine:
     @property
     def _bytes(self) -> int:
         """Bytes of the pages of the last call, which new pages may take."""
-        sizes = {} if self._layout is None else self._layout.sizes
-        return self._made * self.settings.page_size * sum(one.bytes for one in sizes.values())
-
-    def _pages_of(self, prompt: Prompt) -> int:
-        """Return how many pages one answer takes, with the prompt that others share."""
-        size = self.settings.page_size
-        tokens = len(prompt.request.prompt)
-        # the last token's keys are never needed; a shared page that is not full exists twice
-        pages = -(-(tokens + prompt.limit - 1) // size)
-        return pages + (prompt.request.answers > 1 and tokens % size > 0)
+        return 0 if self._layout is None else self._layout.bytes(self._made)
 
 
 def answer_keys(request: Request) -> list[int]:

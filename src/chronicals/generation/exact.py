@@ -17,7 +17,7 @@ and V widths of a key and a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -253,16 +253,19 @@ class ExactPass(PagedPass):
     """A pass over pages for prefill and decode steps.
 
     Attributes:
-        keys: for each new token int64, where its keys are, the last its own.
+        keys: for each new token int64, where its keys are in the layers of each window, as
+            ``places``; the last is its own.
     """
 
-    keys: Sequence[Tensor]
+    keys: Sequence[Mapping[int | None, Tensor]]
 
     def over(
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
     ) -> Tensor:
         """Return the attention of each new token to its sequence."""
-        found = [attend_exactly(q, *pages.read(at), scores) for q, at in zip(q_THD, self.keys)]
+        found = list[Tensor]()
+        for q_HD, at in zip(q_THD, self.keys):
+            found.append(attend_exactly(q_HD, *pages.read(at[pages.window]), scores))
         return torch.stack(found)
 
 

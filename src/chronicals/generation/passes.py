@@ -17,7 +17,7 @@ latent, N and P widths of the plain and the rotary part of a key.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -217,11 +217,12 @@ class Probe:
         """Return the attention within one document, after noting the sizes."""
         heads, width = k_TKD.shape[1:]
         value = v_TKV.shape[2]
-        sizes = LayerSizes(heads, width, value, k_TKD.dtype)
+        window = scores.window
+        sizes = LayerSizes(heads, width, value, k_TKD.dtype, window=window)
         if heads == q_THD.shape[1] and self._latents.explain(module, k_TKD, v_TKV):
             latent = self._latents.current[module].shape[1]
             plain = self._latents.weight(module, heads).shape[1] - value
-            sizes = LayerSizes(1, latent + width - plain, latent, k_TKD.dtype, latent)
+            sizes = LayerSizes(1, latent + width - plain, latent, k_TKD.dtype, latent, window)
         self.sizes[module] = sizes
         bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
         return _attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
@@ -234,23 +235,25 @@ class PagedPass(ABC):
     Attributes:
         layers: pages of each attention module.
         latents: latents of the pass.
-        places: int64 ``[T]``, where the new tokens are written: page · S + place within the page.
+        places: int64 ``[T]``, where the new tokens are written in the layers of each sliding
+            window, and in those without (None): page · S + place within the page.
     """
 
     layers: dict[nn.Module, LayerPages]
     latents: Latents
-    places: Tensor
+    places: Mapping[int | None, Tensor]
 
     def attend(
         self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
     ) -> Tensor:
         """Write keys and values to the module's pages, and attend over its pages."""
         pages = self.layers[module]
+        places = self.places[pages.window]
         if not pages.is_latent:
-            pages.write(self.places, k_TKD, v_TKV)
+            pages.write(places, k_TKD, v_TKV)
             return self.over(pages, q_THD, k_TKD, v_TKV, scores)
         q_THX, k_T1X, w_HVR = self.latents.absorbed(module, q_THD, k_TKD, v_TKV.shape[2])
-        pages.write(self.places, k_T1X, k_T1X)
+        pages.write(places, k_T1X, k_T1X)
         if self.alone:
             return self.over(pages, q_THD, k_TKD, v_TKV, scores)
         o_THR = self.over(pages, q_THX, k_T1X, k_T1X[..., : w_HVR.shape[2]], scores)
@@ -269,20 +272,32 @@ class PagedPass(ABC):
 
 
 @dataclass(frozen=True)
+class ChunkKeys:
+    """The keys that a pack of chunks attends to, with those of earlier chunks.
+
+    Attributes:
+        places: int64, where they are.
+        cu, longest: bounds of those of each sequence, int32, and the most of one.
+    """
+
+    places: Tensor
+    cu: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
 class PrefillPass(PagedPass):
     """A pass over a pack of chunks: several new tokens of each sequence.
 
     Attributes:
         cu_q, longest_q: bounds of the new tokens, int32, and the most of a sequence.
-        cu_k, longest_k: the same of their keys, with those of earlier chunks.
-        keys: int64, where all keys are; None if no sequence has earlier ones.
+        keys: their keys in the layers of each window, as ``places``; None if no sequence has
+            earlier ones.
     """
 
     cu_q: Tensor
     longest_q: int
-    cu_k: Tensor
-    longest_k: int
-    keys: Tensor | None
+    keys: Mapping[int | None, ChunkKeys] | None
 
     @property
     def alone(self) -> bool:
@@ -295,8 +310,9 @@ class PrefillPass(PagedPass):
         """Return the attention of the chunks to their sequences."""
         if self.keys is None:
             return _attend_documents(q_THD, k_TKD, v_TKV, scores, self.cu_q, self.longest_q)
-        k_TKD, v_TKV = pages.read(self.keys)
-        bounds = self.cu_q, self.longest_q, self.cu_k, self.longest_k
+        keys = self.keys[pages.window]
+        k_TKD, v_TKV = pages.read(keys.places)
+        bounds = self.cu_q, self.longest_q, keys.cu, keys.longest
         return _attend_documents(q_THD, k_TKD, v_TKV, scores, *bounds)
 
 
@@ -305,11 +321,11 @@ class DecodePass(PagedPass):
     """A pass over one new token of each sequence; all its tensors have static shapes.
 
     Attributes:
-        pages: int64 ``[N, L]``, the block table.
+        tables: int64 ``[N, L]``, the block table in the layers of each window, as ``places``.
         lengths: int64 ``[N]``, keys of each sequence, the new one included.
     """
 
-    pages: Tensor
+    tables: Mapping[int | None, Tensor]
     lengths: Tensor
 
     def over(
@@ -320,7 +336,7 @@ class DecodePass(PagedPass):
             q_THD,
             pages.keys,
             pages.values,
-            self.pages,
+            self.tables[pages.window],
             self.lengths,
             scores.sinks,
             scale=scores.scale,

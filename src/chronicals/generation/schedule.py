@@ -5,6 +5,9 @@ last one if it is not full. Answers run in the order of the requests. When pages
 youngest one gives its own back and waits; later its tokens are computed again in a prefill pass,
 and it goes on where it was. Random numbers depend on positions only, so nothing else changes.
 
+In layers with a sliding window a page has a place from the pass that computes it on, until no later
+token sees it; where these run out, the youngest gives its own back, too.
+
 The oldest answer never gives its pages to another, so each answer ends.
 """
 
@@ -184,18 +187,25 @@ class Schedule:
             prompt = one.prompt
             if not prompt.pages:
                 count = self.pages_of(prompt.wanted)
-                if not self._has_room(count):
+                chunk = min(prompt.wanted, self._chunk_tokens)
+                if not self._has_room(count, self.pages_of(chunk)):
                     return
                 prompt.pages = self._pool.take(count)
             if prompt.computed == prompt.wanted and not self._begin(one):
                 return
 
-    def _has_room(self, count: int) -> bool:
+    def _has_room(self, count: int, placed: int) -> bool:
         """Return whether pages are left for the running answers' next tokens, too.
 
         Without these, what is given pages now would soon have to give them back.
+
+        Args:
+            count: pages that are taken.
+            placed: how many of them need a place in layers with a window.
         """
-        return len(self._pool.free) >= count + len(self.running)
+        running = len(self.running)
+        has_places = all(window.has_room(placed + running) for window in self._pool.windows)
+        return has_places and len(self._pool.free) >= count + running
 
     def _begin(self, one: Sample) -> bool:
         """Let an answer run on its prompt's pages, if there is room for its own tokens."""
@@ -205,17 +215,23 @@ class Schedule:
         own = self.pages_of(one.wanted) - whole
         if alone:
             own -= bool(partly)
-        if not self._has_room(own):
+        copied = bool(partly) and not alone
+        if not self._has_room(own, int(copied)):
             return False
         fresh = self._pool.take(own)
         if alone:  # nobody else will need the prompt's pages, so none is copied
             one.pages = [*prompt.pages, *fresh]
+            for window in self._pool.windows:
+                window.hand_over(prompt, one)
             prompt.pages = []
             prompt.computed = 0
         else:
             one.pages = [*self._pool.share(prompt.pages[:whole]), *fresh]
-            if partly:
-                self.copies.append(Copy(prompt.pages[whole], fresh[0]))
+            for window in self._pool.windows:
+                window.share(prompt, one, whole)
+                window.extend(one, prompt.wanted)
+        if copied:
+            self.copies.append(Copy(prompt.pages[whole], fresh[0]))
         one.computed = prompt.wanted
         prompt.running += 1
         self.waiting.remove(one)
@@ -228,11 +244,35 @@ class Schedule:
         room = self._chunk_tokens
         stored: list[Prompt | Sample] = [one for one in self._prompts if one.pages]
         for one in sorted([*stored, *self.running], key=lambda one: one.age):
-            end = min(one.wanted, one.computed + room)
+            end = self._placed(one, min(one.wanted, one.computed + room))
             if end > one.computed:
                 found.append(Chunk(one, one.computed, end))
                 room -= end - one.computed
         return found
+
+    def _placed(self, one: Prompt | Sample, end: int) -> int:
+        """Give places to a sequence's tokens up to ``end``, or to fewer; returns up to which.
+
+        The youngest loses its own where there is none at all; that may be the sequence itself.
+        """
+        windows = self._pool.windows
+        while one.pages:
+            reached = min([end, *(window.reach(one) for window in windows)])
+            if reached > one.computed or reached == end:
+                for window in windows:
+                    window.extend(one, reached)
+                return reached
+            self.evict_youngest()
+        return 0
+
+    def advance(self, one: Prompt | Sample, computed: int) -> None:
+        """Note that a sequence's first ``computed`` tokens are in pages now.
+
+        Those that are behind a window from here on give their places back.
+        """
+        one.computed = computed
+        for window in self._pool.windows:
+            window.leave(one)
 
     def beginning(self) -> list[Sample]:
         """Return answers that run and have no token yet."""
@@ -245,10 +285,14 @@ class Schedule:
     def make_room(self, steps: int) -> None:
         """Give pages for ``steps`` further tokens to all that decode; the youngest may lose theirs."""
         for one in sorted(self.decoding(), key=lambda one: one.age):
+            end = one.computed + steps
             while one.pages:
-                missing = self.pages_of(one.computed + steps) - len(one.pages)
-                if missing <= len(self._pool.free):
+                missing = self.pages_of(end) - len(one.pages)
+                has_places = all(window.reach(one) >= end for window in self._pool.windows)
+                if has_places and missing <= len(self._pool.free):
                     one.pages += self._pool.take(max(missing, 0))
+                    for window in self._pool.windows:
+                        window.extend(one, end)
                     break
                 self.evict_youngest()
 
@@ -275,6 +319,8 @@ class Schedule:
             self._forget(one.prompt)
 
     def _forget(self, one: Prompt | Sample) -> None:
+        for window in self._pool.windows:
+            window.forget(one)
         self._pool.release(one.pages)
         one.computed = 0
         if isinstance(one, Prompt):
