@@ -25,6 +25,7 @@ from chronicals.config.reward_entries import DROP, RewardEntry, path_of, reward_
 from chronicals.rewards.built_in import BUILT_IN
 from chronicals.rewards.calling import ROLLOUT, Values
 from chronicals.rewards.kinds import FunctionApart, FunctionHere, Reward
+from chronicals.rewards.reward_model import RewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +282,7 @@ def _built(entry: RewardEntry, config: ChronicalsConfig) -> Reward:
         ValueError: it cannot be had.
     """
     if entry.is_model:
-        raise ValueError("reward models are not part of this version")
+        return RewardModel(entry.place, config.mixed_precision)
     if not entry.is_function and entry.place not in BUILT_IN:
         raise ValueError(
             f"there is no such built-in reward; there are {', '.join(BUILT_IN)}, and a function of "
