@@ -70,7 +70,8 @@ def score_tokens(
             entropy=True,
             count=len(batch) if batch.trained is None else batch.trained,
         )
-    return TokenScores(log_p, entropy if entropy_gradient else entropy.detach(), auxiliary)
+    entropy = entropy if entropy_gradient else entropy.detach()
+    return TokenScores(log_p, entropy, auxiliary)
 
 
 def document_sums(values: Tensor, batch: Batch) -> Tensor:
