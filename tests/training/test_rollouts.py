@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import rollouts
 import runs
@@ -9,6 +10,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.rewards import RewardsFailed
 from chronicals.training import ChronicalsTrainer, TrainingError
+from chronicals.training.rollouts.answer_packs import AnswerPacks
 from chronicals.training.rollouts.rollout import Rollout
 from chronicals.training.rollouts.samples import read_samples
 from chronicals.training.run.callbacks import read_metrics
@@ -119,7 +121,9 @@ def test_each_prompt_comes_once_an_epoch_and_seeds_differ(tmp_path):
             for first in range(0, len(rows.prompts), 4):
                 group = rows.completion_ids[first : first + 4]
                 assert len(set(map(tuple, group))) == 4
-    assert seen[1][0] != seen[2][0] and not set(map(tuple, seen[1][1])) & set(map(tuple, seen[2][1]))
+    assert seen[1][0] != seen[2][0] and not set(map(tuple, seen[1][1])) & set(
+        map(tuple, seen[2][1])
+    )
 
 
 @pytest.mark.slow
@@ -210,9 +214,7 @@ def test_answers_to_held_out_prompts_are_rewarded(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
 def test_a_divergence_from_the_base_is_measured(objective, tmp_path):
-    rollouts.train(
-        tmp_path, objective=objective, section={"beta": 0.5}, learning_rate=2e-2, **LORA
-    )
+    rollouts.train(tmp_path, objective=objective, section={"beta": 0.5}, learning_rate=2e-2, **LORA)
     first, *_, last = metrics(tmp_path)
     assert first["kl"] == pytest.approx(0.0, abs=1e-6) and last["kl"] > 1e-5
     with pytest.raises(ConfigurationError, match=f"{objective}.beta=0.5: there is no reference"):
@@ -277,3 +279,135 @@ def test_a_rollout_in_a_checkpoint_is_the_same_bit_for_bit():
         [rollout.drawn[rollout.places(n)].sum() for n in range(4)],
         rtol=1e-6,
     )
+
+
+def by_text(completions, **columns):
+    """Rewards that tell answers apart."""
+    return [float(sum(map(ord, text)) % 97) for text in completions]
+
+
+def batches_of(monkeypatch):
+    """The Batches of the steps that runs take from now on."""
+    seen = []
+    own = AnswerPacks.batches
+
+    def batches(self, groups, age):
+        made = own(self, groups, age)
+        seen.append(made[0])
+        return made
+
+    monkeypatch.setattr(AnswerPacks, "batches", batches)
+    return seen
+
+
+def trained_documents(batches):
+    """Of each document with a trained token: these tokens, its advantage and its reward."""
+    found = []
+    for batch in batches:
+        bounds = batch.cu_seqlens.tolist()
+        for place, (start, end) in enumerate(zip(bounds, bounds[1:])):
+            targets = batch.targets[start:end]
+            trained = targets[targets >= 0].tolist()
+            if trained:
+                values = (batch.segments[name][place].item() for name in ("advantage", "reward"))
+                found.append((trained, *values))
+    return found
+
+
+@pytest.mark.slow
+def test_advantages_are_those_of_the_answers_of_the_step(tmp_path, monkeypatch):
+    """The tokens that are trained are the answers', no more and no less."""
+    seen = batches_of(monkeypatch)
+    rewards = rollouts.Rewards((by_text,))
+    rollouts.train(tmp_path, rewards=rewards, section={"scale": "none"}, max_steps=1)
+    (scored,) = rewards.calls
+    values = np.array(by_text(scored.completions)).reshape(3, 4)
+    advantages = (values - values.mean(1, keepdims=True)).flatten()
+    expected = sorted(zip(scored.completion_ids, advantages, values.flatten(), strict=True))
+    for found, wanted in zip(sorted(trained_documents(seen[-1])), expected, strict=True):
+        assert found[0] == wanted[0]
+        assert found[1:] == pytest.approx(wanted[1:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_answers_without_an_end_are_masked(tmp_path, monkeypatch):
+    seen = batches_of(monkeypatch)
+    rewards = rollouts.Rewards((by_text,))
+    section = {"truncated": "mask", "answers": 8, "max_new_tokens": 80}
+    rollouts.train(tmp_path, rewards=rewards, section=section, max_steps=1)
+    (scored,) = rewards.calls
+    stop = tiny.tokenizer().eos_token_id
+    whole = [tokens for tokens in scored.completion_ids if tokens[-1] == stop]
+    assert 0 < len(whole) < len(scored.completion_ids)
+    assert sorted(tokens for tokens, *_ in trained_documents(seen[-1])) == sorted(whole)
+
+
+class LeavingOut(rollouts.Rewards):
+    """Rewards of which the first answer's fails."""
+
+    def score(self, rows):
+        outcome = super().score(rows)
+        outcome.dropped[0] = True
+        return outcome
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_left_out_is_not_trained(tmp_path, monkeypatch):
+    seen = batches_of(monkeypatch)
+    rewards = LeavingOut((by_text,))
+    rollouts.train(tmp_path, rewards=rewards, section={"scale": "none"}, max_steps=1)
+    (scored,) = rewards.calls
+    found = trained_documents(seen[-1])
+    assert sorted(tokens for tokens, *_ in found) == sorted(scored.completion_ids[1:])
+    values = np.array(by_text(scored.completions))
+    others = {tuple(tokens): advantage for tokens, advantage, _ in found}
+    for place in (1, 2, 3):
+        expected = values[place] - values[1:4].mean()
+        assert others[tuple(scored.completion_ids[place])] == pytest.approx(expected, rel=1e-5)
+    assert metrics(tmp_path)[0]["answers/left_out"] == pytest.approx(1 / 12)
+
+
+@pytest.mark.slow
+def test_a_models_own_sampling_settings_do_not_apply(tmp_path):
+    model = tiny.llama()
+    model.generation_config.update(do_sample=True, top_k=2, temperature=0.1)
+    rewards = rollouts.Rewards()
+    rollouts.train(tmp_path, rewards=rewards, model=model, max_steps=1)
+    plain = rollouts.Rewards()
+    rollouts.train(tmp_path / "plain", rewards=plain, max_steps=1)
+    assert rewards.calls[0].completion_ids == plain.calls[0].completion_ids
+    assert len({tokens[0] for tokens in plain.calls[0].completion_ids}) > 6
+
+
+@pytest.mark.slow
+def test_rloo_takes_the_divergence_from_the_reward(tmp_path, monkeypatch):
+    seen = batches_of(monkeypatch)
+    given = {"objective": "rloo", "section": {"beta": 5.0}, "learning_rate": 2e-2, **LORA}
+    rewards = rollouts.Rewards((by_text,))
+    rollouts.train(tmp_path, rewards=rewards, max_steps=3, **given)
+    values = dict(
+        zip(map(tuple, rewards.calls[-1].completion_ids), by_text(rewards.calls[-1].completions))
+    )
+    taken = [values[tuple(t)] - reward for t, _, reward in trained_documents(seen[-1])]
+    assert np.mean(taken) == pytest.approx(5 * metrics(tmp_path)[-1]["kl"] * 8, rel=0.2)
+    assert np.abs(taken).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_long_answers_are_rewarded_less(tmp_path):
+    section = {"truncated": "shape", "overlong_margin": 4}
+    rewards = rollouts.Rewards()
+    rollouts.train(tmp_path, rewards=rewards, section=section, max_steps=1)
+    (scored,) = rewards.calls
+    lengths = np.array([len(tokens) for tokens in scored.completion_ids])
+    penalty = np.clip((8 - 4 - lengths) / 4, -1, 0)
+    (line,) = metrics(tmp_path)
+    assert penalty.min() == -1
+    assert line["reward"] == pytest.approx(line["rewards/letters"] + penalty.mean())
+
+
+def test_a_model_that_drops_out_is_refused(tmp_path):
+    model = tiny.llama()
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+    with pytest.raises(ConfigurationError, match="layers.0.mlp.act_fn.1 of the model drops out"):
+        rollouts.train(tmp_path, model=model)
