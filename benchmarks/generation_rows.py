@@ -132,7 +132,7 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
 
 def ours(model: Any, row: Row, prompts: list[list[int]]) -> Any:
     """Return a function that generates so many tokens with the engine, and counts them."""
-    engine = Engine(model, EngineSettings(slots=row.sequences, steps_a_look=8))
+    engine = Engine(model, EngineSettings(slots=row.sequences))
 
     def call(new: int) -> int:
         requests = [

@@ -16,6 +16,7 @@ FLOORS = [
     {"training"},
     {"policies"},
     {"objectives", "generation", "distributed"},
+    {"rewards"},
     {"patching", "saving"},
     {"lora", "moe"},
     {"models"},

@@ -15,12 +15,22 @@ from chronicals.memory import (
     WeightBytes,
     enable_gradient_checkpointing,
     estimate,
+    recompute,
 )
-from chronicals.patching import decoder_layer, fuse_weights, patch_parts, recompute_norms_and_units
+from chronicals.memory.peak import ACTIVATIONS
+from chronicals.models import quantise_layers
+from chronicals.patching import (
+    decoder_layer,
+    fuse_weights,
+    patch_parts,
+    recompute_norms_and_units,
+    tile_mlps,
+)
 from chronicals.policies.needed_memory import adapter_columns
+from chronicals.quantization.packed import _BUFFERS
 from tracked import Tracked
 
-TOKENS = 256
+TOKENS = 512
 LAYER_COUNT = 4
 SIZES = {
     "hidden_size": 96,
@@ -49,26 +59,27 @@ class Attention(torch.autograd.Function):
         return *(torch.zeros_like(x) for x in (q, k, v)), None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "again"), [(NOTHING, 0), (CHEAP, 0), (CHEAP, 2), (LAYERS, LAYER_COUNT)], ids=str
-)
-def test_a_micro_step_holds_what_its_largest_moment_has(policy, again, monkeypatch):
-    """In fp32, whose products make no copies on the CPU; beside adapters, which have gradients."""
+def fused(way, policy, again, tile):
+    """A model whose decoder layers run fused, as ``way`` trains it and with these memory policies."""
     model = tiny.llama(num_hidden_layers=LAYER_COUNT, **SIZES)
-    apply_lora(model, LoRAConfig(rank=2, dropout=0.0))
+    if way == "NF4":
+        quantise_layers(model)
+    if way != "full":
+        apply_lora(model, LoRAConfig(rank=2, dropout=0.0, use_dora=way == "DoRA"))
     model.train()
     patch_parts(model, whole_layers=True)
     if again:
         enable_gradient_checkpointing(model, True, again)
     if policy == CHEAP:
         recompute_norms_and_units(model)
-    monkeypatch.setattr(
-        decoder_layer,
-        "document_attention",
-        lambda q, k, v, *_, padding=0, **__: Attention.apply(q, k, v, padding),
-    )
+    if tile:
+        tile_mlps(model)
     fuse_weights(model)
+    return model
+
+
+def tracked_micro_step(model):
+    """Bytes that the forward pass of the layers keeps, and the most bytes of a micro-step."""
     hidden = torch.randn(1, TOKENS, SIZES["hidden_size"])
     bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
     given = {
@@ -80,20 +91,63 @@ def test_a_micro_step_holds_what_its_largest_moment_has(policy, again, monkeypat
         "max_length_k": TOKENS,
         "use_cache": False,
     }
+    model.get_decoder()(**given).last_hidden_state.sum().backward()  # gradients stand
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    there = [*parameters, *gradients, *model.buffers(), *(b.matrix for b in _BUFFERS.values())]
+    with Tracked([*there, hidden, bounds, given["position_ids"]]) as tracked:
+        last = model.get_decoder()(**given).last_hidden_state
+        kept = tracked.held - last.nbytes
+        loss = last.sum()
+        del last
+        loss.backward()
+    return kept, tracked.peak
+
+
+PLANS = [(NOTHING, 0), (CHEAP, 0), (CHEAP, 2), (LAYERS, LAYER_COUNT)]
+TILE = 128
+QUERIES_AND_KEYS = (6 + 2 * 2) * 16
+"""Outputs of the product that makes queries, keys and values."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["full", "LoRA", "NF4", "DoRA"])
+@pytest.mark.parametrize("tile", [0, TILE], ids=["whole", "tiles"])
+@pytest.mark.parametrize(("policy", "again"), PLANS, ids=str)
+def test_a_micro_step_holds_what_its_moments_have(way, tile, policy, again, monkeypatch):
+    """In fp32, whose products make no copies on the CPU; what a forward pass keeps, and the peak."""
+    model = fused(way, policy, again, tile)  # proved with kernels that run
+    monkeypatch.setattr(
+        decoder_layer,
+        "document_attention",
+        lambda q, k, v, *_, padding=0, **__: Attention.apply(q, k, v, padding),
+    )
     # Kernels that do not run leave arbitrary values, in tensors of the same sizes.
     monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
+    monkeypatch.setattr(recompute, "TILE", TILE)
     with interpreting():
-        model.get_decoder()(**given).last_hidden_state.sum().backward()  # gradients stand
-        parameters = list(model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        there = [*parameters, *gradients, *model.buffers(), hidden, bounds, given["position_ids"]]
-        with Tracked(there) as tracked:
-            model.get_decoder()(**given).last_hidden_state.sum().backward()
+        kept, peak = tracked_micro_step(model)
 
-    step = StepShape(TOKENS, fused=True, element=4, logit_rows=1, columns=adapter_columns(model))
+    of_weight = 4 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+    step = StepShape(
+        TOKENS,
+        fused=True,
+        element=4,
+        logit_rows=1,
+        magnitudes=way == "DoRA",
+        tile=tile,
+        tile_sums=of_weight if tile and way == "full" else 0,
+        columns=adapter_columns(model),
+    )
     expected = estimate(model, step, WeightBytes(4, 4))
-    last = expected.moments(policy, again)[1]
-    planned = last.held - expected.fixed
-    # The input of a last layer that is recomputed whole counts twice.
-    twice = 4 * TOKENS * SIZES["hidden_size"] if policy == LAYERS else 0
-    assert planned - twice == pytest.approx(tracked.peak, rel=0.03)
+    loss, last, *_ = expected.moments(policy, again)
+    row = 4 * TOKENS
+    # The last norm keeps its input and an fp32 value of each row; both rotary tables are there.
+    beside = row * (1 + 2 * SIZES["head_dim"])
+    if way == "DoRA":  # norms of a layer's weights stay until the update
+        outputs = 2 * SIZES["hidden_size"] + QUERIES_AND_KEYS + 2 * SIZES["intermediate_size"]
+        beside += 4 * LAYER_COUNT * outputs
+    assert loss.parts[ACTIVATIONS] == pytest.approx(kept - beside, rel=0.006)
+    # The input of the layers was there before, and a last layer that is recomputed has its own twice.
+    before = row * SIZES["hidden_size"] * (2 if policy == LAYERS else 1)
+    assert last.held - expected.fixed - before == pytest.approx(peak, rel=0.03)

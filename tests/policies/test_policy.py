@@ -10,6 +10,9 @@ import torch
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import StepShape
+from chronicals.memory.recompute import TILE
 from chronicals.models import present
 from chronicals.policies import (
     Decision,
@@ -22,7 +25,7 @@ from chronicals.policies import (
 )
 from chronicals.policies.exclusions import EXCLUSIONS, Exclusion
 from chronicals.policies.needed_memory import expected_memory, ways_to_take_less
-from chronicals.policies.policy import POLICIES, Remedy, Running
+from chronicals.policies.policy import POLICIES, MemoryLoad, Remedy, Running
 
 MIB = 2**20
 
@@ -114,6 +117,19 @@ def test_its_bytes_are_counted(lean, tmp_path):
     )
     values = sum(p.numel() for p in tiny.llama().parameters())
     assert plain.fixed - with_it.fixed == pytest.approx(6 * values - MIB, abs=1)
+
+
+@pytest.mark.parametrize(("adapted", "sums"), [(False, 4 * 64 * 96), (True, 0)])
+def test_gradients_of_an_mlp_are_summed_over_its_tiles(tmp_path, adapted, sums):
+    """In fp32; of a frozen weight there are none."""
+    model = tiny.llama()
+    if adapted:
+        apply_lora(model, LoRAConfig(rank=2))
+    facts = Facts(runs.config(tmp_path), model)
+    load = MemoryLoad(StepShape(TILE + 1, True, 2, 8), 2, 2, 2, 2, gradients_stay=False)
+    tiled = POLICIES["tiled_mlp"].bytes(facts, load)
+    assert tiled.gradient == 4
+    assert tiled.step == replace(load.step, tile=TILE, tile_sums=sums)
 
 
 def test_the_log_and_the_advice_name_it(lean, tmp_path):

@@ -11,7 +11,7 @@ from chronicals.memory import NOTHING
 from chronicals.policies import Decision, smaller_steps
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import POLICIES
-from chronicals.policies.smaller_steps import in_smaller_batches
+from chronicals.policies.smaller_steps import in_smaller_batches, saved_in_words
 
 AS_IT_IS = {
     "use_gradient_checkpointing": Decision("use_gradient_checkpointing", False, "", NOTHING)
@@ -61,3 +61,11 @@ def test_what_runs_must_take_the_batch(by_packs, monkeypatch):
 def test_a_single_pack_has_no_smaller_batch(by_packs):
     alone = replace(by_packs, config=by_packs.config.fitted(batch_size=1))
     assert in_smaller_batches(alone, AS_IT_IS, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"), [(3, "saves about 3.00 GiB"), (6, None), (8, None)], ids=str
+)
+def test_what_saves_nothing_is_no_remedy(by_packs, batch, words):
+    fields = {"batch_size": batch, "gradient_accumulation_steps": 24 // batch}
+    assert saved_in_words(by_packs, AS_IT_IS, fields) == words

@@ -1,14 +1,23 @@
 """What a run says of its memory: a peak that was not planned, and what was planned where it ends."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tiny
 from chronicals import ChronicalsConfig
 from chronicals.memory import Moment
+from chronicals.policies import Facts, decide
 from chronicals.training import TrainingError
-from chronicals.training.run.guard import peak_bytes, say_if_memory_was_other, saying_what_helps
+from chronicals.training.run import guard
+from chronicals.training.run.guard import (
+    less_is_taken_by,
+    peak_bytes,
+    say_if_memory_was_other,
+    saying_what_helps,
+)
 
 GIB = 2**30
 PLANNED = Moment("the loss", {"frozen weights": 6 * GIB, "logits of a chunk": 4 * GIB})
@@ -45,6 +54,32 @@ def test_an_out_of_memory_says_what_was_planned(planned):
     words = "Planned were 10.0 GiB, at the loss: frozen weights 6.00 GiB, logits"
     assert (words in str(raised.value)) == (planned is not None)
     assert "Less is taken by" in str(raised.value)
+
+
+@pytest.fixture
+def session():
+    """Of a run for which ``fit`` took two packs at a time and 1,024 rows of logits."""
+    config = ChronicalsConfig(batch_size=2, gradient_accumulation_steps=4, logits_chunk_size=1024)
+    facts = Facts(config, tiny.llama(), total=GIB)
+    return SimpleNamespace(config=config, facts=facts, decisions=decide(facts))
+
+
+def test_remedies_are_those_of_the_settings_that_were_taken(session):
+    asked = ChronicalsConfig(batch_size=4, gradient_accumulation_steps=2)
+    words = less_is_taken_by(asked, 1, session)
+    assert "Less is taken by batch_size=1 with gradient_accumulation_steps=8 (saves about" in words
+    assert "batch_size=2" not in words and "logits_chunk_size" not in words
+    assert "batch_size=2" in less_is_taken_by(asked, 1, None)
+
+
+def test_what_saves_nothing_is_not_offered(session, monkeypatch):
+    """Whether its bytes would be named or not."""
+    sizes = iter(["3 GiB", "2 GiB", "1 GiB"])
+    monkeypatch.setattr(guard, "saved_in_words", lambda *_: next(sizes, None))
+    words = less_is_taken_by(session.config, 1, session)
+    assert words.count("; or ") == 2 and words.endswith(")") and "1 GiB" in words
+    words = less_is_taken_by(session.config, 1, session)
+    assert words.startswith("No other setting takes less")
 
 
 def test_without_a_card_nothing_was_held():

@@ -43,8 +43,9 @@ SOURCE_FLAGS = ("data", "validation_data")
 NEGATIVE_NUMBER = re.compile(r"-[.\d].*")
 """A value that begins like a flag."""
 
-SIZES = ("gpu_memory", "cache_memory")
-"""Fields that read their texts themselves, because a size may have a unit."""
+OWN_TEXTS = {"gpu_memory": "<GB>", "cache_memory": "<GB>", "reward_on_error": "<float|drop>"}
+"""Fields that read their texts themselves, because a size may have a unit and an error a word, and
+what help says that they take."""
 
 PRESET_HELP = f"Start from a preset: {PRESET_WORDS}"
 
@@ -334,8 +335,9 @@ def _parsed_as(name: str, number: Any) -> dict[str, Any]:
 
     It then takes ``.inf``, and ``auto`` if its field takes that.
     """
-    if name in SIZES:
-        return {"parser": lambda text: YAML_FLOATS.get(text.lower(), text), "metavar": "<GB>"}
+    if name in OWN_TEXTS:
+        metavar = OWN_TEXTS[name]
+        return {"parser": lambda text: YAML_FLOATS.get(text.lower(), text), "metavar": metavar}
     decided = name in DECIDED
     if number is not float and not (decided and number is int):
         return {}

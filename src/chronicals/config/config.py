@@ -13,11 +13,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import OUR_NAMES, no_such_field, own_value
+from chronicals.config.reward_entries import (
+    DROP,
+    as_entries,
+    as_reward_on_error,
+    as_rewards,
+    reward_text,
+)
 from chronicals.config.sections import SECTIONS_FIELD, gathered, merged
 from chronicals.config.values import (
     FOREIGN,
@@ -550,6 +557,36 @@ class ChronicalsConfig:
         description="Settings of the objective by name: --distill.alpha 0.5, or in a recipe "
         "distill: {alpha: 0.5}; --teacher "
         "is --distill.teacher",
+    )
+
+    _rewards: ClassVar = Heading("Rewards")
+    rewards: (
+        Annotated[
+            list[Annotated[Any, PlainSerializer(reward_text, return_type=str)]],
+            BeforeValidator(as_entries),
+            AfterValidator(as_rewards),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="What scores generated answers, each with its weight: module:function=0.5, "
+        "arithmetic, exact, regex(PATTERN), length(TOKENS), math, or the folder of a reward model "
+        "(docs/rewards.md)",
+    )
+    reward_timeout: PositiveFinite = Field(
+        default=1.0,
+        description="Seconds that a reward may take for each answer it is called with; a call that "
+        "takes longer is ended",
+    )
+    reward_on_error: Annotated[str | float, BeforeValidator(as_reward_on_error)] = Field(
+        default=DROP,
+        description="What becomes of an answer whose reward fails: drop leaves it out of its "
+        "group, a number is its reward",
+    )
+    reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        default="sum_then_normalize",
+        description="Whether several rewards are summed by their weights before a group is "
+        "normalised, or each is normalised by itself",
     )
 
     _tokens: ClassVar = Heading("Data")

@@ -73,6 +73,8 @@ RENAMED: dict[str, str] = {
     "activation_offload": "activation_offloading enable_activation_offloading",
     "use_fp8": "fp8",
     "objective": "stage rl",
+    "rewards": "reward_funcs reward_functions reward_func reward_fn",
+    "reward_aggregation": "multi_objective_aggregation",
     "train_on_roles": "roles_to_train",
     "max_documents": "max_packed_sequences",
     "validation_split": "val_set_size val_size test_size eval_split",
@@ -138,6 +140,8 @@ OBJECTIVE_NAMES: dict[str, str] = {
 """Our objectives by their names in other trainers."""
 
 INSTEAD: dict[str, str] = {
+    "reward_weights": "rewards, whose entries end with their weights",
+    "custom_reward_function": "rewards=['FILE.py:NAME'], the path of the function",
     "precompute_ref_log_probs": "dpo={'reference': 'stored'}, or the same in the section of "
     "another objective",
     "reference_free": "objective='simpo' (or cpo, or orpo), which has no reference",

@@ -526,7 +526,7 @@ _BY_REASON: dict[str, str] = {
         "dpo_loss_weights "
         "dpo_norm_loss num_labels process_reward_model qat quantization_config ppo_epochs "
         "ppo_target vllm trl ebft "
-        "use_vllm num_generations reward_funcs max_new_tokens use_dft_loss use_asft_loss "
+        "use_vllm num_generations max_new_tokens use_dft_loss use_asft_loss "
         "use_eaft_loss "
         "mixture_of_depths use_kt diffusion"
     ),

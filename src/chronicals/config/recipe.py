@@ -21,6 +21,7 @@ from chronicals.config.config import (
 )
 from chronicals.config.data_source import ColumnNames, OptionalSources, Sources, with_columns
 from chronicals.config.presets import AUTO_PRESET, preset_fields
+from chronicals.config.reward_entries import lasting_reward
 from chronicals.config.sections import lasting_sections
 from chronicals.config.values import lasting, not_foreign
 
@@ -160,6 +161,8 @@ class Recipe(ChronicalsConfig):
                 changes[name] = value.absolute()
             else:
                 changes[name] = value and lasting(value)
+        if self.rewards is not None:
+            changes["rewards"] = [lasting_reward(given) for given in self.rewards]
         if self.overwrite:  # a resumed run must not replace itself
             changes["overwrite"] = False
         self.replace(**changes, **lasting_sections(self.sections)).to_yaml(aside)

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from chronicals.kernels.host_memory import sent
 from chronicals.kernels.paged_attention import gather_pages
 
 SCRATCH_PAGE = 0
@@ -122,7 +123,7 @@ class WindowPool:
         if not self._unsent:
             return
         pages, places = (
-            torch.tensor([*numbers], device=self.table.device)
+            sent([*numbers], torch.int64, self.table.device)
             for numbers in (self._unsent.keys(), self._unsent.values())
         )
         self.table.index_copy_(0, pages, places)

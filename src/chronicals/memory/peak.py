@@ -172,6 +172,8 @@ class StepShape:
         copies_attended: attention's output projection has adapters, so its input is copied to make
             room for their columns.
         tile: rows of an MLP that are computed at a time; 0 for all.
+        tile_sums: bytes of the gradient of one of an MLP's three weights, where those of tiles are
+            summed; 0 if they are frozen.
         offloads: saved tensors are offloaded to host memory.
         head_bytes: returns the bytes that the loss needs, by its kernel's file.
         columns: columns for adapters behind the inputs of products.
@@ -191,6 +193,7 @@ class StepShape:
     magnitudes: bool = False
     copies_attended: bool = False
     tile: int = 0
+    tile_sums: int = 0
     offloads: bool = False
     head_bytes: Callable[[HeadShape], HeadBytes] = cross_entropy_bytes
     columns: AdapterColumns = AdapterColumns()
@@ -458,7 +461,10 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
             trained=head.requires_grad,
         )
     )
-    tile = step.tile * layer.of_tile * step.element
+    of_tile = step.tile * layer.of_tile * step.element
+    of_down = step.tile * layer.of_down_in_tile * step.element
+    # Gradients of the three weights wait for those of the last tile; then the down product's comes.
+    tile = max(of_tile + 3 * step.tile_sums, of_down + 4 * step.tile_sums)
     return Estimate(
         fixed=sum(parts.values()),
         layers=shape.layers,
@@ -527,14 +533,16 @@ class _LayerElements:
             keeps.
         in_mlp: elements during the MLP's backward pass, without those of a tile.
         window: with offload, most elements on the way to host memory.
-        of_tile: elements of each row in a tile of the MLP.
+        of_tile: elements of each row in a tile of the MLP, at the gated unit's backward pass.
+        of_down_in_tile: the same at the gradient of the down product's weight.
     """
 
     kept: dict[str, int]
     in_attention: int
     in_mlp: dict[str, int]
     window: dict[str, int]
-    of_tile: int
+    of_tile: int = 0
+    of_down_in_tile: int = 0
 
     @classmethod
     def of(cls, config: Any, step: StepShape) -> _LayerElements:
@@ -547,7 +555,6 @@ class _LayerElements:
         keys = head_dim * (shape.kv_heads or heads)
         routed = _routed_width(config)
         in_mlp = 0 if step.tile else routed or inner
-        columns = step.columns
         # Queries, keys, values and attention's output, and a copy of the output with room for an
         # adapter's columns.
         attended = 2 * queries + 2 * keys + (queries if step.copies_attended else 0)
@@ -557,15 +564,7 @@ class _LayerElements:
         # Outputs of matrix products, without gate and up, which are kept anyway.
         products = queries + 2 * keys + 2 * width
         if step.fused:
-            # Experts keep the inputs of their gated units, and make the units again.
-            kept = {NOTHING: 4 * width + attended + (2 if routed else 3) * in_mlp + of_rows}
-            if not routed:  # layers with experts never run in one piece, which makes norms again
-                kept[CHEAP] = 2 * width + attended + 2 * in_mlp + of_rows
-            # Columns stay with an input, and are made again with one that is.
-            with_inputs = columns.queries + columns.gate + columns.down
-            kept[NOTHING] += columns.output + with_inputs
-            if CHEAP in kept:
-                kept[CHEAP] += columns.output
+            kept = _kept_fused(step, width, attended + of_rows, routed, in_mlp)
         elif step.on_host is not None:
             kept = {
                 NOTHING: _kept_on_host(step.on_host, width, queries, keys, in_mlp, step.element)
@@ -574,26 +573,27 @@ class _LayerElements:
         else:
             kept = {NOTHING: 30 * width + 5 * in_mlp}
         if step.fused and step.in_fp8 is not None:
-            pairs = ((width, queries + 2 * keys), (width, 2 * inner), (inner, width))
+            pairs = [(width, queries + 2 * keys)]
+            if not step.tile:  # a tile is made again from its rows in 16 bits
+                pairs += [(width, 2 * inner), (inner, width)]
             # Inputs kept in 8 bits instead of 16 count half.
             kept[NOTHING] -= (
                 sum(inputs for inputs, outputs in pairs if step.in_fp8(inputs, outputs)) // 2
             )
         if step.magnitudes:
             returned = products if step.fused else 2 * (products + 2 * inner)
+            if step.fused and step.tile:  # the down product returns within a tile
+                returned -= width
             if step.on_host is not None:
                 returned = products + 2 * inner
             kept = {policy: count + returned for policy, count in kept.items()}
-        # The gated unit's backward pass: gradients of gate, up, unit and input. The unit and the
-        # layer's output are freed by then; recomputed activations are allocated.
+        # Gradients of gate and up are scaled into another tensor where adapters have magnitudes.
+        scaled = inner + 2 * step.columns.gate if step.fused and step.magnitudes else 0
         # Experts make the gradient of their input for each pair of token and expert.
         of_pairs = _experts_of_token(config) * width
-        in_mlp_backward = {
-            NOTHING: kept[NOTHING] + 2 * in_mlp + of_pairs,
-            LAYERS: kept[NOTHING] + 2 * in_mlp + of_pairs + width,
-        }
-        if CHEAP in kept:
-            in_mlp_backward[CHEAP] = kept[CHEAP] + 3 * in_mlp + width
+        in_mlp_backward = _in_gated_unit(kept, width, in_mlp, of_pairs, scaled)
+        if step.tile:
+            in_mlp_backward = _beside_a_tile(kept, width)
         # FlashAttention's backward pass: its input and output, their gradients, an fp32 accumulator
         # of the queries' gradient, and gradients of keys and values for each query head.
         in_attention_backward = 2 * width + 8 * queries + 4 * keys
@@ -603,8 +603,79 @@ class _LayerElements:
             policy: WINDOW_TENSORS * (width if policy == LAYERS else largest) for policy in kept
         }
         return cls(
-            kept, in_attention_backward, in_mlp_backward, window, of_tile=6 * inner + 3 * width
+            kept,
+            in_attention_backward,
+            in_mlp_backward,
+            window,
+            # Gate, up, the unit's gradient, and the gradients of gate and up with their columns.
+            of_tile=5 * inner + step.columns.gate + scaled,
+            # Gate, up, the unit and its gradient.
+            of_down_in_tile=4 * inner,
         )
+
+
+def _kept_fused(
+    step: StepShape, width: int, attended: int, routed: int, inner: int
+) -> dict[str, int]:
+    """Return the elements a token that a fused layer keeps, by what is recomputed.
+
+    Args:
+        step: shape of the step.
+        width: D of the module's docstring.
+        attended: elements that attention keeps, and those of rows.
+        routed: width of the hidden activations of a token's experts; 0 without them.
+        inner: F, or ``routed``; 0 in tiles, which keep nothing but their rows.
+    """
+    columns = step.columns
+    # Experts keep the inputs of their gated units, and make the units again.
+    kept = {NOTHING: 4 * width + attended + (2 if routed else 3) * inner}
+    # Columns stay with an input, and are made again with one that is.
+    kept[NOTHING] += columns.queries + columns.output + columns.gate
+    if not step.tile:
+        kept[NOTHING] += columns.down
+    if routed:  # layers with experts never run in one piece, which makes norms again
+        return kept
+    kept[CHEAP] = 2 * width + attended + 2 * inner + columns.output
+    if step.tile:  # the normed rows stay, from which tiles are made again
+        kept[CHEAP] += width + columns.gate
+    return kept
+
+
+def _in_gated_unit(
+    kept: Mapping[str, int], width: int, inner: int, of_pairs: int, scaled: int
+) -> dict[str, int]:
+    """Return the elements a token in a gated unit's backward pass, by what is recomputed.
+
+    These are gradients of gate, up, unit and input. The unit and the layer's output are freed by
+    then; recomputed activations are allocated.
+
+    Args:
+        kept: elements that a layer keeps.
+        width: D of the module's docstring.
+        inner: F, or the width of the hidden activations of a token's experts.
+        of_pairs: elements of the gradients of experts' inputs.
+        scaled: elements of gradients that magnitudes scale.
+    """
+    beside = of_pairs + scaled
+    held = {
+        NOTHING: kept[NOTHING] + 2 * inner + beside,
+        LAYERS: kept[NOTHING] + 2 * inner + beside + width,
+    }
+    if CHEAP in kept:
+        held[CHEAP] = kept[CHEAP] + 3 * inner + beside + width
+        # By the time that gradients are scaled the normed input was made again.
+        held[CHEAP] += width if scaled else 0
+    return held
+
+
+def _beside_a_tile(kept: Mapping[str, int], width: int) -> dict[str, int]:
+    """Return the elements a token in the MLP's backward pass without those of a tile.
+
+    They are what a layer keeps, by what is recomputed, and gradients of its output and of the
+    inputs of the tiles that were done; arguments as for ``_in_gated_unit``.
+    """
+    held = {policy: count + 2 * width for policy, count in kept.items()}
+    return {**held, LAYERS: held[NOTHING]}
 
 
 def _kept_on_host(

@@ -10,6 +10,7 @@ import pydantic
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.foreign import no_such_field, no_such_objective, setting_called
+from chronicals.config.reward_entries import reward_text
 from chronicals.config.sections import SHARED
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.moe.router_settings import RouterSettings
@@ -58,6 +59,12 @@ def build_objective(config: ChronicalsConfig) -> Objective:
                 "them out, or set "
                 f"objective={section!r}"
             )
+    if config.rewards and "prompt" not in OBJECTIVES[name].row_kinds:
+        raise ConfigurationError(
+            f"rewards={[reward_text(given) for given in config.rewards]}: "
+            f"objective={name!r} trains the answers of its rows, and generates none to score; "
+            "leave it out"
+        )
     # An objective of pairs or judged answers is of whole answers, and not of prompts.
     if set(OBJECTIVES[name].row_kinds).isdisjoint(DOCUMENT_KINDS):
         if config.overlong == "split":

@@ -365,7 +365,7 @@ def ways_to_take_less(
     config: ChronicalsConfig,
     ranks: int = 1,
     shorter_rows: bool = True,
-    saved: Callable[[Mapping[str, Any]], str] | None = None,
+    saved: Callable[[Mapping[str, Any]], str | None] | None = None,
 ) -> list[str]:
     """Return the remedies of ``what_helps`` in words.
 
@@ -373,7 +373,8 @@ def ways_to_take_less(
         config: the configuration that does not fit.
         ranks: number of processes that train together.
         shorter_rows: include the last one, a shorter ``max_seq_length``.
-        saved: returns what the fields of one of the first ``MEASURED_WAYS`` save, in words.
+        saved: returns in words what the fields of a remedy save, None if that is nothing; those of
+            the first ``MEASURED_WAYS`` are named.
     """
     words: list[str] = []
     for fields, price in what_helps(config, ranks):
@@ -381,8 +382,11 @@ def ways_to_take_less(
             continue
         named = " with ".join(f"{field}={value}" for field, value in fields.items())
         beside = [price] if price else []
-        if saved is not None and len(words) < MEASURED_WAYS:
-            beside.insert(0, saved(fields))
+        size = "" if saved is None else saved(fields)
+        if size is None:
+            continue
+        if size and len(words) < MEASURED_WAYS:
+            beside.insert(0, size)
         words.append(f"{named} ({', '.join(beside)})" if beside else named)
     return words
 

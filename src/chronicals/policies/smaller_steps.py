@@ -65,8 +65,8 @@ def _policies_run(facts: Facts, decisions: Mapping[str, Decision]) -> bool:
 
 def saved_in_words(
     facts: Facts, decisions: Mapping[str, Decision], fields: Mapping[str, Any]
-) -> str:
-    """Return in words what the fields of a remedy save.
+) -> str | None:
+    """Return in words what the fields of a remedy save; None if that is nothing.
 
     Args:
         facts: of the run that does not fit.
@@ -84,5 +84,8 @@ def saved_in_words(
         then = planned_peak(changed, {**decisions, RECOMPUTE_LAYERS.name: recomputed}).held
     except ConfigurationError:
         return unknown
-    saved = max(planned_peak(facts, decisions).held - then, 0)
-    return f"saves about {saved / GIB:.2f} GiB"
+    saved = planned_peak(facts, decisions).held - then
+    if saved <= 0:
+        return None
+    words = f"{saved / GIB:.2f} GiB" if saved >= GIB / 100 else f"{saved / 2**20:.2f} MiB"
+    return f"saves about {words}"

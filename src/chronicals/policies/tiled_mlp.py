@@ -10,7 +10,7 @@ from chronicals.memory import makes_tiles
 from chronicals.memory.recompute import TILE
 from chronicals.model_shape import ModelShape
 from chronicals.patching import has_gated_mlps, tile_mlps
-from chronicals.policies.facts import Facts
+from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.policy import (
     Course,
     Decision,
@@ -21,6 +21,9 @@ from chronicals.policies.policy import (
     register_policy,
 )
 from chronicals.policies.step_time import SKIPPED, StepWork
+
+SUM_BYTES = 4
+"""Bytes of a value of the gradients that are summed over tiles: they are fp32."""
 
 
 class TiledMLP(Policy):
@@ -51,7 +54,10 @@ class TiledMLP(Policy):
         """Return ``load`` with inner activations of one tile, and gradients as fp32 sums."""
         if not makes_tiles(load.step.tokens):
             return load
-        return replace(load, step=replace(load.step, tile=TILE), gradient=4)
+        shape = ModelShape.of(facts.model.config)
+        summed = SUM_BYTES * shape.inner * shape.width if trains_layers(facts.model) else 0
+        step = replace(load.step, tile=TILE, tile_sums=summed)
+        return replace(load, step=step, gradient=SUM_BYTES)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the MLPs once more, where there are more rows than a tile.

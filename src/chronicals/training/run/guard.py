@@ -17,7 +17,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, is_divided, local
 from chronicals.lora import adapters
-from chronicals.memory import Moment
+from chronicals.memory import Moment, card_memory
 from chronicals.objectives import Objective
 from chronicals.policies.needed_memory import state_bytes, ways_to_take_less
 from chronicals.policies.smaller_steps import saved_in_words
@@ -212,13 +212,7 @@ def saying_what_helps(
     except torch.OutOfMemoryError as error:
         held = ""
         if device.type == "cuda":
-            free, whole = torch.cuda.mem_get_info(device)
-            ours = torch.cuda.max_memory_allocated(device)
-            others = whole - free - torch.cuda.memory_reserved(device)
-            held = (
-                f" ({whole / 2**30:.1f} GiB; this run held up to {ours / 2**30:.1f}, the driver "
-                f"and others hold {others / 2**30:.1f})"
-            )
+            held = f" ({held_on_card(device)})"
         peak = planned()
         expected = ""
         if peak is not None:
@@ -228,18 +222,37 @@ def saying_what_helps(
         ) from error
 
 
+def held_on_card(device: torch.device) -> str:
+    """Return in words what a card has, and what this process and others hold of it at most."""
+    free, whole = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    sizes = {
+        "this run held up to": torch.cuda.max_memory_allocated(device),
+        "reserves": reserved,
+        "may take": card_memory(device),
+        "the driver and others hold": whole - free - reserved,
+    }
+    words = [f"{name} {size / 2**30:.1f}" for name, size in sizes.items()]
+    return f"{whole / 2**30:.1f} GiB; {', '.join(words)}"
+
+
 def less_is_taken_by(config: ChronicalsConfig, ranks: int, session: Session | None) -> str:
     """Return a sentence that names what takes less memory; the first ways say how much they save.
 
     Args:
         config: the configuration that does not fit.
         ranks: number of processes that train together.
-        session: of the run; None before there is one, when bytes are not known.
+        session: of the run, with the settings that it took beside those of ``config``; None before
+            there is one, when bytes are not known.
     """
-    saved = None
-    if session is not None:
+    if session is None:
+        ways = ways_to_take_less(config, ranks)
+    else:
         saved = partial(saved_in_words, session.facts, session.decisions)
-    return f"Less is taken by {'; or '.join(ways_to_take_less(config, ranks, saved=saved))}"
+        ways = ways_to_take_less(session.config, ranks, saved=saved)
+    if not ways:
+        return "No other setting takes less: take a smaller model, or a larger card"
+    return f"Less is taken by {'; or '.join(ways)}"
 
 
 @dataclass(frozen=True)
