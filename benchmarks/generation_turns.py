@@ -30,7 +30,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
 from chronicals.generation import EngineSettings, Request, Sampling
 from chronicals.objectives import build_objective
-from chronicals.training.rollouts import Rollouts
+from chronicals.training.rollouts.turns import Turns
 from chronicals.training.session import prepared
 
 TURNS = 20
@@ -98,7 +98,7 @@ def measured(answers: bool, graphed: bool, tiny: bool) -> dict[str, Any]:
     with prepared(model, config, build_objective(config)) as session, session.stepping():
         session.model.train()
         engine = EngineSettings(CACHE, slots=ROW.sequences, steps_a_look=8, use_cuda_graphs=graphed)
-        turns = Rollouts(session, engine)
+        turns = Turns(session, engine)
 
         def train(step: Step) -> None:
             losses.append(float(session.train_once(step)["loss"]))

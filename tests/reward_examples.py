@@ -23,6 +23,11 @@ def of_trl(prompts, completions, completion_ids, answer, **columns):
     ]
 
 
+def of_trl_for_messages(prompts, completions, completion_ids, answer, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return of_trl(prompts, texts, completion_ids, answer, **columns)
+
+
 async def later(completions, **columns):
     await asyncio.sleep(0.001)
     return [float(len(text)) for text in completions]
@@ -70,6 +75,15 @@ def printing(completions, **columns):
     print("on stdout")
     os.system("echo from a program")
     sys.stderr.write("on stderr\n")
+    return [1.0] * len(completions)
+
+
+def showing_progress(completions, **columns):
+    for number in range(20000):
+        print(f"\r{number / 20000:.0%} of {number}", end="", flush=number % 1000 == 0)
+    sys.stdout.flush()
+    if completions == ["die"]:
+        os._exit(4)
     return [1.0] * len(completions)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import rollouts
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource
@@ -85,7 +86,8 @@ def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0
     model = tiny.llama(vocab_size=310)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(DataError, match=rule) as stopped:
-        config = runs.config(tmp_path, max_seq_length=WIDTH, objective=objective_of(name))
+        usual = rollouts.config if objective_of(name) == "grpo" else runs.config
+        config = usual(tmp_path, max_seq_length=WIDTH, objective=objective_of(name))
         runs.ChronicalsTrainer(model, tokenizer, config).train(path)
     assert RULES[rule].remedy in str(stopped.value)
     assert all((a == b.cpu()).all() for a, b in zip(before, model.parameters(), strict=True))

@@ -4,11 +4,14 @@ import math
 import re
 from pathlib import Path
 
+from chronicals.config import ChronicalsConfig
 from chronicals.rewards import Scored, build_rewards
 from chronicals.rewards.built_in import BUILT_IN
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "rewards.md").read_text()
-SHOWN, FUNCTION, TRIAL = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SHOWN, FUNCTION, TRIAL, OF_VERL = re.findall(
+    r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+)
 
 
 def test_the_function_of_the_page_is_the_reward_that_its_configuration_names(tmp_path, monkeypatch):
@@ -30,6 +33,19 @@ def test_the_function_of_the_page_is_the_reward_that_its_configuration_names(tmp
 def test_the_trial_of_the_page(capsys):
     exec(TRIAL, {})
     assert capsys.readouterr().out == "['arithmetic', 'exact'] [[1.0, 1.0], [0.0, 0.0]] []\n"
+
+
+def test_the_function_around_that_of_verl(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    (tmp_path / "around.py").write_text(OF_VERL)
+    monkeypatch.chdir(tmp_path)
+    columns = {"ground_truth": ["5", "5"]}
+    rows = Scored(["", ""], ["5", "6"], [[1], [1]], columns, [0, 0])
+    with build_rewards(ChronicalsConfig(rewards=["around.py:reward"])) as rewards:
+        assert rewards.score(rows).values.tolist() == [[1.0], [0.0]]
 
 
 def test_the_page_has_every_built_in_reward():

@@ -126,7 +126,7 @@ class RewardModel(Reward):
         last = torch.tensor([len(tokens) - 1 for tokens in rows], device=device)
         return head.of(states[torch.arange(len(rows), device=device), last]).double().tolist()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Give its memory back."""
         self._model = None
 

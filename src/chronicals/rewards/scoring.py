@@ -138,7 +138,7 @@ class Rewards:
     def close(self) -> None:
         """End the processes of the rewards, and give back what models hold."""
         for reward in self._rewards.values():
-            reward.end()
+            reward.close()
         self._threads.shutdown()
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -270,7 +270,7 @@ def build_rewards(config: ChronicalsConfig) -> Rewards:
             lines.append(f"rewards={str(entry)!r}: {error}")
     if lines:
         for reward in rewards.values():
-            reward.end()
+            reward.close()
         raise ConfigurationError("\n".join(lines))
     return Rewards(rewards, [entry.weight for entry in entries], config.reward_on_error)
 

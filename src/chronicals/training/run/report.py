@@ -32,7 +32,7 @@ from chronicals.generation import EngineSettings, Trained, generate_many
 from chronicals.models import input_device
 from chronicals.objectives import Objective
 from chronicals.policies.facts import DIVIDE_WEIGHTS
-from chronicals.training.rollouts import cache_memory
+from chronicals.training.rollouts.turns import cache_memory
 from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)

@@ -34,11 +34,11 @@ from chronicals.training.run.guard import peak_bytes
 from chronicals.training.session import Session
 
 
-class Rollouts:
-    """Generate with the model of a session, between its steps and inside its ``stepping``.
+class Turns:
+    """Generate with the model of a session, between its steps.
 
     Args:
-        session: trains the model.
+        session: trains the model; answers are generated inside its ``stepping``.
         settings: sizes of the engine; a ``cache_memory`` in them is that of each rollout, by default
             it is what ``cache_memory`` returns at its beginning.
 
@@ -57,11 +57,6 @@ class Rollouts:
         usual = EngineSettings(use_cuda_graphs=config.use_cuda_graphs)
         self.session = session
         self.settings = settings or usual
-        recorder = session.recorder
-        shares = recorder is not None and recorder.device.type == "cuda"
-        self.engine = Engine(
-            session.model, self.settings, SharingRecorder(recorder) if shares else None
-        )
 
     def generate(
         self,
@@ -71,14 +66,19 @@ class Rollouts:
     ) -> list[list[Answer]]:
         """Return the answers of each request, as ``Engine.generate``, and give all memory back."""
         session = self.session
-        if self.settings.cache_memory is None:
+        settings = self.settings
+        if settings.cache_memory is None:
             planned = 0 if session.planned is None else session.planned.held
             memory = cache_memory(session.config, session.precision.device, planned)
-            self.engine.settings = replace(self.settings, cache_memory=memory)
+            settings = replace(settings, cache_memory=memory)
+        of_steps = session.recorder
+        recorder = None if of_steps is None else SharingRecorder(of_steps)
+        engine = Engine(session.model, settings, recorder)
         try:
-            return self.engine.generate(requests, each, seconds)
+            with session.presented.attending_as_before(), session.precision.autocast():
+                return engine.generate(requests, each, seconds)
         finally:
-            self.engine.release()
+            engine.release()
 
 
 def cache_memory(config: ChronicalsConfig, device: torch.device, planned: int) -> int | None:
