@@ -32,6 +32,7 @@ from chronicals.distributed import (
     on_each_machine,
     prove_alike,
 )
+from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Moment, disable_gradient_checkpointing, let_segments_grow
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
@@ -540,6 +541,11 @@ class Session:
             return
         for _ in self.optimizer.shards.bring_gradients():
             inspect()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What captures the graphs of steps; None without graphs, or outside ``stepping``."""
+        return None if self._graphed is None else self._graphed.recorder
 
     def release_graphs(self) -> None:
         """Release the memory of CUDA graphs between steps; later steps are captured again."""
