@@ -13,7 +13,7 @@ from torch import nn
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import RowSource, TokenStore, read_records
 from chronicals.distributed import Mesh
-from chronicals.generation import EngineSettings, why_not_served
+from chronicals.generation import why_not_served
 from chronicals.objectives import Objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.facts import DIVIDE_WEIGHTS
@@ -24,7 +24,6 @@ from chronicals.training.rollouts.rollout_maker import RolloutMaker
 from chronicals.training.rollouts.rollout_steps import HeldOutSteps, RolloutSteps, rollout_steps
 from chronicals.training.rollouts.samples import SamplesFile
 from chronicals.training.rollouts.scoring import PROMPT_FIELDS, Scoring
-from chronicals.training.run.report import cache_memory
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -262,13 +261,7 @@ class RolloutRun:
         settings: DrawSettings,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> Draws:
-        device = session.precision.device
-        planned = 0 if session.planned is None else session.planned.held
-        engine = EngineSettings(
-            cache_memory(session.config, device, planned),
-            use_cuda_graphs=session.config.use_cuda_graphs,
-        )
-        return Draws(session, self.tokenizer, rows, settings, engine, limited)
+        return Draws(session, self.tokenizer, rows, settings, limited=limited)
 
     def _packs(
         self, session: Session, config: ChronicalsConfig, padding_token_id: int
