@@ -1,6 +1,7 @@
-"""Reward functions as users write them, which misbehave for some answers."""
+"""Reward functions as users write them, which misbehave for some answers; and rollouts."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -109,3 +110,17 @@ NUMBER = 3
 class Unmade:
     def __init__(self, threshold):
         self.threshold = threshold
+
+
+def rollout(*texts, groups=None, **columns):
+    """Answers in groups of two, unless they are given."""
+    groups = [row // 2 for row in range(len(texts))] if groups is None else groups
+    prompts = [f"question {group}" for group in groups]
+    ids = [[7] * len(text) for text in texts]
+    from chronicals.rewards import Scored  # not where functions of this file run
+
+    return Scored(prompts, list(texts), ids, columns, groups)
+
+
+def column(outcome, number=0):
+    return [None if math.isnan(value) else value for value in outcome.values[:, number].tolist()]

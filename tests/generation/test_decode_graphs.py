@@ -45,6 +45,7 @@ class Emulated:
 class EmulatedRecorder:
     device = torch.device("cpu")
     on_stream = staticmethod(nullcontext)
+    allocating = staticmethod(nullcontext)
 
     def __init__(self):
         self.captures = []

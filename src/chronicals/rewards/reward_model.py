@@ -24,8 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Type of the weights by ``mixed_precision``."""
 
 TOKENS_AT_ONCE = 16384
-"""Tokens in a forward pass, padding included: enough that products of a model of some billion
-parameters are limited by arithmetic, while its activations without gradients take megabytes."""
+"""Tokens in a forward pass, padding included: far more than the few hundred from which on products
+are limited by arithmetic, and at 4,096 hidden values in 16 bits 128 MiB for each activation."""
 
 
 class RewardModel(Reward):

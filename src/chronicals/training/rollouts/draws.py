@@ -14,9 +14,10 @@ import numpy as np
 
 from chronicals.data import TokenStore
 from chronicals.data.tokens.template import stop_token_ids
-from chronicals.generation import Answer, Ending, Engine, EngineSettings, Request, Sampling
+from chronicals.generation import Answer, Ending, EngineSettings, Request, Sampling
 from chronicals.generation.sampling import ALL_TOKENS
 from chronicals.objectives.policy_gradient import RolloutSettings
+from chronicals.training.rollouts.turns import Turns
 from chronicals.training.session import Session
 
 
@@ -113,7 +114,7 @@ class Draws:
         self.rows = rows
         self.settings = settings
         self.limited = limited
-        self.engine = Engine(session.model, engine_settings)
+        self.turns = Turns(session, engine_settings)
         self.ending = Ending(tokenizer, stop_token_ids(tokenizer, rows.store.chats))
 
     def answers(
@@ -142,11 +143,7 @@ class Draws:
             )
             for place in range(ranks.rank, len(prompts), ranks.count)
         ]
-        try:
-            with session.presented.attending_as_before(), session.precision.autocast():
-                drawn = self.engine.generate(requests)
-        finally:
-            self.engine.release()  # the step needs the memory
+        drawn = self.turns.generate(requests)
         if ranks.count == 1:
             return drawn
         told = [
