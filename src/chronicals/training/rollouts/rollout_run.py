@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import RowSource, TokenStore, read_records
 from chronicals.distributed import Mesh
@@ -49,6 +51,23 @@ def check_rollouts(config: ChronicalsConfig, ranks: Mesh, model: Any, tokens: in
             f"prompts a step has ({objective}.prompts) and how many packs a micro-batch "
             "(batch_size)"
         )
+    if config.lora_dropout and "lora_dropout" in config.explicit and config.use_lora:
+        raise ConfigurationError(
+            f"lora_dropout={config.lora_dropout}: answers are drawn without dropout, and a pass "
+            "with it is of another distribution; leave it out, or set lora_dropout=0"
+        )
+    dropped = dropping_out(model)
+    if dropped is not None:
+        raise ConfigurationError(
+            f"objective={objective!r}: {dropped} of the model drops out, answers are drawn without "
+            "dropout, and a pass with it is of another distribution; set it to 0 in the model's "
+            "configuration"
+        )
+    if config.pack_parts is not None and config.pack_parts > 1:
+        raise ConfigurationError(
+            f"pack_parts={config.pack_parts}: objective={objective!r} packs answers whole; leave "
+            "it out"
+        )
     if config.context_parallel > 1:
         raise ConfigurationError(
             f"context_parallel={config.context_parallel}: objective={objective!r} draws answers "
@@ -79,6 +98,15 @@ def check_rollouts(config: ChronicalsConfig, ranks: Mesh, model: Any, tokens: in
             f"objective={objective!r}: answers cannot be drawn with {type(model).__name__}: "
             f"{reason}"
         )
+
+
+def dropping_out(model: nn.Module) -> str | None:
+    """Return the path of a module that drops out in training; None if none does."""
+    for path, module in model.named_modules():
+        chance = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", None)
+        if isinstance(chance, float) and chance > 0:
+            return path
+    return None
 
 
 def rewards_of(objective: Objective, config: ChronicalsConfig, ranks: Mesh) -> Rewards | None:
@@ -180,7 +208,8 @@ class RolloutRun:
                 config.max_seq_length,
                 given.updates * given.iterations,
             )
-        return config.fitted(gradient_accumulation_steps=len(heaviest.batches))
+        # Fresh adapters would drop out by default, and answers are drawn without dropout.
+        return config.fitted(gradient_accumulation_steps=len(heaviest.batches), lora_dropout=0.0)
 
     def total_steps(self, config: ChronicalsConfig, store: TokenStore) -> int:
         """Return the optimizer steps of the run."""
