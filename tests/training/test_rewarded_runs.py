@@ -69,7 +69,18 @@ def test_functions_models_and_built_in_rewards_beside_each_other(tmp_path, mine,
     assert {"rewards/seldom", "rewards/judge", "rewards/length"} <= set(lines[0])
     # Each prompt is once among the three of the four steps; the answers to one of them are left out.
     assert sorted(line["answers/left_out"] for line in lines) == pytest.approx([0, 0, 0, 1 / 3])
+    assert [line["answers/failed"] for line in lines] == [
+        line["answers/left_out"] for line in lines
+    ]
     assert "reward seldom: failed for 4 of 12 answers" in caplog.text
+
+
+@pytest.mark.slow
+def test_answers_whose_reward_fails_are_counted_where_they_have_a_number(tmp_path, mine):
+    train(tmp_path, [f"{mine}:seldom"], reward_on_error=-1, max_steps=4)
+    lines = metrics(tmp_path)
+    assert sorted(line["answers/failed"] for line in lines) == pytest.approx([0, 0, 0, 1 / 3])
+    assert all(line["answers/left_out"] == 0 for line in lines)
 
 
 @pytest.mark.slow

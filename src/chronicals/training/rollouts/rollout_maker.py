@@ -200,6 +200,7 @@ def _shown(scores: Scores, answers: Sequence[Sequence[Answer]]) -> dict[str, flo
         "answers/longest": float(lengths.max()),
         "answers/truncated": float(1 - complete.mean()),
         "answers/left_out": float((~scores.kept).double().mean()),
+        "answers/failed": float(scores.failed.double().mean()),
     }
 
 

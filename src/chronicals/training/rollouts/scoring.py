@@ -34,20 +34,25 @@ class Scores:
         weights: float64 ``[rewards]``, factors of the rewards in their sum.
         values: float64 ``[P, G, rewards]``; NaN where a reward does not apply.
         kept: bool ``[P, G]``; False for answers that are left out of their group.
+        failed: bool ``[P, G]``; True for answers of which a reward has failed.
     """
 
     names: Sequence[str]
     weights: Tensor
     values: Tensor
     kept: Tensor
+    failed: Tensor
 
     def with_groups(self, places: np.ndarray, other: Scores) -> Scores:
         """Return these scores with those of some prompts replaced."""
         values = self.values.clone()
         kept = self.kept.clone()
-        values[torch.as_tensor(places)] = other.values
-        kept[torch.as_tensor(places)] = other.kept
-        return Scores(self.names, self.weights, values, kept)
+        failed = self.failed.clone()
+        replaced = torch.as_tensor(places)
+        values[replaced] = other.values
+        kept[replaced] = other.kept
+        failed[replaced] = other.failed
+        return Scores(self.names, self.weights, values, kept, failed)
 
 
 class Scoring:
@@ -81,11 +86,14 @@ class Scoring:
             raise RolloutFailed(told["failed"])
         shape = len(prompts), len(answers[0])
         values = torch.tensor(told["values"], dtype=torch.float64)
+        failed = torch.zeros(values.shape[0], dtype=torch.bool)
+        failed[told["failing"]] = True
         return Scores(
             told["names"],
             torch.tensor(told["weights"], dtype=torch.float64),
             values.reshape(*shape, len(told["names"])),
             ~torch.tensor(told["dropped"], dtype=torch.bool).reshape(shape),
+            failed.reshape(shape),
         )
 
     def _told(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> dict[str, Any]:
@@ -100,6 +108,7 @@ class Scoring:
             "weights": list(self.rewards.weights),
             "values": outcome.values.tolist(),
             "dropped": outcome.dropped.tolist(),
+            "failing": [failure.row for failure in outcome.failures],
         }
 
     def _rows(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> Scored:
