@@ -276,7 +276,7 @@ def test_several_larger_cards_would_do_where_no_number_of_these_does(monkeypatch
     """Weights are divided, and not what the loss and one layer make of a pack."""
     given = planned(1, memory=[], batch_size=1, max_seq_length=512)
     monkeypatch.setattr("chronicals.policies.fit.CARDS", (1, 2, 4))
-    assert what_would_do(given) == "16 cards of 4 GB"
+    assert what_would_do(given) == "32 cards of 4 GB"
 
 
 def test_nothing_would_do_for_what_no_card_holds():
