@@ -128,6 +128,10 @@ class Place:
                 + "\n"
                 for n in range(40)
             ),
+            "prompts": "".join(
+                json.dumps({"prompt": f"What is {n} + {n}?", "answer": f"{2 * n}"}) + "\n"
+                for n in range(40)
+            ),
             "table": "prompt,completion\n"
             + "".join(f"what is {n}?,it is {n}\n" for n in range(40)),
         }
@@ -144,9 +148,8 @@ class Place:
             one for each in sources if each for one in (each if isinstance(each, list) else [each])
         ]:
             path = self.folder / getattr(source, "path", source)
-            kind = (
-                "table" if path.suffix == ".csv" else "pairs" if "pairs" in path.name else "chats"
-            )
+            named = (kind for kind in ("pairs", "prompts") if kind in path.name)
+            kind = "table" if path.suffix == ".csv" else next(named, "chats")
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(self.rows[kind])

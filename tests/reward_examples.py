@@ -1,6 +1,7 @@
-"""Reward functions as users write them, which misbehave for some answers."""
+"""Reward functions as users write them, which misbehave for some answers; and rollouts."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,11 @@ def of_trl(prompts, completions, completion_ids, answer, **columns):
         None if right is None else float(text == right) + 10 * len(ids)
         for text, ids, right in zip(completions, completion_ids, answer)
     ]
+
+
+def of_trl_for_messages(prompts, completions, completion_ids, answer, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return of_trl(prompts, texts, completion_ids, answer, **columns)
 
 
 async def later(completions, **columns):
@@ -73,6 +79,15 @@ def printing(completions, **columns):
     return [1.0] * len(completions)
 
 
+def showing_progress(completions, **columns):
+    for number in range(20000):
+        print(f"\r{number / 20000:.0%} of {number}", end="", flush=number % 1000 == 0)
+    sys.stdout.flush()
+    if completions == ["die"]:
+        os._exit(4)
+    return [1.0] * len(completions)
+
+
 def asking_for(completions, difficulty, hint=None):
     return [float(level) for level in difficulty]
 
@@ -95,3 +110,17 @@ NUMBER = 3
 class Unmade:
     def __init__(self, threshold):
         self.threshold = threshold
+
+
+def rollout(*texts, groups=None, **columns):
+    """Answers in groups of two, unless they are given."""
+    groups = [row // 2 for row in range(len(texts))] if groups is None else groups
+    prompts = [f"question {group}" for group in groups]
+    ids = [[7] * len(text) for text in texts]
+    from chronicals.rewards import Scored  # not where functions of this file run
+
+    return Scored(prompts, list(texts), ids, columns, groups)
+
+
+def column(outcome, number=0):
+    return [None if math.isnan(value) else value for value in outcome.values[:, number].tolist()]

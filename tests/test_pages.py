@@ -271,7 +271,7 @@ def test_papers_of_objectives_are_those_that_they_declare():
 
 
 def test_settings_of_objectives_over_answers_are_documented():
-    """Every setting with its default, in a table of docs/preference.md or docs/reward.md."""
+    """Every setting with its default, in a table of the page of its objective."""
     documented = {}
     objectives = []
     for first, *others in table_rows("preference.md"):
@@ -282,6 +282,10 @@ def test_settings_of_objectives_over_answers_are_documented():
                 documented |= {(objective, name): others[1] for objective in objectives}
     for setting, _, default in (row for row in table_rows("reward.md") if len(row) == 3):
         documented["reward", setting.strip("`")] = default
+    for first, *others in table_rows("grpo.md"):
+        objectives = re.findall(r"`(\w+)`", first) or objectives
+        if len(others) == 3:
+            documented |= {(objective, others[0].strip("`")): others[2] for objective in objectives}
     answers = [
         name for name, cls in IN_TREE.items() if not set(cls.row_kinds) <= set(DOCUMENT_KINDS)
     ]
@@ -289,7 +293,8 @@ def test_settings_of_objectives_over_answers_are_documented():
     for objective in answers:
         for field in dataclasses.fields(OBJECTIVES[objective].Settings):
             assert (objective, field.name) in documented, (
-                f"the tables of docs/preference.md and docs/reward.md lack {objective}.{field.name}"
+                "the tables of docs/preference.md, docs/reward.md and docs/grpo.md lack "
+                f"{objective}.{field.name}"
             )
             if isinstance(field.default.default, float):
                 assert float(documented[objective, field.name]) == field.default.default

@@ -96,7 +96,7 @@ def test_layers_to_adapt_are_names_or_one_regular_expression(given, meant):
         ),
         (
             ["train", "--stage", "ppo"],
-            "--stage; 'ppo' is not part of this version: answers are not generated during training",
+            "--stage; 'ppo' is not part of this version: its loss is not written yet",
         ),
         (
             ["train", "--per-device-eval-batch-size", "4"],

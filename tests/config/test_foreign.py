@@ -293,12 +293,27 @@ def asked(table):
             )
 
 
+def sample_of_setting(name):
+    """A value that the first setting of another trainer's name takes."""
+    section, _, setting = SETTINGS_BY_NAME[name][0].partition(".")
+    hint = typing.get_type_hints(registry.OBJECTIVES[section].Settings)[setting]
+    hints = parts_of(hint)
+    choices = [typing.get_args(one) for one in hints if typing.get_origin(one) is typing.Literal]
+    if choices:
+        return choices[0][0]
+    if int in hints:
+        return 2
+    return 5.0 if setting in ("clip_bound", "importance_cap") else 0.25
+
+
 NAMED = {
     "names": [(theirs, sample(ours)) for theirs, ours in OUR_NAMES.items()],
     "instead": [(name, True) for name in INSTEAD],
     "nowhere": [(name, True) for name in NOWHERE],
     "turned off": [(name, False) for name in TURNED_OFF],
-    "settings": [(name, 0.25) for name in SETTINGS_BY_NAME if name not in BY_VALUE],
+    "settings": [
+        (name, sample_of_setting(name)) for name in SETTINGS_BY_NAME if name not in BY_VALUE
+    ],
     "by value": [*asked(BY_VALUE)],
     "values of ours": [pair for pair in asked(OWN_VALUES) if pair[1] != "unheard-of"],
     "empty": [(name, None) for name in [*OUR_NAMES, *BY_VALUE]],
@@ -499,12 +514,12 @@ def test_a_recipe_of_another_trainer_becomes_ours_by_following_what_is_said(name
 
 
 @pytest.mark.parametrize(
-    "said", [{"rl": "grpo"}, {"stage": "ppo"}, {"objective": "grpo"}, {"objective": "GRPO"}]
+    "said", [{"rl": "ppo"}, {"stage": "ppo"}, {"objective": "ppo"}, {"objective": "PPO"}]
 )
 def test_an_objective_that_is_not_here_is_said_to_be_missing(said):
     (line,) = problems({**GIVEN, **said})
     assert (
-        "not part of this version: answers are not generated during training" in line
+        "not part of this version: its loss is not written yet" in line
         and "leave it out" not in line
     )
 

@@ -41,6 +41,10 @@ def test_an_entry_has_a_place_and_a_weight(given, entry):
     [
         (["mine:f=high"], "the weight of 'mine:f=high' is no finite number"),
         (["mine:f=nan"], "is no finite number; give one as mine:exact=0.5"),
+        (
+            ["pack.mine.exact=2"],
+            "names no function; a colon stands before its name: pack.mine:exact",
+        ),
         (["mine:"], "'mine:' lacks a part; give module:function"),
         (["exact", "exact=0.5"], "'exact' is named twice; keep one"),
         ([3], "3 is no reward; give the path of a function as module:function"),

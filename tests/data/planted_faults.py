@@ -141,6 +141,9 @@ PLANTED = {
     "cut_stop/kto": {"prompt": [USER], "completion": "very " * WIDTH, "label": False},
     "masked_by_cut/dpo": {"prompt": "very " * WIDTH, "chosen": [ASSISTANT], "rejected": "forty"},
     "masked_by_cut/kto": {"prompt": "very " * WIDTH, "completion": [ASSISTANT], "label": True},
+    "empty_prompt": {"prompt": " \n"},
+    "answered_prompt": {"prompt": [USER, ASSISTANT]},
+    "no_room": {"prompt": "very " * WIDTH},
     "unusable_label/kto/chat": chat(USER, ASSISTANT),
     "unusable_label/kto/missing": {"prompt": [USER], "completion": [ASSISTANT]},
 }
@@ -166,6 +169,9 @@ OBJECTIVES = {
     "tied_scores": "dpo",
     "unusable_scores": "dpo",
     "unusable_label": "kto",
+    "empty_prompt": "grpo",
+    "answered_prompt": "grpo",
+    "no_room": "grpo",
 }
 """Of the rules that concern the rows of one objective; the others are broken under any."""
 
@@ -183,6 +189,7 @@ ALONG = {
     "cut_stop/kto": {"cut_row"},
     "masked_by_cut/dpo": {"cut_row"},
     "masked_by_cut/kto": {"cut_row"},
+    "no_room": {"plain_completion"},
 }
 """What else a planted row breaks, and must."""
 
@@ -202,6 +209,8 @@ def clean_rows(name):
     answers = [[{"role": "assistant", "content": f"the answer is {n}"}] for n in range(13)]
     asked = [{"prompt": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)]
     kinds = OBJECTIVE_CLASSES[objective_of(name)].row_kinds
+    if kinds == ("prompt",):
+        return asked
     if kinds == ("preference",):
         return [
             {**row, "chosen": answers[n], "rejected": answers[n + 1]} for n, row in enumerate(asked)

@@ -1,18 +1,21 @@
 """Decode steps as CUDA graphs beside eager ones, bit for bit; emulated without a card."""
 
 import copy
+import dataclasses
 import logging
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 
 import families
 import tiny
+from chronicals.generation.call import Call
 from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.generation.engine import Engine
-from chronicals.generation.requests import Request
+from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
 
@@ -42,6 +45,7 @@ class Emulated:
 class EmulatedRecorder:
     device = torch.device("cpu")
     on_stream = staticmethod(nullcontext)
+    allocating = staticmethod(nullcontext)
 
     def __init__(self):
         self.captures = []
@@ -96,6 +100,71 @@ def test_graphs_and_eager_steps_are_bit_equal(model, memory, steps):
     assert len(recorder.captures) == len(set(recorder.captures)) > 1
     assert recorder.replays > len(recorder.captures)
     assert bool(eager.evictions) == (memory is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3, None])
+@pytest.mark.parametrize("memory", [None, 6 * PAGE_BYTES], ids=["room for all", "evictions"])
+def test_answers_read_one_look_behind_are_those_read_at_once(model, memory, steps):
+    """Without penalties. Some end at a stop token while the next steps are under way, and an answer
+    whose pages go to another has tokens that the host has not read.
+    """
+    asked = [
+        dataclasses.replace(
+            request,
+            sampling=Sampling(1.5, seed=3),
+            ending=Ending(tokens=range(0, 300, 40)),
+            max_new_tokens=NEW * 2,
+        )
+        for request in requests()
+    ]
+    settings = EngineSettings(memory, slots=6, chunk_tokens=50, steps_a_look=steps)
+    expected = Engine(model, settings).generate(asked)
+    engine = Engine(model, settings, EmulatedRecorder())
+    seen = {}
+    got = engine.generate(
+        asked, lambda order, number, tokens: seen.update({(order, number): [*tokens]})
+    )
+    for answer, other in zip(chain(*got), chain(*expected), strict=True):
+        assert (answer.tokens, answer.ended) == (other.tokens, other.ended)
+        # products round differently where others have ended earlier
+        for name in ("log_probabilities", "full_log_probabilities", "entropies"):
+            assert getattr(answer, name) == pytest.approx(getattr(other, name), rel=1e-4)
+    assert bool(engine.evictions) == (memory is not None)
+    ends = {answer.ended for group in got for answer in group}
+    assert ends == {"stop", "length"}
+    assert seen == {
+        (order, number): answer.tokens
+        for order, group in enumerate(got)
+        for number, answer in enumerate(group)
+    }
+
+
+def test_the_next_steps_are_queued_before_what_was_drawn_is_read(model, monkeypatch):
+    """All looks but the last; an answer that has ended is not decoded for ever."""
+    happened = []
+    read = Call._read
+    decode = Call._decode
+    monkeypatch.setattr(Call, "_read", lambda *given: (happened.append("read"), read(*given)))
+
+    def noted(call):
+        look = decode(call)
+        happened.extend(["queued"] * (look is not None))
+        return look
+
+    monkeypatch.setattr(Call, "_decode", noted)
+    engine = Engine(model, EngineSettings(steps_a_look=2), EmulatedRecorder())
+    engine.generate([Request([5, 6, 7], 7)])
+    # a first token, then looks of two steps each
+    assert happened == ["queued", "read", "queued", "read", "queued", "read", "read"]
+
+
+def test_a_time_limit_keeps_what_was_drawn_before_it(model):
+    engine = Engine(model, EngineSettings(steps_a_look=2), EmulatedRecorder())
+    ((answer,),) = engine.generate([Request([5, 6, 7], 9)], seconds=0.0)
+    ((whole,),) = Engine(model).generate([Request([5, 6, 7], 9)])
+    assert answer.ended == "time" and answer.tokens == whole.tokens[: len(answer.tokens)]
+    assert len(answer.tokens) == len(answer.entropies) == 3  # the first, and a look of two steps
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_a_long_answer_takes_no_more_than_its_window():
     taken = {}
     for name in ("all layers", "half of the layers"):
         model = build(name)
-        settings = EngineSettings(page_size=PAGE, chunk_tokens=4)
+        settings = EngineSettings(page_size=PAGE, chunk_tokens=4, steps_a_look=1)
         engine = Engine(model, settings)
         engine.generate([Request([5], 1)])
         layout = Layout(engine._layout.sizes, torch.device("cpu"), settings)

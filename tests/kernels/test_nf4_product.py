@@ -173,7 +173,6 @@ def test_it_is_an_operator_of_torch(device):
     [
         ("absmax = absmax + tl.load(offset_ptr)", "absmax = absmax"),
         ("block // BLOCK2", "block // (2 * BLOCK2)"),
-        ("tl.load(code + (codes >> 4))", "tl.load(code + (codes & 15))"),
         ("tl.join(upper, lower)", "tl.join(lower, upper)"),
         ("pair + byte < end", "pair + byte < end - 1"),
         ("tl.minimum(begin + each, pairs)", "tl.minimum(begin + each - HALF, pairs)"),

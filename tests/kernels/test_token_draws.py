@@ -51,8 +51,8 @@ def differences(given, of=module):
     assert torch.equal(got.finite, expected.finite)
 
 
-def test_kernels_run_here():
-    assert runs_triton(torch.zeros(1))
+def test_kernels_run_here(device):
+    assert runs_triton(torch.zeros(1, device=device))
 
 
 @pytest.mark.slow

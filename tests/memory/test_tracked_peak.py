@@ -1,11 +1,7 @@
 """The bytes that a micro-step of fused layers holds are those of its moments, by recomputation."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 import tiny
@@ -35,6 +31,7 @@ from chronicals.patching import (
 )
 from chronicals.policies.needed_memory import adapter_columns
 from chronicals.quantization.packed import _BUFFERS
+from tracked import Tracked
 
 TOKENS = 512
 LAYER_COUNT = 4
@@ -46,42 +43,6 @@ SIZES = {
     "head_dim": 16,
 }
 """No sum of few of these widths is another one."""
-
-
-class Tracked(TorchDispatchMode):
-    """Dispatch mode that counts the bytes of the tensors made in it that still exist.
-
-    Args:
-        there: tensors that were there before.
-
-    Attributes:
-        held: bytes now.
-        peak: most bytes so far.
-    """
-
-    def __init__(self, there):
-        super().__init__()
-        self.held = 0
-        self.peak = 0
-        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in there}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        self.peak = max(self.peak, self.held)
-        return made
-
-    def _count(self, storage):
-        place = storage._cdata
-        if place not in self.sizes:
-            self.sizes[place] = storage.nbytes()
-            self.held += storage.nbytes()
-            weakref.finalize(storage, self._freed, place)
-
-    def _freed(self, place):
-        self.held -= self.sizes.pop(place)
 
 
 class Attention(torch.autograd.Function):

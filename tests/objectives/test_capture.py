@@ -8,6 +8,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preferences
+import rollouts
 import runs
 import tiny
 from chronicals.data.kinds.preferences import JUDGED
@@ -49,6 +50,8 @@ class Watch(TorchDispatchMode):
 
 
 CASES = [
+    ("grpo", {"loss": "sapo", "entropy": 0.1}),
+    ("grpo", {"loss": "cispo", "level": "sequence", "importance": "sequence_mask"}),
     *((name, {}) for name in OBJECTIVES if name != "distill"),
     *(
         ("distill", {"teacher_precision": "fp32", **more})
@@ -79,6 +82,10 @@ def test_nothing_is_made_on_the_host(name, settings, tmp_path, monkeypatch):
         settings = {**settings, "teacher": str(tmp_path / "teacher")}
         tiny.llama(7).save_pretrained(settings["teacher"])
         tiny.tokenizer().save_pretrained(settings["teacher"])
+    if objective.draws_answers:
+        rollouts.train(tmp_path, objective=name, section=settings, max_steps=1, save_steps=None)
+        assert calls and not found, found
+        return
     made = {"preference": preferences.rows, JUDGED: preferences.judged_rows}.get(
         objective.row_kinds[0], tiny.chat_rows
     )

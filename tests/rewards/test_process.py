@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import chronicals
@@ -49,7 +52,7 @@ def test_what_it_prints_is_not_the_trainers(process, capfd):
     printing = process("printing")
     assert printing.ask(rows(), 5.0)["values"] == [1.0, 1.0]
     assert capfd.readouterr() == ("", "")
-    assert wait_until(lambda: len(printing._said) == 3, SECONDS)
+    assert wait_until(lambda: printing._said.count(b"\n") == 3, SECONDS)
 
 
 @needs_proc
@@ -91,6 +94,46 @@ def test_it_ends_with_the_trainer():
     assert members(group)
     trainer.kill()
     trainer.wait()
+    assert wait_until(lambda: not members(group), SECONDS)
+
+
+def test_a_bar_of_progress_does_not_grow_without_end(process):
+    process_ = process("showing_progress")
+    assert process_.ask(rows(), 5.0)["values"] == [1.0, 1.0]
+    with pytest.raises(ChildProcessError, match=r"it ended with status 4: .* 19999$"):
+        process_.ask({"completions": ["die"]}, 5.0)
+    assert len(process_._said) == 4096
+
+
+def test_values_of_numpy_are_sent_as_numbers(process):
+    asked = {"completions": ["a", "b"], "difficulty": [np.int64(3), np.float32(0.5)]}
+    assert process("asking_for").ask(asked, 5.0)["values"] == [3.0, 0.5]
+
+
+def test_a_value_that_cannot_be_sent_is_named_with_its_column(process):
+    with pytest.raises(
+        TypeError, match="the column 'difficulty' has a value of date, which cannot"
+    ):
+        process("asking_for").ask({"completions": ["a"], "difficulty": [date.today()]}, 5.0)
+
+
+def test_a_thread_that_asks_a_closed_process_does_not_start_it_anew(process):
+    closed = process("letters")
+    closed.close()
+    with pytest.raises(ChildProcessError, match="the run has ended"):
+        closed.ask(rows(), 5.0)
+
+
+@needs_proc
+def test_a_wait_ends_when_the_process_is_closed(process):
+    hanging = process("starting_others")
+    group = hanging._process.pid
+    closing = threading.Timer(0.2, hanging.close)
+    closing.start()
+    began = time.monotonic()
+    with pytest.raises(ChildProcessError, match="it was ended|it ended with status -9"):
+        hanging.ask(rows(), 60.0)
+    assert time.monotonic() - began < SECONDS
     assert wait_until(lambda: not members(group), SECONDS)
 
 

@@ -1,25 +1,10 @@
 """Rewards of a rollout: by which rows a function fails, and what that costs."""
 
-import logging
-import math
-
 import pytest
 
-import reward_examples
-from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.rewards import RewardsFailed, Scored, build_rewards
-
-
-def rollout(*texts, groups=None, **columns):
-    """Answers in groups of two, unless they are given."""
-    groups = [row // 2 for row in range(len(texts))] if groups is None else groups
-    prompts = [f"question {group}" for group in groups]
-    ids = [[7] * len(text) for text in texts]
-    return Scored(prompts, list(texts), ids, columns, groups)
-
-
-def column(outcome, number=0):
-    return [None if math.isnan(value) else value for value in outcome.values[:, number].tolist()]
+from chronicals.config import ConfigurationError
+from chronicals.rewards import RewardsFailed, Scored
+from reward_examples import column, rollout
 
 
 def test_a_function_of_trl_runs_unchanged_in_a_process_of_its_own(rewards_of):
@@ -79,13 +64,12 @@ def test_a_value_that_is_none_costs_its_row(rewards_of, fault, reason):
 @pytest.mark.slow
 def test_a_function_that_hangs_is_ended_and_started_anew(rewards_of):
     rewards = rewards_of("reward_examples:misbehaving", "reward_examples:letters")
-    # Its own: the others have their time to start.
-    rewards._rewards["misbehaving"]._timeout = 0.05
+    rewards._rewards["misbehaving"]._timeout = 0.15  # the other has its 5 s
     outcome = rewards.score(rollout("a", "b", "hang", "c", "d", "ee"))
     assert column(outcome) == [1.0, 1.0, None, None, 1.0, 1.0]
     assert column(outcome, 1) == [1.0, 1.0, 4.0, 1.0, 1.0, 2.0]
     assert outcome.dropped.tolist() == [False, False, True, True, False, False]
-    assert {failure.reason for failure in outcome.failures} == {"it gave no answer within 0.1 s"}
+    assert {failure.reason for failure in outcome.failures} == {"it gave no answer within 0.3 s"}
 
 
 def test_a_number_is_the_reward_of_an_answer_whose_function_fails(rewards_of):
@@ -115,61 +99,11 @@ def test_groups_need_not_be_neighbours(rewards_of):
     assert outcome.dropped.tolist() == [False, True, False, True, False]
 
 
-def test_a_lambda_runs_here_which_is_said_once(rewards_of, caplog):
-    rewards = rewards_of((lambda completions: [2.0] * len(completions), 0.25))
-    assert column(rewards.score(rollout("a", "b"))) == [2.0, 2.0]
-    rewards.score(rollout("a", "b"))
-    (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "<lambda> cannot be imported" in said and "neither timed" in said
-    assert rewards.weights == [0.25]
-
-
-def test_a_function_that_can_be_imported_runs_apart(rewards_of, caplog):
-    rewards = rewards_of(reward_examples.letters)
-    assert column(rewards.score(rollout("a", "bb"))) == [1.0, 2.0]
-    assert reward_examples.calls == [] and caplog.records == []
-
-
 def test_one_call_for_all_rows_and_no_second_one(rewards_of):
     calls = []
     rewards = rewards_of(lambda completions: calls.append(completions) or [1.0] * len(completions))
     rewards.score(rollout("a", "b", "c", "d"))
     assert calls == [["a", "b", "c", "d"]]
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        ("nowhere:f", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
-        ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),
-        ("reward_examples:f", "has no attribute 'f'"),
-        ("reward_examples:NUMBER", "is int, and neither a function nor an object with get_score"),
-        ("reward_examples:Unmade", "is a class, and cannot be made without arguments"),
-        ("reward_examples:of_verl", "and not completions, the answers; a reward is reward(prompts"),
-        ("reward_examples:by_place", "some of it without a name"),
-        ("reward_examples:of_the_trainer", "trainer_state of TRL's trainer does not exist here"),
-        ("exakt", "there is no such built-in reward; there are arithmetic, exact,"),
-        ("regex", "has no pattern; give one in brackets"),
-    ],
-)
-def test_a_reward_that_cannot_be_had_is_an_error_before_a_model_is_loaded(entry, said):
-    with pytest.raises(ConfigurationError) as error:
-        build_rewards(ChronicalsConfig(rewards=[entry]))
-    assert str(error.value).startswith(f"rewards={entry!r}: ") and said in str(error.value)
-
-
-def test_all_that_is_wrong_is_a_line_each():
-    with pytest.raises(ConfigurationError) as error:
-        build_rewards(ChronicalsConfig(rewards=["exakt", "length(512)", "regex(()"]))
-    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == [
-        "rewards='exakt'",
-        "rewards='regex(()'",
-    ]
-
-
-def test_no_reward_is_an_error():
-    with pytest.raises(ConfigurationError, match="^rewards: none is given, .* rewards="):
-        build_rewards(ChronicalsConfig())
 
 
 def test_a_column_that_rows_lack_is_named(rewards_of):
@@ -182,9 +116,3 @@ def test_a_column_that_rows_lack_is_named(rewards_of):
         "rewards: asking_for asks for the column 'difficulty', which rows do not have (beside the "
         "prompt they have level); map theirs to it: columns={'difficulty': 'THEIR_NAME'}"
     )
-
-
-def test_names_tell_rewards_apart(rewards_of):
-    rewards = rewards_of("exact", "exact(solution)", "reward_examples:letters")
-    assert rewards.names == ["exact", "exact(solution)", "letters"]
-    assert rewards.columns_wanted == {"answer", "solution"}

@@ -12,6 +12,7 @@ import torch
 import runs
 import tiny
 from chronicals.policies.needed_memory import FILLED
+from chronicals.training.rollouts import turns
 from chronicals.training.run import report
 
 
@@ -153,16 +154,16 @@ def test_by_default_answers_take_what_the_peak_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
     usual = runs.config(tmp_path)
     filled = int(FILLED * 80 * 10**9)
-    assert report.cache_memory(usual, card, 0) == filled - peak
-    assert report.cache_memory(usual, card, 40 * 10**9) == filled - 40 * 10**9
+    assert turns.cache_memory(usual, card, 0) == filled - peak
+    assert turns.cache_memory(usual, card, 40 * 10**9) == filled - 40 * 10**9
     bounded = runs.config(tmp_path, gpu_memory=24)
-    assert report.cache_memory(bounded, card, 0) == peak - held
+    assert turns.cache_memory(bounded, card, 0) == peak - held
     # others hold the rest of the card
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
-    assert report.cache_memory(usual, card, 0) == 2 * 10**9
+    assert turns.cache_memory(usual, card, 0) == 2 * 10**9
     given = runs.config(tmp_path, cache_memory="512MiB")
-    assert report.cache_memory(given, card, 0) == 2**29
-    assert report.cache_memory(usual, torch.device("cpu"), 0) is None
+    assert turns.cache_memory(given, card, 0) == 2**29
+    assert turns.cache_memory(usual, torch.device("cpu"), 0) is None
 
 
 def test_a_batch_that_shrank_is_told_as_fitted(tmp_path):

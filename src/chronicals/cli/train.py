@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from chronicals.config import ChronicalsConfig, Recipe
     from chronicals.distributed import Mesh
+    from chronicals.rewards import Rewards
     from chronicals.saving import SavedModel
 
 
@@ -122,20 +124,27 @@ def train_command(
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.loading import load_to_train
+    from chronicals.training.rollouts.rollout_run import rewards_of
 
-    build_objective(config)  # raises before anything is loaded if its settings are wrong
+    # Both raise before anything is loaded if their settings are wrong.
+    objective = build_objective(config)
     ranks = Mesh.current()
+    rewards = rewards_of(objective, config, ranks)
     console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.writer)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
-    if check:
-        _check_data(plan, config, saved, tokenizer, ranks, resume_from or resume, console)
-        return
-    if ranks.writer:
-        keep_in(config.output_dir)
-    model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)
-    trainer = ChronicalsTrainer(model, tokenizer, config, write_recipe=plan.write_to)
-    result = trainer.train(*plan.sources, resume=resume_from or resume)
+    with nullcontext() if rewards is None else rewards:
+        if check:
+            resumed = resume_from or resume
+            _check_data(plan, config, saved, tokenizer, ranks, resumed, console, rewards)
+            return
+        if ranks.writer:
+            keep_in(config.output_dir)
+        model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)
+        trainer = ChronicalsTrainer(
+            model, tokenizer, config, write_recipe=plan.write_to, rewards=rewards
+        )
+        result = trainer.train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
         console.print(f"[bold]held out[/] {result.evaluation}")
@@ -157,6 +166,7 @@ def _check_data(
     ranks: Mesh,
     resume: bool | Path,
     console: Console,
+    rewards: Rewards | None,
 ) -> None:
     """Report on the data and the length of the run; reports of an earlier run stay."""
     from rich import box
@@ -166,8 +176,11 @@ def _check_data(
 
     from chronicals.data.packs.packing import plan_epoch
     from chronicals.data.reading.ledger import LEDGER_COLUMNS
+    from chronicals.objectives import build_objective
+    from chronicals.objectives.policy_gradient import PolicyGradient
     from chronicals.planning import planned_space
     from chronicals.training.preparation import open_stores, rows_needed
+    from chronicals.training.rollouts.rollout_run import RolloutRun
     from chronicals.training.run.length import fit_batch, fit_learning_rate
     from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run
 
@@ -175,7 +188,16 @@ def _check_data(
     reports = None if holds_a_run(config.output_dir) else config.output_dir
     if reports is not None and ranks.writer:
         reports.mkdir(parents=True, exist_ok=True)
-    store, held_out = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
+    objective = build_objective(config)
+    store, held_out = open_stores(
+        *plan.sources,
+        embedding_rows,
+        tokenizer,
+        config,
+        ranks,
+        reports,
+        objective.answer_tokens,
+    )
     apart = [] if held_out is None or config.validation_split else [held_out]
     beside_the_log = Console(stderr=True, highlight=False, quiet=not ranks.writer)
     for data in (store, *apart):
@@ -188,7 +210,12 @@ def _check_data(
             table.add_row(*row)
         beside_the_log.print(table)
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
-    fitted = fit_batch(fit_learning_rate(config, ranks), plan_epoch(store, config), ranks, resumed)
+    fitted = fit_learning_rate(config, ranks)
+    if isinstance(objective, PolicyGradient):
+        rollouts = RolloutRun.of(objective, tokenizer, rewards, plan.sources, config, ranks)
+        fitted = rollouts.fitted(fitted, store, ranks)
+    else:
+        fitted = fit_batch(fitted, plan_epoch(store, config), ranks, resumed)
     if ranks.writer:
         show_space(planned_space(plan, fitted, ranks), beside_the_log)
     where = (

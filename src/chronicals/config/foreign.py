@@ -28,7 +28,7 @@ RENAMED: dict[str, str] = {
     "learning_rate": "lr peak_lr max_lr",
     "num_epochs": "epochs num_train_epochs num_train_epoch n_epochs max_epochs total_epochs",
     "overwrite": "overwrite_output_dir",
-    "max_steps": "steps num_steps train_steps max_train_steps total_steps max_iters num_iterations",
+    "max_steps": "steps num_steps train_steps max_train_steps total_steps max_iters",
     "batch_size": "bs micro_batch micro_batch_size per_device_train_batch_size "
     "per_device_batch_size train_batch_size "
     "per_gpu_train_batch_size device_batch_size local_batch_size",
@@ -67,7 +67,7 @@ RENAMED: dict[str, str] = {
     "weight_decay": "wd",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
-    "adam_epsilon": "adam_eps epsilon eps",
+    "adam_epsilon": "adam_eps eps",
     "max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm clip_grad grad_clip "
     "max_norm",
     "activation_offload": "activation_offloading enable_activation_offloading",
@@ -105,6 +105,21 @@ FURTHER_ADVICE: dict[str, str] = {
 }
 """Further advice for messages that name one of our fields."""
 
+_OF_ROLLOUTS: dict[str, str] = {
+    "answers": "num_generations num_return_sequences group_size",
+    "max_new_tokens": "max_completion_length max_new_tokens",
+    "temperature": "temperature",
+    "iterations": "num_iterations ppo_epochs",
+    "clip_low": "epsilon epsilon_low clip_ratio_low cliprange",
+    "clip_high": "epsilon_high clip_ratio_high",
+    "beta": "beta pref_beta rl_beta",
+    "entropy": "entropy_coef entropy_coeff",
+    "importance": "vllm_importance_sampling_mode",
+    "importance_cap": "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
+    "reference_model": "reference_model ref_model ref_model_name_or_path ref_model_path",
+}
+"""Settings of objectives that draw answers, and their names in other trainers."""
+
 SETTINGS: dict[str, str] = {
     "dpo.beta": "beta pref_beta rl_beta dpo_beta",
     "dpo.loss": "loss_type pref_loss dpo_loss_type",
@@ -123,6 +138,15 @@ SETTINGS: dict[str, str] = {
     "kto.desirable_weight": "desirable_weight kto_desirable_weight kto_chosen_weight",
     "kto.undesirable_weight": "undesirable_weight kto_undesirable_weight kto_rejected_weight",
     "reward.center_coefficient": "center_rewards_coefficient center_coefficient",
+    **{
+        f"{objective}.{setting}": names
+        for objective in ("grpo", "rloo")
+        for setting, names in _OF_ROLLOUTS.items()
+    },
+    "grpo.loss": "loss_type",
+    "grpo.level": "importance_sampling_level",
+    "grpo.clip_bound": "delta",
+    "grpo.scale": "scale_rewards",
     "distill.teacher": "teacher teacher_model teacher_model_name_or_path",
     "distill.temperature": "temperature kd_temperature",
     "distill.alpha": "kd_alpha",
@@ -134,6 +158,10 @@ OBJECTIVE_NAMES: dict[str, str] = {
     "reward_model": "reward",
     "gkd": "distill",
     "kd": "distill",
+    "dapo": "grpo",
+    "dr_grpo": "grpo",
+    "gspo": "grpo",
+    "gdpo": "grpo",
     "pt": "pretraining",
     "pretrain": "pretraining",
 }
@@ -147,7 +175,10 @@ INSTEAD: dict[str, str] = {
     "reference_free": "objective='simpo' (or cpo, or orpo), which has no reference",
     "kd_trainer": "objective='distill'",
     "max_prompt_length": "max_seq_length, which bounds prompt and answer together",
-    "max_completion_length": "max_seq_length, which bounds prompt and answer together",
+    "steps_per_generation": "grpo.updates, the optimizer steps between two rollouts",
+    "generation_batch_size": "grpo.prompts and grpo.answers, whose product a step has",
+    "mask_truncated_completions": "grpo={'truncated': 'mask'}",
+    "normalize_advantages": "rloo={'scale': 'batch'}",
     "bf16": "mixed_precision='bf16'",
     "fp16": "mixed_precision='fp16'",
     "fp32": "mixed_precision='fp32'",
@@ -231,6 +262,15 @@ NOWHERE: dict[str, str] = {
     "loss_weights": "sums of several losses are not part of this version",
     "lmbda": "answers of the student are not generated during training in this version",
     "seq_kd": "answers of the teacher are not generated during training in this version",
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
+        "answers are drawn from the model's whole distribution, of which the ratios are; only "
+        "temperature changes both",
+    ),
+    **dict.fromkeys(
+        ("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+        "answers are drawn with the trainer's own modules",
+    ),
     "logging_steps": "every step is a line of metrics.jsonl",
     "logging_strategy": "every step is a line of metrics.jsonl",
     "log_every_n_steps": "every step is a line of metrics.jsonl",

@@ -266,28 +266,24 @@ OWN_VALUES: dict[str, dict[str, str]] = {
 }
 """Answers for other trainers' values of fields that have the same name here."""
 
-NOT_GENERATED = "answers are not generated during training"
 ABSENT_OBJECTIVES: dict[str, str] = {
     **dict.fromkeys(
         (
-            "grpo",
-            "gdpo",
-            "gspo",
-            "dapo",
-            "dr_grpo",
             "ppo",
-            "rloo",
             "reinforce",
             "online_dpo",
             "xpo",
             "nash_md",
             "ebft",
             "gold",
+            "prm",
+            "process_reward_model",
+            "bco",
+            "exo",
+            "nca",
+            "sppo",
         ),
-        NOT_GENERATED,
-    ),
-    **dict.fromkeys(
-        ("prm", "process_reward_model", "bco", "exo", "nca", "sppo"), "its loss is not written yet"
+        "its loss is not written yet",
     ),
 }
 """Objectives of other trainers that do not exist here, and what they would need."""
@@ -524,9 +520,9 @@ _BY_REASON: dict[str, str] = {
         "dpo_generate_during_eval qgalore_rank "
         "f_divergence_type f_alpha_divergence_coef discopop_tau pref_bco_weight dpo_use_weighting "
         "dpo_loss_weights "
-        "dpo_norm_loss num_labels process_reward_model qat quantization_config ppo_epochs "
+        "dpo_norm_loss num_labels process_reward_model qat quantization_config "
         "ppo_target vllm trl ebft "
-        "use_vllm num_generations max_new_tokens use_dft_loss use_asft_loss "
+        "use_dft_loss use_asft_loss "
         "use_eaft_loss "
         "mixture_of_depths use_kt diffusion"
     ),

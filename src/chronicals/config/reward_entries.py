@@ -93,6 +93,13 @@ def reward_entry(given: Any) -> RewardEntry:
     built_in = None if os.path.exists(os.path.expanduser(place)) else BUILT_IN.fullmatch(place)
     if built_in is not None:
         return RewardEntry(built_in[1], built_in[2], weight)
+    module, _, name = place.rpartition(".")
+    if place.replace(".", "").isidentifier() and not os.path.exists(place):
+        raise PydanticCustomError(
+            "reward",
+            "{given} names no function; a colon stands before its name: {meant}",
+            {"given": repr(given), "meant": f"{module}:{name}"},
+        )
     if ":" not in place:
         # A folder here whose name could be that of a built-in reward is written as a path.
         place = os.path.expanduser(place)

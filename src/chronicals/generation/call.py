@@ -24,6 +24,7 @@ from chronicals.generation.passes import (
 )
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
+from chronicals.kernels.host_memory import received, sent
 from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
 
@@ -33,6 +34,42 @@ LOGIT_ROWS = 64
 
 class NotFinite(ValueError):
     """The logits of a request are not finite."""
+
+
+class Look:
+    """What some steps of answers have drawn, on its way to the host.
+
+    Args:
+        samples: the answers.
+        drawn: what each step drew; rows behind those of the answers are padding.
+
+    Attributes:
+        samples: the answers, each of which has as many ``unread`` tokens as there are steps.
+        last_tokens: int64 ``[N]``, the tokens of the last step, on the device.
+    """
+
+    def __init__(self, samples: Sequence[Sample], drawn: Sequence[Drawn]):
+        self.samples = samples
+        self.last_tokens = drawn[-1].tokens
+        columns = [torch.stack(steps, 1) for steps in zip(*drawn)]
+        self._columns = [received(column) for column in columns]
+        self._has_arrived = None
+        if self.last_tokens.is_cuda:
+            self._has_arrived = torch.cuda.Event()
+            self._has_arrived.record()
+        for one in samples:
+            one.unread += len(drawn)
+
+    @property
+    def rows(self) -> dict[Sample, int]:
+        """The row of each answer."""
+        return {one: row for row, one in enumerate(self.samples)}
+
+    def values(self) -> list[list[list[Any]]]:
+        """Return the fields of ``Drawn``, each by answer and step; the host waits until they are there."""
+        if self._has_arrived is not None:
+            self._has_arrived.synchronize()
+        return [column.tolist() for column in self._columns]
 
 
 class Call:
@@ -73,6 +110,16 @@ class Call:
         self._samples = samples
         self._device = input_device(self.model)
         self._head: Head = read_head(self.model)
+        self._unread: Look | None = None
+
+    @property
+    def _reads_behind(self) -> bool:
+        """True if the host reads a look while the next one is computed.
+
+        Eager steps wait for the host anyway, and a penalty needs all tokens of a text.
+        """
+        penalties = {one.prompt.request.sampling.repetition_penalty for one in self._samples}
+        return self._graphs is not None and penalties <= {None, 1.0}
 
     @property
     def is_unfinished(self) -> bool:
@@ -93,29 +140,36 @@ class Call:
         """Take steps until all answers have ended, or until a time of ``time.monotonic``."""
         while self.is_unfinished:
             if end is not None and time.monotonic() >= end and self.have_begun:
+                self._read_last(each)
                 self.stop("time")
                 break
             self.step(each)
 
     def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:
-        """Draw first tokens, or prefill a pack and take steps with all answers that run."""
+        """Queue first tokens, or a prefill pass and decode steps; read what was drawn.
+
+        Where the host reads one look behind, it does so while the device computes the next one.
+        """
         schedule = self.schedule
         schedule.admit()
         self._copy_pages()
         began = schedule.beginning()
-        if began:
-            self._take(began, self._first_tokens(began), each)
-            return
-        chunks = schedule.chunks()
+        chunks = [] if began else schedule.chunks()
         if chunks:
             self._prefill(chunks)
-        steps = min([self.settings.steps_a_look, *(one.left for one in schedule.decoding())])
-        schedule.make_room(steps)
-        decoding = schedule.decoding()
-        if decoding:
-            self._take(decoding, self._decode(decoding, steps), each)
-        elif not chunks:
+        look = self._first_tokens(began) if began else self._decode()
+        if self._reads_behind:
+            look, self._unread = self._unread, look
+        if look is not None:
+            self._read(look, each)
+        elif not chunks and self._unread is None:
             schedule.evict_youngest()
+
+    def _read_last(self, each: Callable[[int, int, list[int]], None] | None) -> None:
+        """Read what has been drawn so far."""
+        look, self._unread = self._unread, None
+        if look is not None:
+            self._read(look, each)
 
     def _copy_pages(self) -> None:
         """Copy shared pages to which an answer will write."""
@@ -190,14 +244,22 @@ class Call:
                 found.append(self._in_layers(held[: place + 1]))
         return found
 
-    def _first_tokens(self, began: Sequence[Sample]) -> list[Drawn]:
+    def _first_tokens(self, began: Sequence[Sample]) -> Look:
         """Draw the first token of answers from the last hidden states of their prompts."""
         states = [one.prompt.state for one in began]
         slots = self._slots(began)
-        return [self._draw(torch.stack(states), slots, slots.positions)]  # type: ignore[arg-type]
+        drawn = self._draw(torch.stack(states), slots, slots.positions)  # type: ignore[arg-type]
+        return Look(began, [drawn])
 
-    def _decode(self, decoding: Sequence[Sample], steps: int) -> list[Drawn]:
-        """Take steps with all answers; returns what each step drew."""
+    def _decode(self) -> Look | None:
+        """Take steps with all answers that can, as many as none of them ends within."""
+        schedule = self.schedule
+        most = self.settings.steps(as_graphs=self._graphs is not None)
+        steps = min([most, *(one.left for one in schedule.decoding())])
+        schedule.make_room(steps)
+        decoding = schedule.decoding()
+        if not decoding:
+            return None
         slots = self._slots(decoding, self._bucket(len(decoding)))
         self._pool.send()
         if self._graphs is None:
@@ -205,8 +267,8 @@ class Call:
         else:
             drawn = self._graphs.take(slots, steps, self.decode_step)
         for one in decoding:
-            self.schedule.advance(one, one.computed + steps)
-        return drawn
+            schedule.advance(one, one.computed + steps)
+        return Look(decoding, drawn)
 
     def decode_step(self, slots: Slots) -> Drawn:
         """Compute the next token of each answer; writes it into ``slots``.
@@ -243,7 +305,7 @@ class Call:
         parts = list[Drawn]()
         for start in range(0, len(states), LOGIT_ROWS):
             end = min(start + LOGIT_ROWS, len(states))
-            logits = self._head.logits(states[start:end])
+            logits = self._head.narrow_logits(states[start:end])
             seen = None if slots.seen is None else slots.seen[start:end]
             parts.append(draw(logits, slots.choices.rows(start, end), positions[start:end], seen))
         return parts[0] if len(parts) == 1 else Drawn(*map(torch.cat, zip(*parts)))
@@ -265,8 +327,13 @@ class Call:
             [*sampling, *[Sampling()] * padding], [*keys, *[0] * padding], self._device
         )
         seen = self._seen(samples, len(ids)) if choices.penalises else None
-        as_tensor = self._as_tensor
-        return Slots(as_tensor(ids), as_tensor(positions), as_tensor(table), choices, seen)
+        last = self._as_tensor(ids)
+        if self._unread is not None:
+            rows = self._unread.rows
+            sources = [rows[one] if one.unread else -1 for one in samples] + [-1] * padding
+            at = self._as_tensor(sources)
+            last = torch.where(at < 0, last, self._unread.last_tokens[at.clamp(min=0)])
+        return Slots(last, self._as_tensor(positions), self._as_tensor(table), choices, seen)
 
     def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
         """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""
@@ -276,20 +343,15 @@ class Call:
             seen[row, self._as_tensor(one.ids)] = True
         return seen
 
-    def _take(
-        self,
-        samples: Sequence[Sample],
-        drawn: Sequence[Drawn],
-        each: Callable[[int, int, list[int]], None] | None,
-    ) -> None:
-        """Add drawn tokens to their answers, up to the end of each; the host waits here."""
-        columns = [
-            torch.stack([getattr(step, name) for step in drawn], 1).tolist()
-            for name in Drawn._fields
-        ]
-        for row, one in enumerate(samples):
-            tokens, chosen, full, entropies, finite = (column[row] for column in columns)
+    def _read(self, look: Look, each: Callable[[int, int, list[int]], None] | None) -> None:
+        """Add the tokens of a look to their answers, up to the end of each; the host waits here."""
+        columns = look.values()
+        for row, one in enumerate(look.samples):
             answer = one.answer
+            if answer.ended:  # at the look before, when this one was under way
+                continue
+            tokens, chosen, full, entropies, finite = (column[row] for column in columns)
+            one.unread -= len(tokens)
             before = len(answer.tokens)
             count = self._append(one, tokens)
             if not all(finite[:count]):
@@ -319,7 +381,7 @@ class Call:
         answer = one.answer
         if request.ending.is_reached(answer.tokens):
             answer.ended = "stop"
-        elif not one.left:
+        elif len(answer.tokens) == one.prompt.limit:
             asked = one.prompt.limit == request.max_new_tokens
             answer.ended = "length" if asked else "positions"
         return bool(answer.ended)
@@ -341,7 +403,7 @@ class Call:
         return min(_power_of_two(count), max(self.settings.slots, count))
 
     def _as_tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return sent(values, torch.int64, self._device)
 
 
 def _power_of_two(count: int) -> int:

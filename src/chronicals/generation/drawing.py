@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.generation.sampling import ALL_TOKENS, Sampling
+from chronicals.kernels.host_memory import sent
 from chronicals.kernels.token_draws import GOLDEN, Drawn, draw_tokens, mixed
 
 
@@ -65,16 +66,16 @@ class Choices:
         """Build the tensors of rows with these settings and keys."""
 
         def numbers(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+            return sent(values, torch.float32, torch.device(device))
 
         every = torch.iinfo(torch.int64).max
         top_k = [every if row.top_k in (None, ALL_TOKENS) else row.top_k for row in rows]
         below = [0.0 if row.top_p is None else 1 - row.top_p for row in rows]
         penalty = [row.repetition_penalty or 1.0 for row in rows]
         return cls(
-            torch.tensor(keys, dtype=torch.int64, device=device),
+            sent(keys, torch.int64, torch.device(device)),
             numbers([row.temperature for row in rows]),
-            torch.tensor(top_k, dtype=torch.int64, device=device),
+            sent(top_k, torch.int64, torch.device(device)),
             numbers(below),
             numbers([row.min_p or 0.0 for row in rows]),
             numbers(penalty),

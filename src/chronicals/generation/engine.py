@@ -172,9 +172,12 @@ class Engine:
 
     def release(self) -> None:
         """Give the memory of the pages back; the next call makes them again."""
+        device = None if self._layout is None else self._layout.device
         self._layers.clear()
         self._layout = None
         self._made = {}
+        if device is not None:
+            _free_unused(device)
 
     def _graphs_of_call(self) -> AbstractContextManager[DecodeGraphs | None]:
         """Return a context around a call, which gives its graphs; None where there are none."""
@@ -218,10 +221,12 @@ class Engine:
         counts = {group: count + 1 for group, count in pages.items()}  # with a scratch page
         if layout != self._layout or any(counts[group] > self._made[group] for group in counts):
             self._layers.clear()  # before the new pages are made
-            self._layers = {
-                module: LayerPages(sizes, counts[sizes.window], self.settings.page_size, device)
-                for module, sizes in layout.sizes.items()
-            }
+            _free_unused(device)
+            with self._graphs.recorder.allocating() if self._graphs else nullcontext():
+                self._layers = {
+                    module: LayerPages(sizes, counts[sizes.window], self.settings.page_size, device)
+                    for module, sizes in layout.sizes.items()
+                }
             self._layout = layout
             self._made = counts
         size = self.settings.page_size
@@ -250,6 +255,15 @@ def answer_keys(request: Request) -> list[int]:
     numbers = torch.full((request.answers,), request.number)
     keys: list[int] = stream_keys(seeds, numbers, torch.arange(request.answers)).tolist()
     return keys
+
+
+def _free_unused(device: torch.device) -> None:
+    """Give a card the blocks back that its allocator keeps for tensors of the same sizes.
+
+    Pages have other sizes than activations, and other streams.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:

@@ -119,7 +119,8 @@ class Layout:
 
     def _seen(self, window: int) -> tuple[int, int]:
         """Return the most pages that a look of steps sees, and that a stored prompt keeps."""
-        return self._spanned(window + self.settings.steps_a_look - 1), self._spanned(window - 1)
+        steps = self.settings.steps(as_graphs=True)
+        return self._spanned(window + steps - 1), self._spanned(window - 1)
 
     def _whole(self, prompt: Prompt) -> int:
         """Return the pages of all tokens of an answer and its prompt."""

@@ -21,6 +21,13 @@ from torch import Tensor
 from chronicals.generation.pages import PagePool
 from chronicals.generation.requests import Answer, Request
 
+STEPS_OF_GRAPHS = 8
+"""Decode steps between two looks of the host, where a step is one launch of a graph.
+
+A step of a 0.5B with 64 answers takes an H200 some 1.5 ms, and the host's work on what they drew
+about as long as one.
+"""
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -33,7 +40,7 @@ class EngineSettings:
         slots: most answers that run at once.
         chunk_tokens: most tokens of a prefill pass.
         steps_a_look: steps between two looks of the host at what was drawn; tokens behind an
-            answer's end are dropped.
+            answer's end are dropped. By default 1, and ``STEPS_OF_GRAPHS`` where they are graphs.
         use_cuda_graphs: replay decode steps on a card.
         generation_exact: give the same bits as ``packed_log_probabilities``; in fp32 on the CPU.
     """
@@ -42,9 +49,13 @@ class EngineSettings:
     page_size: int = 16
     slots: int = 64
     chunk_tokens: int = 2048
-    steps_a_look: int = 1
+    steps_a_look: int | None = None
     use_cuda_graphs: bool = True
     generation_exact: bool = False
+
+    def steps(self, as_graphs: bool) -> int:
+        """Return the most steps between two looks of the host, eager ones or graphs."""
+        return self.steps_a_look or (STEPS_OF_GRAPHS if as_graphs else 1)
 
 
 @dataclass(eq=False)
@@ -99,6 +110,7 @@ class Sample:
         answer: what is generated so far.
         pages: pages of the prompt's and its own tokens; empty while it waits.
         computed: number of tokens, the prompt's included, whose keys and values are in the pages.
+        unread: number of tokens that are drawn and that the host has yet to read.
     """
 
     prompt: Prompt
@@ -107,6 +119,7 @@ class Sample:
     answer: Answer = field(default_factory=Answer)
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    unread: int = 0
 
     @property
     def ids(self) -> Sequence[int]:
@@ -114,17 +127,22 @@ class Sample:
         return [*self.prompt.request.prompt, *self.answer.tokens]
 
     @property
+    def drawn(self) -> int:
+        """Number of tokens of the answer, with those that the host has yet to read."""
+        return len(self.answer.tokens) + self.unread
+
+    @property
     def wanted(self) -> int:
         """Number of tokens whose keys and values must be in pages before the next step.
 
         The last token's are made in that step.
         """
-        return len(self.prompt.request.prompt) + max(len(self.answer.tokens) - 1, 0)
+        return len(self.prompt.request.prompt) + max(self.drawn - 1, 0)
 
     @property
     def left(self) -> int:
         """Number of tokens that may still be generated."""
-        return self.prompt.limit - len(self.answer.tokens)
+        return self.prompt.limit - self.drawn
 
     @property
     def age(self) -> tuple[int, int]:
@@ -276,11 +294,13 @@ class Schedule:
 
     def beginning(self) -> list[Sample]:
         """Return answers that run and have no token yet."""
-        return [one for one in self.running if not one.answer.tokens]
+        return [one for one in self.running if not one.drawn]
 
     def decoding(self) -> list[Sample]:
         """Return answers that can take a step: all their tokens but the last are in pages."""
-        return [one for one in self.running if one.answer.tokens and one.computed == one.wanted]
+        return [
+            one for one in self.running if one.drawn and one.left and one.computed == one.wanted
+        ]
 
     def make_room(self, steps: int) -> None:
         """Give pages for ``steps`` further tokens to all that decode; the youngest may lose theirs."""
@@ -310,10 +330,16 @@ class Schedule:
         self._forget(youngest)
 
     def finish(self, one: Sample) -> None:
-        """Take the pages of an answer that has ended, and its prompt's after the last one."""
-        self.running.remove(one)
+        """Take the pages of an answer that has ended, and its prompt's after the last one.
+
+        It may wait: its last tokens were read after its pages had gone to another.
+        """
+        if one in self.waiting:
+            self.waiting.remove(one)
+        else:
+            self.running.remove(one)
+            one.prompt.running -= 1
         self._forget(one)
-        one.prompt.running -= 1
         one.prompt.unfinished -= 1
         if not one.prompt.unfinished:
             self._forget(one.prompt)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,25 @@ def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
         torch.cuda.synchronize(device)
     for memory in memories:
         memory.release()
+
+
+def sent(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device; the host does not wait for the device.
+
+    Args:
+        values: numbers, or lists of them of one length.
+        dtype: dtype of the tensor.
+        device: where it is needed.
+    """
+    x = torch.tensor(values, dtype=dtype)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def received(x: Tensor) -> Tensor:
+    """Return a copy in host memory, which is complete when the current stream has come so far."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def available_memory(system: Path = Path("/")) -> int | None:

@@ -16,14 +16,15 @@ a fixed order.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.kernels.launch import (
-    INTERPRETED,
     in_rows,
     multiplied_in,
     multiprocessors,
@@ -34,6 +35,7 @@ from chronicals.kernels.launch import (
     triton,
 )
 from chronicals.kernels.nf4 import (
+    CODE_VALUES,
     Scales,
     check_codes,
     code_of,
@@ -99,60 +101,109 @@ def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
     return FewRowsLaunch(max(LEAST_ROWS, next_power_of_2(rows)), next_power_of_2(splits + 1) // 2)
 
 
-@triton.jit
-def _code_of_lane(code_ptr):
-    """Return what code ``lane % 16`` stands for, one value a thread; for the interpreter the table."""
-    if INTERPRETED:
-        code = code_ptr
-    else:
-        lane = tl.inline_asm_elementwise(
-            "mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-        )
-        code = tl.load(code_ptr + (lane & 15))
-    return code
+def _rounds_pairs(x: Tensor) -> bool:
+    """Return whether the card rounds two fp32 to a pair of 16 bits: from Ampere (sm_80) on."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-@triton.jit
-def _values_of(packed, code):
-    """Return what the upper and the lower codes of bytes stand for, fp32.
+@cache
+def _table_code(code: str, dtype: torch.dtype) -> str:
+    """Return PTX that makes the 16 values of a block of its scale ``$8``, in 16 bits.
 
-    A shuffle reads the register of the lane that a code names: a look-up of one instruction, where
-    one in memory takes four. It takes the five lowest bits of its index, and lanes 16 to 31 have
-    the values of lanes 0 to 15, so the bit above a code needs no mask.
+    Registers ``$0`` to ``$3`` get their lower bytes and ``$4`` to ``$7`` the upper ones, four codes
+    each, as ``prmt`` takes them.
+
+    Args:
+        code: "nf4" or "fp4".
+        dtype: of the values, into which they are rounded once.
     """
-    if INTERPRETED:
+    kind = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    lines = [".reg .f32 v<16>;", ".reg .b32 p<8>;"]
+    for n, value in enumerate(CODE_VALUES[code]):
+        lines.append(f"mul.f32 v{n}, $8, 0f{struct.pack('>f', value).hex().upper()};")
+    for n in range(8):
+        lines.append(f"cvt.rn.{kind}.f32 p{n}, v{2 * n + 1}, v{2 * n};")
+    for n in range(4):
+        lines.append(f"prmt.b32 ${n}, p{2 * n}, p{2 * n + 1}, 0x6420;")
+        lines.append(f"prmt.b32 ${n + 4}, p{2 * n}, p{2 * n + 1}, 0x7531;")
+    return "{" + "\n".join(lines) + "}"
+
+
+@triton.jit
+def _pairs_of(packed, absmax, TABLE: tl.constexpr):
+    """Return the weights of bytes ``[N, G, B]``, two in 16 bits each, the earlier in the lower half.
+
+    A block has one scale and so 16 values. They are in eight registers, and a look-up is two
+    ``prmt`` a value: the three lower bits of a code choose among eight bytes, the fourth between
+    two results. In memory it would be an address, a load, a product and a rounding.
+    """
+    l0, l1, l2, l3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
+        TABLE,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+        [absmax],
+        dtype=(tl.int32,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    # Each operand of four bytes takes four registers; those of the tables are four times the same.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, top, u, v, l, h;
+        and.b32 low, $4, 0x77777777;
+        shr.b32 top, $4, 1;
+        lop3.b32 top, top, 0x44444444, 0x32103210, 0xea;  // (top & 0x44444444) | 0x32103210
+        prmt.b32 u, $5, $9, low;
+        prmt.b32 v, $13, $17, low;
+        prmt.b32 l, u, v, top;
+        prmt.b32 u, $21, $25, low;
+        prmt.b32 v, $29, $33, low;
+        prmt.b32 h, u, v, top;
+        prmt.b32 $0, l, h, 0x4051;
+        prmt.b32 $1, l, h, 0x6273;
+        shr.b32 low, low, 16;
+        shr.b32 top, top, 16;
+        prmt.b32 u, $5, $9, low;
+        prmt.b32 v, $13, $17, low;
+        prmt.b32 l, u, v, top;
+        prmt.b32 u, $21, $25, low;
+        prmt.b32 v, $29, $33, low;
+        prmt.b32 h, u, v, top;
+        prmt.b32 $2, l, h, 0x4051;
+        prmt.b32 $3, l, h, 0x6273;
+        }
+        """,
+        "=&r,=&r,=&r,=&r" + ",r" * 33,
+        [
+            packed,
+            l0[:, :, None],
+            l1[:, :, None],
+            l2[:, :, None],
+            l3[:, :, None],
+            h0[:, :, None],
+            h1[:, :, None],
+            h2[:, :, None],
+            h3[:, :, None],
+        ],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexpr):
+    """Return the weights ``[N, G, 2 B]`` of bytes ``[N, G, B]`` and scales ``[N, G]``."""
+    if TABLE == "":
         codes = packed.to(tl.int32)
-        upper = tl.load(code + (codes >> 4))
-        lower = tl.load(code + (codes & 15))
+        upper = (tl.load(code_ptr + (codes >> 4)) * absmax[:, :, None]).to(DTYPE)
+        lower = (tl.load(code_ptr + (codes & 15)) * absmax[:, :, None]).to(DTYPE)
     else:
-        upper, lower = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 at;
-            shr.b32 at, $8, 4;
-            shfl.sync.idx.b32 $0, $9, at, 31, 0xffffffff;
-            shfl.sync.idx.b32 $4, $9, $8, 31, 0xffffffff;
-            shr.b32 at, $8, 12;
-            shfl.sync.idx.b32 $1, $9, at, 31, 0xffffffff;
-            shr.b32 at, $8, 8;
-            shfl.sync.idx.b32 $5, $9, at, 31, 0xffffffff;
-            shr.b32 at, $8, 20;
-            shfl.sync.idx.b32 $2, $9, at, 31, 0xffffffff;
-            shr.b32 at, $8, 16;
-            shfl.sync.idx.b32 $6, $9, at, 31, 0xffffffff;
-            shr.b32 at, $8, 28;
-            shfl.sync.idx.b32 $3, $9, at, 31, 0xffffffff;
-            shr.b32 at, $8, 24;
-            shfl.sync.idx.b32 $7, $9, at, 31, 0xffffffff;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [packed, code],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    return upper, lower
+        pairs = _pairs_of(packed, absmax, TABLE)
+        upper = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+        lower = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    # the upper half of a byte is the earlier column
+    return tl.join(upper, lower)
 
 
 @triton.jit
@@ -200,6 +251,7 @@ def _nf4_product_kernel(
     BLOCK2: tl.constexpr,
     NESTED: tl.constexpr,
     KIND: tl.constexpr,
+    TABLE: tl.constexpr,
     # tile
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -219,7 +271,6 @@ def _nf4_product_kernel(
     begin = split * each
     end = tl.minimum(begin + each, pairs)
     at = output * pairs
-    code = _code_of_lane(code_ptr)
 
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for pair in range(begin, end, HALF):
@@ -243,10 +294,9 @@ def _nf4_product_kernel(
             mask=(row < rows)[:, None] & (2 * pair + column < 2 * end)[None, :],
             other=0.0,
         )
-        upper, lower = _values_of(packed, code)
-        # the upper half of a byte is the earlier column
-        values = tl.reshape(tl.join(upper, lower), (OUTPUTS, GROUPS, SIZE))
-        weight = tl.reshape(values * absmax[:, :, None], (OUTPUTS, COLUMNS)).to(x.dtype)
+        packed = tl.reshape(packed, (OUTPUTS, GROUPS, SIZE // 2))
+        weight = _weight_of(packed, absmax, code_ptr, x.dtype, TABLE)
+        weight = tl.reshape(weight, (OUTPUTS, COLUMNS))
         total = tl.dot(x.to(KIND), tl.trans(weight.to(KIND)), total)
 
     place = (split * rows + row).to(tl.int64)[:, None] * outputs + output[None, :]
@@ -305,6 +355,7 @@ def _nf4_product(
         block2,
         nested,
         multiplied_in(x.dtype),
+        _table_code(code, x.dtype) if _rounds_pairs(x) else "",
         launch.rows,
         OUTPUTS_AT_ONCE,
         COLUMNS_AT_ONCE,

@@ -224,7 +224,7 @@ class WithReference(Objective):
 
     def reference_policy(
         self, model: Any, loaded_from: SavedModel | None, config: ChronicalsConfig
-    ) -> ReferencePolicy:
+    ) -> ReferencePolicy | None:
         """Describe the reference policy, so that evaluations and resumed runs find the same."""
         named = self.settings.reference_model
         frozen = self.frozen.get(REFERENCE_POLICY)

@@ -207,6 +207,8 @@ class FrozenModel:
         precision: ``bf16``, ``fp16`` or ``fp32``, or ``int8`` or ``nf4`` of its linear layers.
         setting: the setting that names it, for errors.
         trust_remote_code: run Python code that comes with it.
+        is_reward: a reward model, which scores answers between steps; ``bring`` does not return it,
+            and no pass of a step is its own.
     """
 
     name: str
@@ -214,6 +216,7 @@ class FrozenModel:
     precision: str
     setting: str
     trust_remote_code: bool = False
+    is_reward: bool = False
 
 
 class Objective(ABC):
@@ -238,6 +241,8 @@ class Objective(ABC):
         head_bytes: returns what its loss needs in memory, as its kernel's file says.
         head_work: what its loss computes and moves, as its kernel's file says.
         generates: True if the trained model is still a language model, which answers prompts.
+        draws_answers: True if the model itself draws what it is trained on: its rows are prompts,
+            and its steps come from rollouts (``training/rollouts/``), not from stored tokens.
         full_learning_rate, adapter_learning_rate: default of ``learning_rate`` if all weights or
             adapters are trained.
         frozen: models of ``bring``, presented, in evaluation mode and without gradients, while a
@@ -250,6 +255,7 @@ class Objective(ABC):
     papers: ClassVar[tuple[Paper, ...]] = ()
     of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
+    draws_answers: ClassVar[bool] = False
     head_bytes: ClassVar[staticmethod[[HeadShape], HeadBytes]] = staticmethod(cross_entropy_bytes)
     head_work: ClassVar[HeadWork] = CROSS_ENTROPY_WORK
     full_learning_rate: ClassVar[float] = 2e-4
@@ -265,6 +271,11 @@ class Objective(ABC):
     def shares_prompts(cls) -> bool:
         """Return whether answers to one prompt come in an item, with the prompt in a pack once."""
         return not set(cls.row_kinds) <= set(DOCUMENT_KINDS)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens of an answer that is drawn behind a prompt; 0 if none is."""
+        return 0
 
     @classmethod
     def load(
@@ -302,7 +313,7 @@ class Objective(ABC):
         return {}
 
     def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
-        """Declare the models of ``bring``, for plans, which load none."""
+        """Declare the models of ``bring`` and reward models, for plans, which load none."""
         return ()
 
     def forward_passes(self, config: ChronicalsConfig) -> Sequence[str]:
@@ -376,6 +387,14 @@ class Objective(ABC):
     @abstractmethod
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         """Return the Batch's losses and metrics, as sums, by name."""
+
+    def why_wrong(self, values: Mapping[str, float]) -> str | None:
+        """Return why the metrics of a step show that the run is wrong, which ends it; or None.
+
+        Args:
+            values: ``loss`` and the metrics of the step by name, as they are shown.
+        """
+        return None
 
     def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
         """Compute what must be known of a whole step before its first micro-batch.

@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from chronicals.rewards.building import build_rewards as build_rewards
     from chronicals.rewards.scoring import Failure as Failure
     from chronicals.rewards.scoring import Outcome as Outcome
     from chronicals.rewards.scoring import Rewards as Rewards
     from chronicals.rewards.scoring import RewardsFailed as RewardsFailed
     from chronicals.rewards.scoring import Scored as Scored
-    from chronicals.rewards.scoring import build_rewards as build_rewards
 
 __all__ = ["Failure", "Outcome", "Rewards", "RewardsFailed", "Scored", "build_rewards"]
 
@@ -22,7 +22,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'chronicals.rewards' has no attribute {name!r}; it offers {', '.join(__all__)}"
         )
-    return getattr(import_module("chronicals.rewards.scoring"), name)
+    home = "building" if name == "build_rewards" else "scoring"
+    return getattr(import_module(f"chronicals.rewards.{home}"), name)
 
 
 def __dir__() -> list[str]:

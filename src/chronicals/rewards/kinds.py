@@ -25,8 +25,8 @@ class Reward(ABC):
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> Values:
         """Return the values of rows, given as lists of one entry a row by their names."""
 
-    def end(self) -> None:
-        """Give back what it holds."""
+    def close(self) -> None:
+        """Give back what it holds; it is not called any more."""
         return
 
 
@@ -68,7 +68,7 @@ class FunctionApart(Reward):
         except ChildProcessError as error:
             raise ValueError(f"its process could not be started: {error}") from error
         if "refused" in about:
-            self.end()
+            self.close()
             raise ValueError(about["refused"])
         self.needed = tuple(about["needed"])
         self._taken = None if about["taken"] is None else {*about["taken"], "completions"}
@@ -87,6 +87,6 @@ class FunctionApart(Reward):
             return Values.failed(str(error), count)
         return Values(answer["values"], dict(answer["faults"]))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End its process."""
-        self._process.end()
+        self._process.close()

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from typing import IO, Any
 
 from chronicals.bound_process import BoundProcess
+from chronicals.data.reading.plain_values import plain
 
 SECONDS_TO_START = 180.0
 """Within which a process must have imported its function: torch and transformers from a cold
@@ -27,8 +27,8 @@ network disk take a minute, and a module may read a model of its own."""
 SHORTEST_WAIT = 1e-3
 """Seconds; a socket with a timeout of 0 would not wait at all."""
 
-LINES_KEPT = 20
-"""Last lines that a function has printed, of which a message shows the last."""
+BYTES_KEPT = 4096
+"""Of what a function has printed last; a message shows its last line."""
 
 
 class RewardProcess:
@@ -42,7 +42,9 @@ class RewardProcess:
     def __init__(self, place: str, argument: str | None):
         self._question = {"place": place, "argument": argument}
         self._process: BoundProcess | None = None
-        self._said = deque[str](maxlen=LINES_KEPT)
+        self._ending = threading.Lock()
+        self._closed = False
+        self._said = b""
 
     def start(self) -> dict[str, Any]:
         """Start it, and return what the function needs and takes (``worker.py``).
@@ -50,6 +52,8 @@ class RewardProcess:
         Raises:
             ChildProcessError: it ended, or did not answer in time.
         """
+        if self._closed:
+            raise ChildProcessError("the run has ended")
         ours, theirs = socket.socketpair()
         path = [entry or os.getcwd() for entry in sys.path]
         with theirs:
@@ -63,7 +67,7 @@ class RewardProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.getcwd()])},
             )
         self._socket = ours
-        self._said.clear()
+        self._said = b""
         output = self._process.stdout
         assert output is not None
         self._listening = threading.Thread(target=self._listen, args=(output,), daemon=True)
@@ -75,6 +79,7 @@ class RewardProcess:
 
         Raises:
             ChildProcessError: it ended, or did not answer in time and was ended.
+            TypeError: the rows hold what JSON has no form for; the message names it.
         """
         if self._process is None:
             refused = self.start().get("refused")
@@ -84,7 +89,7 @@ class RewardProcess:
         return self._exchange(rows, seconds)
 
     def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        line = json.dumps(question).encode() + b"\n"
+        line = _line(question)
         until = time.monotonic() + seconds
         answer = bytearray()
         try:
@@ -105,8 +110,9 @@ class RewardProcess:
 
     def _last_words(self) -> str:
         """End it, and return how it has ended."""
-        assert self._process is not None
         process = self._process
+        if process is None:
+            return "it was ended"
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         status = process.poll()
@@ -114,23 +120,63 @@ class RewardProcess:
         how = "it closed its connection" if status is None else f"it ended with status {status}"
         if status == -signal.SIGKILL:
             how += ", as a machine short of memory ends processes"
-        return f"{how}: {self._said[-1]}" if self._said else how
+        lines = self._said.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+        return how if last is None else f"{how}: {last}"
 
     def _listen(self, output: IO[bytes]) -> None:
         """Read what the function prints, which would garble the trainer's own output."""
         with output:
-            for line in output:
-                text = line.decode(errors="replace").strip()
-                if text:
-                    self._said.append(text)
+            while printed := os.read(output.fileno(), BYTES_KEPT):
+                self._said = (self._said + printed)[-BYTES_KEPT:]
 
     def end(self) -> None:
         """End it and all processes that it has started, whatever they do."""
-        if self._process is None:
+        with self._ending:
+            process = self._process
+            self._process = None
+        if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         self._listening.join(1.0)
         self._socket.close()
-        self._process = None
+
+    def close(self) -> None:
+        """End it for good: a thread that asks it further is refused."""
+        self._closed = True
+        self.end()
+
+
+def _line(question: dict[str, Any]) -> bytes:
+    """Return a line of JSON.
+
+    Raises:
+        TypeError: a value has no form there; the message names its column.
+    """
+    try:
+        return json.dumps(question, default=_plain).encode() + b"\n"
+    except TypeError:
+        for name, column in question.items():
+            for value in column:
+                try:
+                    json.dumps(value, default=_plain)
+                except TypeError as error:
+                    raise TypeError(f"the column {name!r} has {error}") from None
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy, pandas or arrow as JSON has it.
+
+    Raises:
+        TypeError: it has no form there.
+    """
+    made = plain(value)
+    if made is value:
+        raise TypeError(
+            f"a value of {type(value).__name__}, which cannot be sent to another process; give the "
+            "rewards a text or a number in its place"
+        )
+    return made

@@ -7,11 +7,9 @@ fails or hangs for some answers costs these answers, and not the run.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.reward_entries import DROP, RewardEntry, path_of, reward_entry
-from chronicals.rewards.built_in import BUILT_IN
+from chronicals.config import ConfigurationError
+from chronicals.config.reward_entries import DROP
 from chronicals.rewards.calling import ROLLOUT, Values
-from chronicals.rewards.kinds import FunctionApart, FunctionHere, Reward
+from chronicals.rewards.kinds import Reward
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +134,7 @@ class Rewards:
     def close(self) -> None:
         """End the processes of the rewards, and give back what models hold."""
         for reward in self._rewards.values():
-            reward.end()
+            reward.close()
         self._threads.shutdown()
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -243,77 +240,3 @@ def _said(name: str, faults: dict[int, str], count: int) -> str:
         f"reward {name}: failed for {len(rows)} of {count} answers (rows {named}{further}), the "
         f"first because {faults[rows[0]]}"
     )
-
-
-def build_rewards(config: ChronicalsConfig) -> Rewards:
-    """Start the rewards of a configuration, before a model is loaded.
-
-    Raises:
-        ConfigurationError: there is none, or one cannot be had; the message has a line for each.
-    """
-    if not config.rewards:
-        raise ConfigurationError(
-            f"rewards: none is given, and objective={config.objective!r} learns from nothing else; "
-            "give the path of a function, as rewards=['mine:exact'], or a built-in reward: "
-            f"{', '.join(BUILT_IN)}"
-        )
-    entries = [reward_entry(given) for given in config.rewards]
-    with ThreadPoolExecutor(len(entries)) as starting:
-        waiting = [starting.submit(_built, entry, config) for entry in entries]
-    rewards = dict[str, Reward]()
-    lines = []
-    for name, entry, started in zip(_names(entries), entries, waiting):
-        try:
-            rewards[name] = started.result()
-        except ValueError as error:
-            lines.append(f"rewards={str(entry)!r}: {error}")
-    if lines:
-        for reward in rewards.values():
-            reward.end()
-        raise ConfigurationError("\n".join(lines))
-    return Rewards(rewards, [entry.weight for entry in entries], config.reward_on_error)
-
-
-def _built(entry: RewardEntry, config: ChronicalsConfig) -> Reward:
-    """Return the reward of an entry, started.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
-    if entry.is_model:
-        raise ValueError("reward models are not part of this version")
-    if not entry.is_function and entry.place not in BUILT_IN:
-        raise ValueError(
-            f"there is no such built-in reward; there are {', '.join(BUILT_IN)}, and a function of "
-            "yours is named as module:function"
-        )
-    if entry.function is None:
-        return FunctionApart(entry.place, entry.argument, config.reward_timeout)
-    if _is_importable(entry.function):
-        with contextlib.suppress(ValueError):  # a module may exist in this process alone
-            return FunctionApart(entry.place, None, config.reward_timeout)
-    here = FunctionHere(entry.function)
-    logger.warning(
-        "rewards: %s cannot be imported by another process, so it runs in this one: it is neither "
-        "timed (reward_timeout) nor ended if it hangs, and the run ends with it; give it a module "
-        "of its own, and name it as module:function",
-        entry.place,
-    )
-    return here
-
-
-def _is_importable(function: Callable[..., Any]) -> bool:
-    """Return whether another process finds this function by its path."""
-    where, _, name = path_of(function).partition(":")
-    if where == "__main__":
-        return False
-    found: Any = importlib.import_module(where)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is function
-
-
-def _names(entries: Sequence[RewardEntry]) -> list[str]:
-    """Return a short name for each entry, or a whole one where several have the same."""
-    short = [entry.place.rpartition(":")[2].rpartition("/")[2] for entry in entries]
-    return [entry.name if short.count(name) > 1 else name for name, entry in zip(short, entries)]

@@ -9,6 +9,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on without hiding a fault; the last checkpoint is intact."""
 
 
+class RolloutFailed(TrainingError):
+    """Answers could not be drawn or rewarded; the steps before are whole, and can be saved."""
+
+
 class Interrupted(RuntimeError):
     """The run was stopped from outside after a checkpoint was written.
 

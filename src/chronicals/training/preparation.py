@@ -8,6 +8,7 @@ the padding token may lack a row, since its row is never read.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def open_stores(
     config: ChronicalsConfig,
     ranks: Mesh,
     reports: Path | None = None,
+    answer_tokens: int = 0,
 ) -> tuple[TokenStore, TokenStore | None]:
     """Return tokenised training and held-out data that has passed the gate's checks.
 
@@ -151,6 +153,7 @@ def open_stores(
         config: configuration of the run.
         ranks: the first rank on each machine tokenises, while the others wait for its file.
         reports: folder for the gate's reports, ``train_dataset.json`` and ``eval_dataset.json``.
+        answer_tokens: room behind a prompt for an answer that is drawn later.
 
     Raises:
         ConfigurationError: both held-out data and a share to hold out are set.
@@ -168,6 +171,7 @@ def open_stores(
             "embedding_rows": embedding_rows,
             "report_file": folder and folder / f"{name}.json",
             "kinds": OBJECTIVES[config.objective].row_kinds,
+            "answer_tokens": answer_tokens,
         }
 
     if held_out is not None and config.validation_split:
@@ -194,6 +198,11 @@ def open_stores(
     if rest is None:
         return store, None
     return store, open_held_out(rest, config, folder and folder / "eval_dataset.json")
+
+
+def readable_again(source: RowSource) -> RowSource:
+    """Return rows that can be read a second time: a generator becomes a list."""
+    return list(source) if isinstance(source, Iterator) else source
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:

@@ -32,6 +32,7 @@ from chronicals.distributed import (
     on_each_machine,
     prove_alike,
 )
+from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Moment, disable_gradient_checkpointing, let_segments_grow
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
@@ -56,7 +57,7 @@ from chronicals.policies import (
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
-from chronicals.policies.frozen_models import Held, held_by_frozen
+from chronicals.policies.frozen_models import Held, held_by_frozen, held_by_rewards
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -132,7 +133,7 @@ def prepare_session(
         objective.shares_prompts(),
     )
     add_router_terms(presented, objective.router)
-    frozen = held_by_frozen(objective.frozen)
+    frozen = held_by_frozen(objective.frozen) | held_by_rewards(objective, config)
     goes_on = resumed is not None
     facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took
@@ -540,6 +541,11 @@ class Session:
             return
         for _ in self.optimizer.shards.bring_gradients():
             inspect()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What captures the graphs of steps; None without graphs, or outside ``stepping``."""
+        return None if self._graphed is None else self._graphed.recorder
 
     def release_graphs(self) -> None:
         """Release the memory of CUDA graphs between steps; later steps are captured again."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.packs.packing import PackPlan, plan_epoch
+from chronicals.data.packs.steps import Steps
 from chronicals.distributed import (
     Mesh,
     RankWatch,
@@ -23,9 +24,11 @@ from chronicals.kernels.launch import identify_compiler
 from chronicals.memory import Moment, checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
+from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.sharding import with_sharding
+from chronicals.rewards import Rewards
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.columns.frozen import with_frozen_columns
 from chronicals.training.columns.start_columns import StartColumns
@@ -38,8 +41,10 @@ from chronicals.training.preparation import (
     fit_vocabulary,
     one_device,
     open_stores,
+    readable_again,
     teach_generation_to_stop,
 )
+from chronicals.training.rollouts.rollout_run import RolloutRun, check_rollouts, rewards_of
 from chronicals.training.run.callbacks import Callback, Callbacks, MetricsFile
 from chronicals.training.run.earlier_run import EarlierRun, check_replaceable, replacing
 from chronicals.training.run.finish import about_data, finish
@@ -81,6 +86,8 @@ class ChronicalsTrainer:
         callbacks: callbacks beside those for files, progress and trackers.
         write_recipe: writes the recipe that started the run into the folder of a new run, which it
             gets; None for none.
+        rewards: rewards of the answers that an objective draws; by default those that ``config``
+            names. The caller closes them.
 
     Raises:
         ValueError: the model is of another kind, or the configuration cannot be honoured with it on
@@ -96,6 +103,7 @@ class ChronicalsTrainer:
         config: ChronicalsConfig | None = None,
         callbacks: Sequence[Callback] = (),
         write_recipe: Callable[[Path], None] | None = None,
+        rewards: Rewards | None = None,
     ):
         check_versions_for(model)
         self.model = model
@@ -124,6 +132,7 @@ class ChronicalsTrainer:
         self._session: Session | None = None
         self._earlier: EarlierRun | None = None
         self._write_recipe = write_recipe
+        self._rewards = rewards
 
     def release_graphs(self) -> None:
         """Release the memory of CUDA graphs.
@@ -200,6 +209,12 @@ class ChronicalsTrainer:
         model = self.model
         if self.device.type == "cuda":
             identify_compiler()
+        if isinstance(self.objective, PolicyGradient):
+            tokens = self.objective.answer_tokens
+            check_rollouts(self.config, self.ranks, model, tokens)
+            # Read twice: their tokens, and their columns for the rewards.
+            train_dataset = readable_again(train_dataset)
+            eval_dataset = None if eval_dataset is None else readable_again(eval_dataset)
         self.config = fit_vocabulary(model, self.tokenizer, self.config, self.ranks)
         self.ranks.writer_does(partial(check_tokenizer, model, self.tokenizer), ConfigurationError)
         train_store, eval_store = open_stores(
@@ -210,6 +225,7 @@ class ChronicalsTrainer:
             self.config,
             self.ranks,
             reports=self.output_dir,
+            answer_tokens=self.objective.answer_tokens,
         )
         if eval_store is None and self.config.eval_steps is not None:
             raise ConfigurationError(
@@ -222,13 +238,15 @@ class ChronicalsTrainer:
                 "validation_split"
             )
         longest = max(store.longest for store in (train_store, eval_store) if store is not None)
+        longest += self.objective.answer_tokens
         check_positions(model, longest)
         for store in (train_store, eval_store):
             if store is not None:
                 check_dealt(store, self.objective, self.config)
         plan = plan_epoch(train_store, self.config)
         with (
-            self._fitted_to(plan, resumed) as config,
+            self._rollouts(train_dataset, eval_dataset) as rollouts,
+            self._fitted_to(plan, resumed, rollouts, train_store) as config,
             saying_what_helps(
                 config, self.device, self.ranks.count, self._planned, lambda: self._session
             ),
@@ -260,7 +278,9 @@ class ChronicalsTrainer:
                 for frozen in self.objective.frozen.values():
                     check_positions(frozen.model, longest)
                 self._session = session
-                result = self._run(session, train_store, plan, eval_store, resumed, samples)
+                result = self._run(
+                    session, train_store, plan, eval_store, resumed, samples, rollouts
+                )
         model.eval()
         return result
 
@@ -283,17 +303,58 @@ class ChronicalsTrainer:
             self._write_recipe(folder)
 
     @contextmanager
-    def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
+    def _rollouts(
+        self, train_dataset: RowSource, eval_dataset: RowSource | None
+    ) -> Iterator[RolloutRun | None]:
+        """Return a context with prompts and rewards of a run that draws answers; None in others."""
+        if not isinstance(self.objective, PolicyGradient):
+            yield None
+            return
+        with ExitStack() as around:
+            rewards = self._rewards
+            if rewards is None:
+                rewards = rewards_of(self.objective, self.config, self.ranks)
+                if rewards is not None:
+                    around.enter_context(rewards)
+            yield RolloutRun.of(
+                self.objective,
+                self.tokenizer,
+                rewards,
+                (train_dataset, eval_dataset),
+                self.config,
+                self.ranks,
+            )
+
+    @contextmanager
+    def _fitted_to(
+        self,
+        plan: PackPlan,
+        resumed: Path | None,
+        rollouts: RolloutRun | None,
+        store: TokenStore,
+    ) -> Iterator[ChronicalsConfig]:
         """Return a context in which batch and learning rate of the configuration fit the data."""
         original = self.config
-        self.config = fit_batch(
-            fit_learning_rate(original, self.ranks, self.model), plan, self.ranks, resumed
-        )
+        self.config = fit_learning_rate(original, self.ranks, self.model)
+        if rollouts is None:
+            self.config = fit_batch(self.config, plan, self.ranks, resumed)
+        else:
+            self.config = rollouts.fitted(self.config, store, self.ranks)
         try:
             self.config = with_token_ids(self.config, self.tokenizer)
             yield self.config
         finally:
             self.config = original
+
+    @staticmethod
+    def _stream(
+        stream_of: Callable[..., BatchStream],
+        store: TokenStore,
+        plan: PackPlan,
+        config: ChronicalsConfig,
+    ) -> BatchStream:
+        """Return the steps of a run over a store, in the batches of a configuration."""
+        return stream_of(store, config=config, epochs=config.epochs, plan=plan)
 
     def _run(
         self,
@@ -303,6 +364,7 @@ class ChronicalsTrainer:
         eval_store: TokenStore | None,
         resumed: Path | None,
         samples: Samples,
+        rollouts: RolloutRun | None,
     ) -> TrainingResult:
         config = session.config
         model = self.model
@@ -322,8 +384,21 @@ class ChronicalsTrainer:
         train_store = columns.beside(train_store)
         eval_store = None if eval_store is None else columns.beside(eval_store)
         keep_anchor(session, train_store, self.output_dir, resumed)
-        stream = stream_of(train_store, epochs=config.epochs, plan=plan)
-        run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
+        held_out: Steps | None = None
+        made_for: Callable[[ChronicalsConfig], Steps]
+        if rollouts is None:
+            made_for = partial(self._stream, stream_of, train_store, plan)
+            steps = Length.of(config, plan, self.ranks.data_count).steps
+            held_out = None if eval_store is None else in_order(eval_store)
+        else:
+            padding = stream_of.keywords["padding_token_id"]
+            drawing = partial(self._watch.limited, "drawing answers")
+            made_for = rollouts.steps(session, train_store, padding, drawing)
+            steps = rollouts.total_steps(config, train_store)
+            if eval_store is not None:
+                held_out = rollouts.held_out(session, eval_store, padding, drawing)
+        stream = made_for(config)
+        run = Run(steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
             raise ConfigurationError(
                 f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the "
@@ -342,13 +417,9 @@ class ChronicalsTrainer:
         about = functools.cache(
             lambda: about_data(train_store, model, self.tokenizer, config, columns.record)
         )
-        held_out = None if eval_store is None else in_order(eval_store)
         recovery = None
         if config.fit == "auto":
-            divided = partial(stream_of, train_store, epochs=config.epochs, plan=plan)
-            recovery = Recovery(
-                session, stream, lambda changed: divided(config=changed), self.output_dir
-            )
+            recovery = Recovery(session, stream, made_for, self.output_dir)
         loop = Loop(
             session,
             run,

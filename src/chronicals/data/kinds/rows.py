@@ -50,6 +50,9 @@ DOCUMENT_KINDS = ("chat", "completion", "instruction", "text", "tokens")
 CHAT_KINDS = ("chat", "instruction")
 """The kinds that go through the chat template."""
 
+PROMPT = "prompt"
+"""The kind of a row whose answer the model draws."""
+
 UNTRAINED_KINDS = {
     "preference": "holds a preference pair (chosen and rejected, or responses and scores), of "
     "which this objective would "
@@ -69,6 +72,7 @@ EXPECTED_FIELDS = {
     "preference": "chosen and rejected, or responses and scores",
     "unpaired preference": "an answer (completion, response, output, answer or messages) and its "
     "label",
+    PROMPT: "prompt, a text or messages",
 }
 """Fields of the kinds that an objective may ask for, in words for errors."""
 
@@ -77,9 +81,10 @@ class NormalRow(NamedTuple):
     """A row in the form in which it is encoded.
 
     Attributes:
-        kind: ``chat``, ``completion``, ``text`` or ``tokens``.
+        kind: ``chat``, ``completion``, ``text``, ``tokens`` or ``prompt``.
         record: ``messages`` (and ``tools``), ``prompt`` and ``completion`` (both texts, or both
-            messages), ``text``, or ``input_ids`` (with ``labels`` and ``attention_mask``).
+            messages), ``text``, or ``input_ids`` (with ``labels`` and ``attention_mask``). A
+            prompt has ``prompt``, or ``messages`` (and ``tools``).
     """
 
     kind: str
@@ -205,13 +210,7 @@ def normalise(record: RowRecord, kind: str, where: str) -> NormalRow:
     if kind == "completion":
         return NormalRow(kind, record)
     try:
-        tools = (
-            read_json(record["tools"], "tools", where) if is_filled(record.get("tools")) else None
-        )
-        if is_missing(tools):
-            tools = None  # templates treat an empty list otherwise
-        elif not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
+        tools = _tools_of(record, where)
         if kind == "instruction":
             messages = list[Message]()
             if is_filled(record.get("system")):
@@ -234,6 +233,55 @@ def normalise(record: RowRecord, kind: str, where: str) -> NormalRow:
         raise DataError(
             f"{where}: holds objects nested too deeply to be read", "wrong_type"
         ) from None
+
+
+def _tools_of(record: RowRecord, where: str) -> list[Any] | None:
+    """Return the tools that a row offers; None without any.
+
+    Raises:
+        DataError: they are no list of objects.
+    """
+    tools = read_json(record["tools"], "tools", where) if is_filled(record.get("tools")) else None
+    if is_missing(tools):
+        return None  # templates treat an empty list otherwise
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
+    return tools
+
+
+def normal_prompt(record: RowRecord, as_chat: bool, where: str) -> NormalRow:
+    """Return a row of kind ``prompt`` in the form in which it is encoded.
+
+    Args:
+        record: with a ``prompt``, a text or messages, or with ``messages``.
+        as_chat: whether a text is the message of a user.
+        where: what errors call the row.
+
+    Raises:
+        DataError: it is empty, ends with an answer, or a field is of the wrong type.
+    """
+    name = "prompt" if record.get("prompt") is not None else "messages"
+    asked = record[name]
+    if isinstance(asked, str):
+        if not asked.strip():
+            raise DataError(f"{where}: {name} is empty", "empty_prompt")
+        if not as_chat:
+            return NormalRow(PROMPT, {"prompt": asked})
+        asked = [{"role": "user", "content": asked}]
+    try:
+        if name == "messages":
+            asked = conversation_in(asked, name, where)
+        messages = _after_system(record, normal_messages(asked, name, where), where)
+        tools = _tools_of(record, where)
+    except RecursionError:
+        raise DataError(
+            f"{where}: holds objects nested too deeply to be read", "wrong_type"
+        ) from None
+    if messages[-1]["role"] == "assistant":
+        raise DataError(f"{where}: {name} ends with the assistant's answer", "answered_prompt")
+    if not any(is_filled(message.get("content")) for message in messages):
+        raise DataError(f"{where}: {name} has no message with a text", "empty_prompt")
+    return NormalRow(PROMPT, {"messages": messages, "tools": tools})
 
 
 def _after_system(record: RowRecord, messages: list[Message], where: str) -> list[Message]:

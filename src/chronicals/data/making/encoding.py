@@ -15,7 +15,7 @@ import numpy as np
 
 from chronicals.config import Overlong
 from chronicals.data.kinds.preferences import nearest_other_prompts
-from chronicals.data.kinds.rows import ROW_KINDS, NormalRow
+from chronicals.data.kinds.rows import PROMPT, ROW_KINDS, NormalRow
 from chronicals.data.making.documents import (
     MISMATCHED_SIDE,
     UNJUDGED,
@@ -120,6 +120,8 @@ class ChunkEncoder:
         # An item stays if all its documents have targets; a shared prompt needs none.
         item_of = np.cumsum(fitted.sides == 0)
         untrained = (fitted.targets == 0) & (fitted.shared >= 0)
+        if PROMPT in self.tokenizer.kinds:  # nothing of a prompt is trained
+            untrained &= fitted.lengths == 0
         documents = fitted.only(~np.isin(item_of, item_of[untrained]))
         for row in np.setdiff1d(fitted.rows, documents.rows):
             lost_by_cut = read.targets[read.rows == row].min() > 0
@@ -204,6 +206,12 @@ class ChunkEncoder:
         A pair of equal answers gives nothing: there is no difference to train on.
         """
         row = item[0].row
+        if kind == PROMPT:
+            if len(item[0].ids) <= self.width:
+                return item
+            recognised.report.note("no_room", row, f"{len(item[0].ids):,} tokens")
+            recognised.left_out[row] = "no_room"
+            return []
         whole = kind != "text" and self.tokenizer.train_on == "answers"
         overlong = self.overlong or ("cut" if whole else "split")
         fitted = fit_item(share_prompt(item), self.width, overlong, recognised.report)

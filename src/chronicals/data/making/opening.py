@@ -36,6 +36,7 @@ def open_store(
     report_file: Path | None = None,
     kinds: Collection[str] = DOCUMENT_KINDS,
     scored: bool = False,
+    answer_tokens: int = 0,
 ) -> TokenStore:
     """Return tokenised data that has passed the gate; its report is logged.
 
@@ -50,13 +51,14 @@ def open_store(
         report_file: where the report is written as JSON, also when the gate refuses the data.
         kinds: of rows that the objective takes.
         scored: True if nothing of it is trained; so it is, too, if ``training`` is given.
+        answer_tokens: room behind a prompt for an answer that is drawn later.
 
     Raises:
         DataError: training on it would be wrong.
         ConfigurationError: ``gate`` names no rule.
     """
     name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
-    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
+    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds, answer_tokens)
     if training is not None:
         trained_too = np.isin(store.hashes, training.hashes)
         for row in np.unique(store.rows[trained_too]):
@@ -76,6 +78,7 @@ def open_divided(
     embedding_rows: int | None = None,
     report_file: Path | None = None,
     kinds: Collection[str] = DOCUMENT_KINDS,
+    answer_tokens: int = 0,
 ) -> tuple[TokenStore, TokenStore]:
     """Return the data as ``open_store`` does, in two: to train on, and held out.
 
@@ -87,7 +90,7 @@ def open_divided(
     """
     assert config.validation_split
     name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
-    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds)
+    store = _tokenised(source, tokenizer, config, builder, embedding_rows, kinds, answer_tokens)
     report = store.report
     if not len(store) or report.errors(config.gate):
         _judged(name, store, report.ledger, config, report_file)  # raises
@@ -139,13 +142,14 @@ def _tokenised(
     builder: bool,
     embedding_rows: int | None,
     kinds: Collection[str],
+    answer_tokens: int,
 ) -> TokenStore:
     """Return the store of ``source``, with ids that the model's embedding lacks in its report."""
     check_shares(config.gate)
     store = build_store(
         source,
         Tokenizer.configured(tokenizer, config, kinds),
-        config.max_seq_length,
+        config.max_seq_length - answer_tokens,
         config.cache_dir,
         builder,
         config.overlong,

@@ -33,12 +33,14 @@ from chronicals.data.kinds.preferences import (
 from chronicals.data.kinds.rows import (
     DOCUMENT_KINDS,
     EXPECTED_FIELDS,
+    PROMPT,
     NormalRow,
     as_instruction,
     kind_of,
     kind_with,
     known_kind,
     non_null_fields,
+    normal_prompt,
     normalise,
     pair_of,
     plain_row,
@@ -239,6 +241,14 @@ class Recogniser:
         def note_prompt_field(name: str) -> None:
             findings.note("columns_recognised", f"{place}: {name} is the prompt")
 
+        if kind == PROMPT and kind in kinds:
+            prompt = normal_prompt(record, self.tokenizer.completions_as_chat, place)
+            form = "chat" if "messages" in prompt.record else "completion"
+            forms = recognised.report.forms
+            forms[form] = forms.get(form, 0) + 1
+            if form == "completion" and self.tokenizer.tokenizer.chat_template is not None:
+                findings.note("plain_completion", place)
+            return [prompt]
         if kind == PREFERENCE and kind in kinds:
             documents = []
             sides = sides_of(record, place, note_prompt_field)

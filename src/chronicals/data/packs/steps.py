@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chronicals.batch import Batch
@@ -23,6 +23,9 @@ Always there are:
 If Batches have weights, there is ``weight``, the sum of the weights of the targets. If rows may
 judge their answers, there are ``good_items``, ``bad_items``, and ``mismatched_items``: those that
 have an answer to another prompt.
+
+If the model draws the answers, there are ``answers``, and ``new_targets``, the targets that were
+drawn with the present weights.
 """
 
 
@@ -35,12 +38,14 @@ class Step:
         counts: of the whole step, all ranks.
         began: state at its beginning.
         state: state at its end.
+        shown: metrics that are known before it is computed, by name.
     """
 
     batches: list[Batch]
     counts: StepCounts
     began: Any
     state: Any
+    shown: Mapping[str, float] = field(default_factory=dict)
 
 
 class Steps(Protocol):

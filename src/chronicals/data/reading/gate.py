@@ -204,6 +204,17 @@ RULES = {
         "add answers of the other label, unless this is meant: unlearning, say",
         1,
     ),
+    "empty_prompt": Rule("prompts without a text", "delete them or fill them in", 0),
+    "answered_prompt": Rule(
+        "prompts that end with an assistant's answer, behind which nothing is to be said",
+        "leave the answer out of the prompt; a column of its own goes to the rewards",
+        0,
+    ),
+    "no_room": Rule(
+        "prompts that leave no room for an answer of max_new_tokens in max_seq_length",
+        "raise max_seq_length, or lower max_new_tokens",
+        0.1,
+    ),
     "duplicate_row": Rule(
         "documents that are in the data more than once", "remove them, unless this is meant", 1
     ),
@@ -357,14 +368,23 @@ class DataReport:
         ledger = ledger or self.ledger
         share = self.targets / max(self.tokens, 1)
         what = "scored" if ledger.is_scored else "trained"
+        if self.are_prompts:
+            return f"{ledger.words()}, {self.documents_in_words()}, {self.tokens:,} tokens"
         return (
             f"{ledger.words()}, {self.documents_in_words()}, {self.tokens:,} tokens, "
             f"{self.targets:,} of them {what} "
             f"({share:.0%})"
         )
 
+    @property
+    def are_prompts(self) -> bool:
+        """True if the documents are prompts, which the model answers in the run."""
+        return bool(self.documents) and not self.targets and "prompt" in self.kinds
+
     def documents_in_words(self) -> str:
         """Return the number of documents; of compared and judged answers, by what they are."""
+        if self.are_prompts:
+            return f"{self.documents:,} prompts"
         if not self.answers:
             return f"{self.documents:,} documents"
         counts = {
@@ -422,14 +442,15 @@ class DataReport:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
         wrong = self.errors(shares)
         lines = ""
-        for entry in wrong if self.targets else self.entries(shares):
+        is_usable = self.targets or self.are_prompts
+        for entry in wrong if is_usable else self.entries(shares):
             rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
             example = f"; for one, {entry['example']}" if entry["example"] else ""
             lines += (
                 f"\n  {entry['rule']}: {entry['count']:,} {entry['what']}{rows}: "
                 f"{entry['remedy']}{example}"
             )
-        if not self.targets:
+        if not is_usable:
             raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows:{lines}")
         if wrong:
             allowed = {

@@ -46,6 +46,7 @@ KIND_FIELDS: list[tuple[str, frozenset[str]]] = [
 REQUESTED_KIND_FIELDS = [
     *KIND_FIELDS,
     ("preference", frozenset({"responses", "scores"})),
+    ("prompt", frozenset({"messages"})),
     *(
         ("unpaired preference", frozenset({answer, "label"}))
         for answer in ("completion", "response", "output", "answer", *CONVERSATION_FIELDS)

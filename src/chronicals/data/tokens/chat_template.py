@@ -224,6 +224,17 @@ class ChatTemplate:
                 "model, or bring the rows as prompt and completion"
             )
 
+    def check_stop(self, where: str) -> None:
+        """Check that an answer has an end.
+
+        Raises:
+            TemplateError: the template writes no special token after it.
+        """
+        try:
+            assert self.stop >= 0
+        except TemplateError as error:
+            raise TemplateError(f"{where}: {error}", error.rule) from None
+
     @functools.cached_property
     def stop(self) -> int:
         """Special token that the template writes after an assistant's content.

@@ -19,6 +19,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainO
 from chronicals.data.kinds.messages import Message, with_conversations
 from chronicals.data.kinds.rows import (
     DOCUMENT_KINDS,
+    PROMPT,
     NormalRow,
     as_instruction,
     kind_of,
@@ -148,7 +149,14 @@ class Tokenizer:
             return self.encode_conversation(self.conversation(record, where), where)
         if row.kind == "tokens":
             return self._tokens(record, where)
+        if row.kind == PROMPT and "messages" in record:
+            self.template.check_stop(where)
+            asked = self.render(record["messages"], record["tools"], generation=True, where=where)
+            return asked, [False] * len(asked)
         end = self.end(where)
+        if row.kind == PROMPT:
+            asked = self.prompt(check_text(record["prompt"], "prompt", where))
+            return asked, [False] * len(asked)
         if row.kind == "text":
             ids = [*self.prompt(check_text(record["text"], "text", where)), end]
             return ids, [True] * len(ids)

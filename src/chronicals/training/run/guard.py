@@ -50,7 +50,7 @@ def check_step(
     Raises:
         TrainingError: loss or gradient is not finite (beyond what fp16 scaling mends), or the
             gradient is zero where the loss of the objective is not flat, or in all of the first
-            ``MOST_FLAT`` steps.
+            ``MOST_FLAT`` steps, or the objective finds the metrics wrong.
     """
     if metrics.skipped:
         run.skipped_in_a_row += 1
@@ -73,6 +73,9 @@ def check_step(
             "look at the rows of this "
             f"step; {how_to_resume(run.output_dir)}"
         )
+    wrong = objective.why_wrong({"loss": metrics.loss, **metrics.others})
+    if wrong is not None:
+        raise TrainingError(f"step {metrics.step}: {wrong}; {how_to_resume(run.output_dir)}")
     if metrics.targets and metrics.grad_norm == 0.0:
         reason = objective.why_no_gradient({"loss": metrics.loss, **metrics.others})
         if reason is None:

@@ -28,7 +28,7 @@ from chronicals.distributed import (
     prove_alike,
     whole_parts,
 )
-from chronicals.training.errors import Interrupted, TrainingError
+from chronicals.training.errors import Interrupted, RolloutFailed, TrainingError
 from chronicals.training.run.callbacks import Callback, Callbacks
 from chronicals.training.run.evaluation import evaluate
 from chronicals.training.run.guard import check_finite_weights, check_step
@@ -163,6 +163,7 @@ class Loop:
         self.device = session.precision.device
         self._told = False
         self._passes: list[Moment] = []
+        self._pending: PendingMetrics | None = None
 
     def hooks(self) -> StepHooks:
         """Return what the session's steps call, for ``Session.stepping``."""
@@ -216,12 +217,11 @@ class Loop:
         session = self.session
         config = self.config
         audit = FirstStepAudit(session.model, session.optimizer) if run.applied == 0 else None
-        pending = None
         session.model.train()
         self._rehearse()
         began = Moment(self.device)
 
-        for step in self._steps_left():
+        for step in self._steps_until_failure():
             factor = rate_factor(config, run.step, run.total_steps)
             set_learning_rate(session.optimizer, factor)
             with self.watch.step(run.step + 1):
@@ -242,14 +242,14 @@ class Loop:
                 # A step that was skipped, or whose loss is flat, has no coverage: look at the next.
                 audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
             self.saved.prepare(run, session.optimizer)
-            if pending:
-                self._deliver(pending)
+            self._deliver_pending()
             passes = self._passes
             self._passes = []
-            pending = PendingMetrics(
+            self._pending = PendingMetrics(
                 scalars,
                 began,
                 passes,
+                step.shown,
                 step=run.step,
                 learning_rate=config.learning_rate * factor,
                 tokens=step.counts["tokens"],
@@ -257,11 +257,10 @@ class Loop:
                 fill=step.counts["tokens"] / step.counts["slots"],
                 epoch=self.steps.epoch(step.state),
             )
-            began = pending.moment
+            began = self._pending.moment
             due = self._due()
             if due:
-                self._deliver(pending)
-                pending = None
+                self._deliver_pending()
                 if self._is_over_after(due):
                     break
                 began = Moment(self.device)
@@ -292,6 +291,32 @@ class Loop:
                 if run.step == before:
                     break
             left = run.total_steps - run.step
+
+    def _steps_until_failure(self) -> Iterator[Step]:
+        """Yield the steps to the end of the run; before answers that fail end it, save it.
+
+        Raises:
+            TrainingError: answers could not be drawn or rewarded.
+        """
+        try:
+            yield from self._steps_left()
+        except RolloutFailed as failure:
+            self._deliver_pending()
+            run = self.run
+            if run.step:
+                check_finite_weights(run, self.session.parameters, self.session.ranks)
+                self._save()
+                self.saved.finish()
+                self._tell_what_is_saved()
+            raise TrainingError(
+                f"after step {run.step}: {failure}; {how_to_resume(run.output_dir)}"
+            ) from failure
+
+    def _save(self) -> None:
+        """Start a checkpoint of the last step."""
+        self.saved.save(
+            self.run, self.session.optimizer, self.session.precision, self.steps, self.about()
+        )
 
     def _train_once(
         self, step: Step, inspect: Callable[[], None] | None
@@ -352,9 +377,7 @@ class Loop:
             or (asked and self.stop.save)
         ):
             check_finite_weights(run, self.session.parameters, self.session.ranks)
-            self.saved.save(
-                run, self.session.optimizer, self.session.precision, self.steps, self.about()
-            )
+            self._save()
         if asked:
             self.saved.finish()
             self._tell_what_is_saved()
@@ -370,7 +393,12 @@ class Loop:
             logger.info("stopped early after step %d: %s", run.step, lowest)
         return enough
 
-    def _deliver(self, pending: PendingMetrics) -> None:
+    def _deliver_pending(self) -> None:
+        """Wait for the metrics of the last step, if they are not delivered, and deliver them."""
+        pending = self._pending
+        self._pending = None
+        if pending is None:
+            return
         with self.watch.step(self.run.step):
             metrics = pending.arrive(self.watch.passed)
         self._told |= pending.told

@@ -28,12 +28,11 @@ from chronicals.data import DataReport, Ledger, TokenStore
 from chronicals.data.making.store import SIDE_COLUMN
 from chronicals.data.reading.ledger import LEDGER_COLUMNS
 from chronicals.distributed import Mesh
-from chronicals.generation import EngineSettings, Trained, free_memory, generate_many
+from chronicals.generation import EngineSettings, Trained, generate_many
 from chronicals.models import input_device
 from chronicals.objectives import Objective
-from chronicals.policies.facts import DIVIDE_WEIGHTS, fillable
-from chronicals.policies.needed_memory import cache_room
-from chronicals.training.run.guard import peak_bytes
+from chronicals.policies.facts import DIVIDE_WEIGHTS
+from chronicals.training.rollouts.turns import cache_memory
 from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -258,22 +257,6 @@ class Samples:
             asked.engine.release()  # training needs the memory
         begun = takewhile(lambda answers: answers[0].tokens, found)
         return [self.asked.ending.text(answer.tokens) for (answer,) in begun]
-
-
-def cache_memory(config: ChronicalsConfig, device: torch.device, planned: int) -> int | None:
-    """Return the most bytes of keys and values of a run; None where the engine decides.
-
-    Args:
-        config: configuration of the run.
-        device: device of the model; without a card the engine decides.
-        planned: bytes that are expected at the largest moment of a step; 0 if unknown.
-    """
-    if config.cache_bytes is not None or device.type != "cuda":
-        return config.cache_bytes
-    _, whole = torch.cuda.mem_get_info(device)
-    peak = max(planned, peak_bytes(device))
-    room = cache_room(fillable(whole, config), peak, torch.cuda.memory_allocated(device))
-    return min(room, free_memory(device))
 
 
 def data_reports(output_dir: Path) -> list[dict]:

@@ -80,6 +80,7 @@ class PendingMetrics:
     Args:
         began: start of the step.
         passes: end of each of its micro-batches.
+        shown: metrics that the host knew before, by name.
 
     Attributes:
         told: True if a rank wants all ranks to stop; known after ``arrive``.
@@ -90,12 +91,14 @@ class PendingMetrics:
         scalars: dict[str, Tensor],
         began: Moment,
         passes: Sequence[Moment] = (),
+        shown: Mapping[str, float] | None = None,
         **known: float,
     ):
         self.names = list(scalars)
         self.known = known
         self.began = began
         self.passes = passes
+        self.shown = shown or {}
         stacked = torch.stack([scalar.float() for scalar in scalars.values()])
         self.device = stacked.device
         on_card = self.device.type == "cuda"
@@ -130,6 +133,6 @@ class PendingMetrics:
             skipped=not got.pop("applied"),
             tokens_per_second=self.known["tokens"] / max(seconds, 1e-9),
             memory_gib=memory,
-            others=got,
+            others={**got, **self.shown},
             **self.known,  # type: ignore[arg-type]
         )
