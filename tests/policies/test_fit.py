@@ -23,6 +23,7 @@ from chronicals.policies.fit import (
     can_fit,
     candidate,
     combinations,
+    difference,
     fit_settings,
     least_seconds,
     offers,
@@ -168,6 +169,20 @@ def test_each_change_is_said_with_its_cost_and_what_it_saves():
     assert sum(float(line.split()[-2]) for line in changes) == pytest.approx(
         saved_by_all(settled), abs=0.05
     )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_costs_no_time_is_said_with_its_reason(waits):
+    """While the host launches, the card has time for more."""
+    rates = rates_of("H100")
+    slow = replace(rates, launch=1.0) if waits else rates
+    given = planned(80, use_cuda_graphs=False)
+    clock = Clock(slow, ModelSizes.of(given.model))
+    usual = candidate(given, (), clock)
+    again = replace(usual, seconds=usual.seconds * 1.0001)
+    words = difference(usual, again, clock)
+    assert ("the card waits for the host's launches" in words) == waits
+    assert words.endswith(" and saves 0.00 GiB") and "0.0%" not in words
 
 
 def saved_by_all(settled):
