@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,17 +71,23 @@ class Scoring:
         self.rewards = rewards
         self.ranks = ranks
 
-    def scores(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> Scores:
+    def scores(
+        self,
+        prompts: np.ndarray,
+        answers: Sequence[Sequence[Answer]],
+        among: int | None = None,
+    ) -> Scores:
         """Return the rewards of answers on all ranks; all must call it.
 
         Args:
             prompts: int64 ``[P]``, documents in the store.
             answers: to each prompt.
+            among: answers of the whole rollout, if these are a part of it that was drawn again.
 
         Raises:
             RolloutFailed: rewards fail for more than half of the answers.
         """
-        told = self.ranks.writer_does(lambda: self._told(prompts, answers), RolloutFailed)
+        told = self.ranks.writer_does(lambda: self._told(prompts, answers, among), RolloutFailed)
         if "failed" in told:
             raise RolloutFailed(told["failed"])
         shape = len(prompts), len(answers[0])
@@ -96,11 +102,13 @@ class Scoring:
             failed.reshape(shape),
         )
 
-    def _told(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    def _told(
+        self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]], among: int | None
+    ) -> dict[str, Any]:
         """Return what the first rank tells the others, as JSON."""
         assert self.rewards is not None
         try:
-            outcome = self.rewards.score(self._rows(prompts, answers))
+            outcome = self.rewards.score(replace(self._rows(prompts, answers), among=among))
         except RewardsFailed as failure:
             return {"failed": str(failure)}
         return {
