@@ -34,6 +34,12 @@ def until_step_two(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
+def failing_alone(completions, wanted, **columns):
+    if len(completions) == 4:
+        raise RuntimeError("a group by itself")
+    return [1.0 if number == wanted[0] else float(row) for row, number in enumerate(wanted)]
+
+
 def of_another_column(completions, level):
     return level
 """
@@ -69,7 +75,27 @@ def test_functions_models_and_built_in_rewards_beside_each_other(tmp_path, mine,
     assert {"rewards/seldom", "rewards/judge", "rewards/length"} <= set(lines[0])
     # Each prompt is once among the three of the four steps; the answers to one of them are left out.
     assert sorted(line["answers/left_out"] for line in lines) == pytest.approx([0, 0, 0, 1 / 3])
+    assert [line["answers/failed"] for line in lines] == [
+        line["answers/left_out"] for line in lines
+    ]
     assert "reward seldom: failed for 4 of 12 answers" in caplog.text
+
+
+@pytest.mark.slow
+def test_answers_whose_reward_fails_are_counted_where_they_have_a_number(tmp_path, mine):
+    train(tmp_path, [f"{mine}:seldom"], reward_on_error=-1, max_steps=4)
+    lines = metrics(tmp_path)
+    assert sorted(line["answers/failed"] for line in lines) == pytest.approx([0, 0, 0, 1 / 3])
+    assert all(line["answers/left_out"] == 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_redrawn_group_that_fails_does_not_end_the_run(tmp_path, mine):
+    """It is all that is scored then, and a third of the rollout."""
+    train(tmp_path, [f"{mine}:failing_alone"], section={"redraws": 1}, max_steps=1)
+    (line,) = metrics(tmp_path)
+    assert line["groups/drawn_again"] == 1
+    assert line["answers/failed"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.slow

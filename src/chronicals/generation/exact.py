@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.batch import Batch
 from chronicals.generation.pages import LayerPages
-from chronicals.generation.passes import EXPANSION, PagedPass, Scores, attending_pages, run_pass
+from chronicals.generation.passes import EXPANSION, PagedPass, attending_pages, run_pass
 from chronicals.kernels.paged_attention import paged_attention_reference
 from chronicals.models import in_evaluation, read_head, within_adapters
+from chronicals.models.attention_seam import Scores
 
 TILE_ROWS = 16
 """Rows of a tile: a power of two that wastes little on the few rows of a decode step."""

@@ -81,7 +81,9 @@ class RolloutMaker:
             drawn_in += time.perf_counter() - before
             for place, group in zip(equal, redrawn, strict=True):
                 answers[place] = group
-            scores = scores.with_groups(equal, self.scoring.scores(prompts[equal], redrawn))
+            scores = scores.with_groups(
+                equal, self.scoring.scores(prompts[equal], redrawn, scores.kept.numel())
+            )
         shown = {
             **_shown(scores, answers),
             "groups/drawn_again": float(again),
@@ -202,6 +204,7 @@ def _shown(scores: Scores, answers: Sequence[Sequence[Answer]]) -> dict[str, flo
         "answers/longest": float(lengths.max()),
         "answers/truncated": float(1 - complete.mean()),
         "answers/left_out": float((~scores.kept).double().mean()),
+        "answers/failed": float(scores.failed.double().mean()),
     }
 
 
