@@ -173,7 +173,9 @@ def test_rewards_that_fail_end_the_run_with_a_checkpoint(tmp_path):
     with pytest.raises(TrainingError, match="after step 2: reward letters: failed .* resume"):
         rollouts.train(tmp_path, rewards=rewards, max_steps=4, save_steps=None)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
-    rollouts.train(tmp_path, max_steps=4, save_steps=None, resume=True)
+    later = rollouts.Rewards()
+    rollouts.train(tmp_path, rewards=later, max_steps=4, save_steps=None, resume=True)
+    assert len(later.calls) == 2
     whole = tmp_path / "whole"
     rollouts.train(whole, max_steps=4, save_steps=None)
     assert runs.trajectory(tmp_path) == runs.trajectory(whole)
