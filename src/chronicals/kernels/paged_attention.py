@@ -335,14 +335,13 @@ def _paged_attention_kernel(
     )
     if HAS_STARTS:
         # a sequence that shares nothing has no keys in the parts of the shared ones
-        if first == 0:
-            part = tl.arange(0, SPLITS)
-            is_shared = (part >= splits) & (part < PARTS)
-            tl.store(
-                lse_ptr + (at - split)[:, None] + part[None, :],
-                tl.full((ROWS, SPLITS), float("-inf"), tl.float32),
-                mask=is_head[:, None] & is_shared[None, :],
-            )
+        part = tl.arange(0, SPLITS)
+        is_missing = (part >= splits) & (part < tl.where(first == 0, PARTS, 0))
+        tl.store(
+            lse_ptr + (at - split)[:, None] + part[None, :],
+            tl.full((ROWS, SPLITS), float("-inf"), tl.float32),
+            mask=is_head[:, None] & is_missing[None, :],
+        )
 
 
 @triton.jit
