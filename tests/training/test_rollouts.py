@@ -1,12 +1,16 @@
 """Runs whose answers the model draws."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import rollouts
 import runs
 import tiny
+from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 from chronicals.rewards import RewardsFailed
 from chronicals.training import ChronicalsTrainer, TrainingError
@@ -411,3 +415,19 @@ def test_a_model_that_drops_out_is_refused(tmp_path):
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
     with pytest.raises(ConfigurationError, match="layers.0.mlp.act_fn.1 of the model drops out"):
         rollouts.train(tmp_path, model=model)
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_evaluated_by_the_rewards_of_its_run(tmp_path, capsys):
+    rows = [{"prompt": f"what is {n} + 1?"} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = ChronicalsTrainer(
+        tiny.llama(), tiny.tokenizer(), rollouts.config(tmp_path, rewards=["regex(.)"], max_steps=1)
+    )
+    trainer.train(rows)
+    data = str(tmp_path / "prompts.jsonl")
+    flags = ["--data", data, "--cache-dir", str(tmp_path / "tokens")]
+    ran = CliRunner().invoke(app, ["evaluate", str(tmp_path / "run"), *flags])
+    assert ran.exit_code == 0, ran.output
+    figures = json.loads(ran.stdout)
+    assert figures["reward"] == -figures["loss"] and 0 < figures["reward"] <= 1

@@ -24,6 +24,8 @@ from chronicals.training.rollouts.rollout_maker import RolloutMaker
 from chronicals.training.rollouts.rollout_steps import HeldOutSteps, RolloutSteps, rollout_steps
 from chronicals.training.rollouts.samples import SamplesFile
 from chronicals.training.rollouts.scoring import PROMPT_FIELDS, Scoring
+from chronicals.training.rollouts.token_passes import TokenPasses
+from chronicals.training.rollouts.turns import Turns
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -232,7 +234,10 @@ class RolloutRun:
         def made(config: ChronicalsConfig) -> RolloutSteps:
             packs = self._packs(session, config, padding_token_id)
             normalises_first = config.reward_aggregation == "normalize_then_sum"
-            maker = RolloutMaker(draws, scoring, packs, normalises_first)
+            passes = TokenPasses(
+                session.presented, session.precision, packs, session.ranks, limited
+            )
+            maker = RolloutMaker(self.objective, draws, scoring, passes, normalises_first)
             if session.ranks.writer:
                 maker.samples = SamplesFile(config.output_dir)
             return RolloutSteps(rows, given, config, maker.rollout, packs, held)
@@ -252,7 +257,7 @@ class RolloutRun:
         draws = self._draws(session, rows, DrawSettings.greedy(given), limited)
         scoring = Scoring(self.tokenizer, rows, self.rewards, session.ranks)
         packs = self._packs(session, session.config, padding_token_id)
-        return HeldOutSteps(rows, RolloutMaker(draws, scoring, packs), packs)
+        return HeldOutSteps(rows, RolloutMaker(self.objective, draws, scoring), packs)
 
     def _draws(
         self,
@@ -261,7 +266,9 @@ class RolloutRun:
         settings: DrawSettings,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> Draws:
-        return Draws(session, self.tokenizer, rows, settings, limited=limited)
+        seed = session.config.seed
+        generate = Turns(session).generate
+        return Draws(generate, self.tokenizer, rows, settings, seed, session.ranks, limited)
 
     def _packs(
         self, session: Session, config: ChronicalsConfig, padding_token_id: int
