@@ -438,7 +438,7 @@ def test_a_trained_model_is_evaluated_by_the_rewards_of_its_run(tmp_path, capsys
 @pytest.mark.slow
 def test_held_out_answers_are_the_likeliest(tmp_path):
     rewards = rollouts.Rewards()
-    held_out = rollouts.prompts(5)
+    held_out = [{"prompt": f"what is {n}, if not the answer to life?"} for n in range(5)]
     given = {"learning_rate": 1e-9, "eval_steps": 1, "max_steps": 2}
     rollouts.train(tmp_path, rewards=rewards, held_out=held_out, **given)
     first, second = (rows for rows in rewards.calls if len(rows.prompts) == 5)

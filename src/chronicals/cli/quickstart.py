@@ -120,8 +120,11 @@ def quickstart_command(
             "after GRPO",
             title=f"{prompts:,} prompts trained on, {held:,} held out",
         )
-        values = (side.others["reward"] for side in (rewarded.before, rewarded.after))
-        means.add_row("mean reward", *(format(value, ".3f") for value in values))
+        means.add_row(
+            "mean reward",
+            f"{rewarded.before.others['reward']:.3f}",
+            f"{rewarded.after.others['reward']:.3f}",
+        )
         console.print(means)
     console.print(
         f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  "

@@ -206,7 +206,7 @@ def run_rewards(
         counts.append(len(prompts))
     config = ChronicalsConfig(
         objective="grpo",
-        grpo=DRAWS,
+        sections={"grpo": DRAWS},
         rewards=REWARDS,
         learning_rate=REWARD_RATE * size.learning_rate,
         max_steps=steps,
