@@ -17,6 +17,7 @@ from chronicals.training import ChronicalsTrainer, TrainingError
 from chronicals.training.rollouts.answer_packs import AnswerPacks
 from chronicals.training.rollouts.rollout import Rollout
 from chronicals.training.rollouts.samples import read_samples
+from chronicals.training.run import loop
 from chronicals.training.run.callbacks import read_metrics
 from comparison import equal
 
@@ -444,3 +445,33 @@ def test_held_out_answers_are_the_likeliest(tmp_path):
     first, second = (rows for rows in rewards.calls if len(rows.prompts) == 5)
     assert first.prompts == [row["prompt"] for row in held_out]
     assert first.completion_ids == second.completion_ids
+
+
+@pytest.mark.slow
+def test_the_largest_possible_step_is_rehearsed_and_changes_nothing(tmp_path, monkeypatch):
+    usual = tmp_path / "usual"
+    rollouts.train(usual, section={"prompts": 4}, max_seq_length=64, batch_size=1)
+    seen = batches_of(monkeypatch)
+    monkeypatch.setattr(loop, "is_limited", lambda device: True)
+    rollouts.train(tmp_path, section={"prompts": 4}, max_seq_length=64, batch_size=1)
+    # One is measured for the plan, the next one is rehearsed.
+    _, largest, *steps = seen
+    longest = max(int(batch.cu_seqlens.diff().max()) for batch in largest)
+    assert len(largest) >= max(map(len, steps)) and len(steps) == 3
+    assert sum(int((batch.targets >= 0).sum()) for batch in largest) == 4 * 4 * 8
+    assert longest <= 64
+    assert runs.trajectory(tmp_path) == runs.trajectory(usual)
+
+
+@pytest.mark.slow
+def test_the_report_shows_answers_and_their_rewards(tmp_path):
+    rollouts.train(tmp_path, rewards=rollouts.Rewards((by_text,)), max_steps=2)
+    first, second, third, fourth = read_samples(tmp_path / "run")
+    assert [line["rollout"] for line in (first, second, third, fourth)] == [0, 0, 1, 1]
+    page = (tmp_path / "run" / "report.html").read_text()
+    for line in (first, fourth):
+        assert line["prompt"] in page and len(line["answers"]) == 4
+        for answer in line["answers"]:
+            assert (
+                answer["reward"] == answer["rewards"]["by_text"] and str(answer["reward"]) in page
+            )
