@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import rollouts
 import runs
 import tiny
+from chronicals.benchmark.plan import plan_work
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 from chronicals.rewards import RewardsFailed
@@ -475,3 +476,17 @@ def test_the_report_shows_answers_and_their_rewards(tmp_path):
             assert (
                 answer["reward"] == answer["rewards"]["by_text"] and str(answer["reward"]) in page
             )
+
+
+@pytest.mark.slow
+def test_prompts_are_shown_as_the_model_gets_them_and_not_benchmarked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.llama().save_pretrained("tiny")
+    tiny.tokenizer().save_pretrained("tiny")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "why?"}]}\n')
+    flags = ["--model", "tiny", "--objective", "grpo"]
+    shown = CliRunner().invoke(app, ["data", "show", "prompts.jsonl", *flags])
+    assert "row 1: " in shown.output and "0 of them trained" in shown.output
+    with pytest.raises(ConfigurationError, match="objective='grpo': its steps are drawn"):
+        fields = {"objective": "grpo"}
+        plan_work(tmp_path, "tiny", "prompts.jsonl", "full", fields, steps=2, warm_up=0)
