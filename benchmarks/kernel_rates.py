@@ -66,6 +66,7 @@ from chronicals.kernels.grouped_product import (
     grouped_product,
     grouped_weight_gradient,
 )
+from chronicals.kernels.invariant_product import invariant_product
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -1058,6 +1059,23 @@ def attention_over_pages():
         )
 
 
+def products_of_fixed_tiles():
+    """``invariant_product`` of the MLP of an 8B: rows of a decoding step and of a prefill pass."""
+    weight = random(14336, 4096).mT
+    for rows in (8, 64, 512, 4096):
+        x = random(rows, 4096)
+        exact = x[:8].double() @ weight.double()
+        pair_of_errors = tuple(
+            relative(function(x[:8], weight), exact) for function in (invariant_product, torch.mm)
+        )
+        yield Row(
+            f"invariant_product {rows} rows",
+            {"ours": partial(invariant_product, x, weight), "torch": partial(torch.mm, x, weight)},
+            bytes=2 * (x.numel() + weight.numel() + rows * 14336),
+            error=pair_of_errors,
+        )
+
+
 def draws_of_tokens():
     """``draw_tokens``: 64 rows of a vocabulary of 152,000, whose logits are read twice."""
     logits = random(64, 152_064).float()
@@ -1220,6 +1238,7 @@ GROUPS = {
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,
+    "invariant_product": products_of_fixed_tiles,
     "token_draws": draws_of_tokens,
     "experts": experts,
     "experts_in_fp8": experts_in_fp8,
